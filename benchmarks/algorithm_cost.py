@@ -4,9 +4,9 @@
 
 Every estimator, loss and selection on random trajectories, in groups of eight, on one thread: credit once per batch; a
 loss with its correction, aggregation and gradient by the log-probs. The log-softmax, and the choice of each token's
-log-prob, is measured on SAMPLE tokens in chunks as in training (asyncrl/models/output_head.py) and scaled to all of
-them: neither the output layer before it nor its gradient is counted. Prints Markdown: medians over rounds in which all
-take turns, their share of the log-softmax, and the most bytes alive beside the inputs.
+log-prob, is measured on SAMPLE tokens in chunks of 128 and scaled to all of them: neither the output layer before it
+nor its gradient is counted. Prints Markdown: medians over rounds in which all take turns, their share of the
+log-softmax, and the most bytes alive beside the inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import KINDS, Method, methods
-from asyncrl.models.output_head import LOGITS_PER_CHUNK
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
 GROUP_SIZE = 8
@@ -83,7 +82,7 @@ def work_of(method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
 
 def log_softmax(vocabulary: int) -> None:
     """Log-probs of SAMPLE tokens, in chunks."""
-    chunk = LOGITS_PER_CHUNK // vocabulary
+    chunk = SAMPLE // 64  # small enough for a cache: nothing can be faster
     logits, targets = torch.randn(chunk, vocabulary), torch.randint(vocabulary, (chunk, 1))
     for _ in range(SAMPLE // chunk):
         torch.log_softmax(logits, dim=-1).gather(-1, targets)

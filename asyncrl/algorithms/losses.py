@@ -14,10 +14,12 @@ import torch
 from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean, sequence_ratio
 from asyncrl.algorithms.registration import policy_loss
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, PapoConfig
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
+LARGEST_PERCEPTION_KL = 10.0
+"""One token's KL to the policy with masked images is cut here: it is made larger, and would grow without end."""
 LARGEST_KL = 10.0
 """One token's estimate of the KL is cut here, so that no single one decides the step."""
 
@@ -234,6 +236,32 @@ def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> to
     """
     d = logprobs - reference_logprobs
     return (ratio(reference_logprobs, logprobs) + d - 1).clamp(max=LARGEST_KL)
+
+
+@dataclass(frozen=True)
+class PerceptionLoss:
+    token_loss: torch.Tensor
+    """[n]"""
+    kl: torch.Tensor
+    """[n] k3 estimate of KL(policy || policy with masked images)."""
+
+
+def perception_loss(
+    logprobs: torch.Tensor,
+    masked_logprobs: torch.Tensor,
+    entropies: torch.Tensor | None,
+    masked_entropies: torch.Tensor | None,
+    config: PapoConfig,
+) -> PerceptionLoss:
+    """-kl_coef KL(policy || policy with masked images) + entropy_coeff (both entropies): PAPO (arXiv 2507.06448, eq. 4
+    and the double entropy loss). [n] each, with gradient on both sides, as in the paper's formula; the authors' code
+    detaches the masked side by default. A token's KL is cut at LARGEST_PERCEPTION_KL, where it gives no gradient."""
+    difference = masked_logprobs - logprobs
+    kl = (ratio(masked_logprobs, logprobs) - difference - 1).clamp(max=LARGEST_PERCEPTION_KL)
+    token_loss = -config.kl_coef * kl
+    if entropies is not None and masked_entropies is not None:
+        token_loss = token_loss + config.entropy_coeff * (entropies + masked_entropies)
+    return PerceptionLoss(token_loss, kl)
 
 
 @dataclass(frozen=True)

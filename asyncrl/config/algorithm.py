@@ -194,6 +194,22 @@ class CovarianceConfig(Section):
         return max(int(self.fraction * tokens), 1)
 
 
+class PapoConfig(Section):
+    """PAPO (arXiv 2507.06448): completions are to become less likely where parts of the images are black."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || policy with masked images) per token, which is made larger; 0 is off (in the paper 0.02,
+    and 0.01 without a KL to a reference). Costs a second pass. Tokens of prompts without images have no such term.
+    metrics.jsonl has the KL as `kl_prcp`: where it jumps, the loss is gamed."""
+    entropy_coeff: float = Field(default=0.03, ge=0)
+    """Weight of the entropies with images as they are and masked, which are made smaller: without it the KL grows by
+    what the policy makes of masked images alone."""
+    mask_ratio: float = Field(default=0.6, gt=0, le=1)
+    """Probability of each square to be black."""
+    patch_pixels: int = Field(default=14, gt=0)
+    """Side of a square, in pixels of the image as it is given."""
+
+
 class AlgorithmConfig(Section):
     """Keys that are left out take the defaults of the chosen `adv_estimator` and `policy_loss`, where these have their
     own (docs/algorithms.md), and those below elsewhere."""
@@ -228,6 +244,7 @@ class AlgorithmConfig(Section):
     """Aggregation of token losses to one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    papo: PapoConfig = PapoConfig()
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(target || reference) per token. The reference policy is the model without its
     adapters: only with model.lora.rank above 0."""

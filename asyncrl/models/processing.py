@@ -13,14 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.images import content_hash, decode_image, image_size
+from asyncrl.data.images import blacken_patches, content_hash, decode_image, image_size
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
@@ -78,6 +78,8 @@ class EncodedPrompt(MeasuredPrompt):
     """[patches, features] of all images, or None without images."""
     video_pixel_values: torch.Tensor | None = None
     """[patches, features] of all videos, or None without videos."""
+    masked_pixel_values: torch.Tensor | None = None
+    """[patches, features] of the images with parts of them black; None without images, or where nothing asks."""
 
     @property
     def nbytes(self) -> int:
@@ -168,6 +170,29 @@ class PromptProcessor:
             self._remember(key, encoded)
         mine.set_result(encoded)
         return encoded
+
+    def with_masked_images(
+        self, encoded: EncodedPrompt, blobs: Mapping[str, bytes | memoryview], *, patch: int, share: float, seed: int
+    ) -> EncodedPrompt:
+        """Add the pixels of the same images with squares of `patch` pixels black, each with probability `share`.
+
+        They are drawn by the seed, before the processor sees the image: its size and its tokens stay what they are.
+        """
+        if encoded.pixel_values is None:
+            return encoded
+        images = [
+            blacken_patches(decode_image(bytes(blobs[digest]), f"row {encoded.row_id}"), patch, share, seed + number)
+            for number, digest in enumerate(encoded.image_hashes)
+        ]
+        with self._lock:
+            out = self.processor.image_processor(images=images, return_tensors="pt")
+        masked = out["pixel_values"]
+        if masked.shape != encoded.pixel_values.shape:
+            raise BadStateError(
+                f"row {encoded.row_id}: the processor makes pixels {tuple(masked.shape)} of the masked images and "
+                f"{tuple(encoded.pixel_values.shape)} of the images as they are, though their sizes are the same"
+            )
+        return replace(encoded, masked_pixel_values=masked)
 
     def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> MeasuredPrompt:
         """Everything of `encode` but pixels, of which none is decoded where `ImageGrids` knows the processor.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from asyncrl.config.algorithm import PapoConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Completion, TrainGroup, flat_rows
@@ -81,6 +82,10 @@ class Batch:
         """[N] bool: tokens of demonstrations and hints. No policy sampled them: log-probs and versions say nothing."""
         return torch.from_numpy(self.is_prefix)[self.trained.flat]
 
+    @property
+    def has_masked_images(self) -> bool:
+        return any(group.prompt.masked_pixel_values is not None for group in self.train_groups)
+
     def places(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Places among the `N` trained tokens of those of a micro-batch."""
         return self.trained.place[self.flat_index(row, column)]
@@ -102,10 +107,17 @@ class Batch:
         return ", ".join(names[:MOST_NAMED]) + (f" and {more} more rows" if more > 0 else "")
 
 
-def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor, *, demonstrations: bool = False) -> Batch:
+def make_batch(
+    received: Sequence[ReceivedGroup],
+    processor: PromptProcessor,
+    *,
+    demonstrations: bool = False,
+    papo: PapoConfig | None = None,
+) -> Batch:
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one.
 
-    With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`).
+    With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`). With `papo`,
+    prompts have masked images beside their own, drawn by the ticket's seed: the same when a step is made again.
 
     Images have stayed encoded until here; the processor's cache spares most of them a second decoding.
     """
@@ -125,7 +137,10 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor, *,
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
-            prompt = processor.encode(item.ticket.prompt, item.prepared.blobs)
+            prompt, blobs = processor.encode(item.ticket.prompt, item.prepared.blobs), item.prepared.blobs
+            if papo:
+                how = {"patch": papo.patch_pixels, "share": papo.mask_ratio, "seed": item.ticket.seed}
+                prompt = processor.with_masked_images(prompt, blobs, **how)
             train_groups.append(TrainGroup(prompt, tuple(completions)))
     lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
     return Batch(

@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 
 from asyncrl.algorithms.corrections import Correction, correct
-from asyncrl.algorithms.losses import LossFunction, PolicyLoss, reference_kl
+from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss, reference_kl
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.models.output_head import TokenOutputs
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
@@ -73,6 +74,8 @@ class MicroLoss:
     correction: Correction
     reference_kl: torch.Tensor | None
     """[n], where algorithm.kl_loss_coef asks for it."""
+    perception_kl: torch.Tensor | None = None
+    """[n] KL to the policy with masked images, where algorithm.papo asks for it; 0 where there is no image."""
 
     def describe_bad_tokens(self, batch: Batch) -> str:
         """Name the first value, in the order in which they are computed, that is not finite, and its rows."""
@@ -87,6 +90,8 @@ class MicroLoss:
         }
         if self.reference_kl is not None:
             values["the KL to the reference"] = self.reference_kl
+        if self.perception_kl is not None:
+            values["the KL to the policy with masked images"] = self.perception_kl
         row = self.tokens.row.cpu()
         for name, value in values.items():
             bad = ~torch.isfinite(value.detach()).cpu()
@@ -108,7 +113,8 @@ class Objective:
     ) -> MicroLoss:
         """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
         algorithm, device, selected = self._algorithm, actor.device, decided.selected
-        outputs = actor.forward(micro_batch, entropy="gradient" if algorithm.entropy_coeff else "value")
+        trains_entropy = algorithm.entropy_coeff or (algorithm.papo.kl_coef and algorithm.papo.entropy_coeff)
+        outputs = actor.forward(micro_batch, entropy="gradient" if trains_entropy else "value")
         assert outputs.entropies is not None
         place = decided.batch.places(micro_batch.row, micro_batch.column)
         behaviour = decided.batch.behaviour_logprobs[decided.batch.trained.flat[place]].to(device)
@@ -131,10 +137,25 @@ class Objective:
         if decided.scored.reference_logprobs is not None:
             kl = reference_kl(outputs.logprobs, decided.scored.reference_logprobs[place].to(device))
             token_loss = token_loss + algorithm.kl_loss_coef * kl
+        perception = self._perception(actor, micro_batch, outputs)
+        if perception is not None:
+            token_loss = token_loss + perception.token_loss
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
         loss = (weights[place].to(device) * torch.where(correction.masked, 0.0, token_loss)).sum()
-        return MicroLoss(loss, place, tokens, outputs.entropies, policy, correction, kl)
+        perception_kl = None if perception is None else perception.kl
+        return MicroLoss(loss, place, tokens, outputs.entropies, policy, correction, kl, perception_kl)
+
+    def _perception(self, actor: TorchEngine, micro_batch: MicroBatch, outputs: TokenOutputs) -> PerceptionLoss | None:
+        """PAPO's term, 0 at tokens after prompts without images; None where there is none."""
+        papo = self._algorithm.papo
+        if not papo.kl_coef or micro_batch.masked_pixels is None:
+            return None
+        masked = actor.forward(micro_batch.masked, entropy="gradient" if papo.entropy_coeff else "none")
+        found = perception_loss(outputs.logprobs, masked.logprobs, outputs.entropies, masked.entropies, papo)
+        assert micro_batch.sees_masked is not None
+        sees = micro_batch.sees_masked.to(actor.device)
+        return PerceptionLoss(torch.where(sees, found.token_loss, 0.0), torch.where(sees, found.kl, 0.0))
 
     def _proximal(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, place: torch.Tensor, decided: Decided

@@ -7,7 +7,7 @@ was sampled, so it is a target but no input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,16 @@ class MicroBatch:
     """[N] the batch's row of each."""
     column: torch.Tensor
     """[N] its place in the row's completion."""
+    masked_pixels: torch.Tensor | None = None
+    """What takes the place of `inputs["pixel_values"]` where images are masked; None where nothing asks."""
+    sees_masked: torch.Tensor | None = None
+    """[N] bool: the token's prompt has images that are masked then."""
+
+    @property
+    def masked(self) -> MicroBatch:
+        """The same tokens after masked images."""
+        assert self.masked_pixels is not None
+        return replace(self, inputs={**self.inputs, "pixel_values": self.masked_pixels})
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +137,9 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         end += len(inputs)
     lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
     media = media_inputs([group.prompt for group in groups], _int64(types)[None])
+    masked = [group.prompt.masked_pixel_values for group in groups]
+    masked_pixels = [pixels for pixels in masked if pixels is not None]
+    tokens_of_groups = torch.tensor([len(part) for part in targets])
     position_ids = torch.cat(positions, dim=1).to(device)
     return MicroBatch(
         inputs={
@@ -140,6 +153,8 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         targets=_int64(targets).to(device),
         row=_int64(rows),
         column=_int64(columns),
+        masked_pixels=torch.cat(masked_pixels).to(device) if masked_pixels else None,
+        sees_masked=torch.tensor([pixels is not None for pixels in masked]).repeat_interleave(tokens_of_groups),
     )
 
 

@@ -190,6 +190,10 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
     }
     if part.reference_kl is not None:
         columns["reference_kl"] = part.reference_kl.detach()
+    if decided.batch.has_masked_images:
+        columns["kl_prcp"] = torch.zeros_like(columns["entropy"])
+        if part.perception_kl is not None:
+            columns["kl_prcp"] = part.perception_kl.detach()
     return columns
 
 

@@ -100,8 +100,13 @@ class Trainer:
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
         """Make one step. Returns its batch and its metrics, except durations."""
-        demonstrations = "demonstrations" in self.config.algorithm.needs
-        batch = make_batch(groups, self.processor, demonstrations=demonstrations)
+        algorithm = self.config.algorithm
+        batch = make_batch(
+            groups,
+            self.processor,
+            demonstrations="demonstrations" in algorithm.needs,
+            papo=algorithm.papo if algorithm.papo.kl_coef else None,
+        )
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         before = self.bound

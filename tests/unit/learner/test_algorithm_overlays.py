@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from asyncrl.config import yaml_text
-from asyncrl.config.algorithm import NOT_THERE
+from asyncrl.config.algorithm import NOT_THERE, PapoConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import KINDS, methods
 from asyncrl.config.overlays import FOLDER, shipped_overlays
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.prepare import GRPO
 from asyncrl.models.processing import PromptProcessor
+from learner.training.batch import make_batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.step import LearnerStep
@@ -56,7 +57,8 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
     engine = TorchEngine(base, base.learner.optim, 100)
     engine.prepare()
     start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
-    made = made_up_batch(base, PromptProcessor(base.model))
+    processor = PromptProcessor(base.model)
+    made = make_batch(made_up_batch(base, processor).received, processor, papo=PapoConfig())
     batch = replace(made, scores=2 * made.scores, components={"only": made.scores})
     for name, file in OVERLAYS.items():
         sections, _ = yaml_text.parse(file.read_text(), name)

@@ -1,0 +1,88 @@
+"""PAPO: images with black patches are made the same again, and the loss is the published one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from asyncrl.algorithms.losses import perception_loss
+from asyncrl.config.algorithm import PapoConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import blacken_patches
+from asyncrl.models.processing import PromptProcessor
+from learner.training.batch import Batch, make_batch
+from learner.training.step import LearnerStep
+from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from tests.rigs.tiny import ROOT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VECTOR = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())["papo"]
+
+
+def test_published_values() -> None:
+    clean, masked = (torch.tensor(VECTOR[key], requires_grad=True) for key in ("logp_clean", "logp_masked"))
+    found = perception_loss(clean, masked, None, None, PapoConfig(kl_coef=0.02))
+    torch.testing.assert_close(found.kl, torch.tensor(VECTOR["k3"]), atol=1e-6, rtol=1e-6)
+    assert float(found.token_loss.detach().mean()) == pytest.approx(VECTOR["loss_term_gamma02"], abs=1e-6)
+    of_clean, of_masked = torch.autograd.grad(found.token_loss.sum(), (clean, masked))
+    assert (of_clean < 0).all(), "a step down makes the tokens likelier with their images"
+    assert (of_masked > 0).all(), "and less likely without"
+    with_entropy = perception_loss(clean, masked, clean * 0 + 1, clean * 0 + 2, PapoConfig(kl_coef=0.02))
+    torch.testing.assert_close(with_entropy.token_loss, found.token_loss + 0.03 * 3)
+    far = perception_loss(clean * 0 - 20, masked * 0, None, None, PapoConfig(kl_coef=1.0))
+    assert far.kl.tolist() == [10.0, 10.0]
+
+
+def test_patches_are_black_by_the_seed_and_the_size_stays() -> None:
+    image = Image.new("RGB", (140, 75), "white")
+    masked = np.asarray(blacken_patches(image, 14, 0.6, seed=3))
+    assert masked.shape == (75, 140, 3)
+    assert set(np.unique(masked)) == {0, 255}
+    assert 0.4 < (masked == 0).mean() < 0.8
+    corner = masked[:14, :14]
+    assert (corner == corner[0, 0]).all(), "whole patches"
+    assert (masked == np.asarray(blacken_patches(image, 14, 0.6, seed=3))).all()
+    assert (masked != np.asarray(blacken_patches(image, 14, 0.6, seed=4))).any()
+    assert not np.asarray(blacken_patches(image, 14, 1.0, seed=3)).any()
+
+
+def masked_batch(config: RunConfig) -> tuple[Batch, Batch]:
+    """A batch as it is, and with masked images."""
+    processor = PromptProcessor(config.model)
+    plain = made_up_batch(config, processor)
+    return plain, make_batch(plain.received, processor, papo=PapoConfig(kl_coef=0.5))
+
+
+def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Callable[..., RunConfig]) -> None:
+    def step(batch: Batch, kl_coef: float, entropy_coeff: float) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        papo = {"kl_coef": kl_coef, "entropy_coeff": entropy_coeff}
+        metrics = LearnerStep(engine, make_config(algorithm={"papo": papo}))(batch, 3)
+        return metrics, engine.gradients
+
+    config = make_config()
+    plain, masked = masked_batch(config)
+    engine = KeepGradients(config, config.learner.optim, 1)
+    engine.prepare()
+    before, plain_gradients = step(plain, 0.0, 0.0)
+    assert "kl_prcp" not in before
+    with_kl, gradients = step(masked, 0.5, 0.0)
+    assert with_kl["kl_prcp"] > 0
+    assert with_kl["loss"] == pytest.approx(before["loss"] - 0.5 * with_kl["kl_prcp"], rel=1e-4)
+    assert any(not torch.equal(gradient, plain_gradients[name]) for name, gradient in gradients.items())
+    with_entropy, _ = step(masked, 0.5, 0.1)
+    extra = with_entropy["loss"] - with_kl["loss"]
+    assert extra == pytest.approx(0.2 * with_kl["entropy"], rel=0.2), "both entropies, of which one is known"
+
+    again = make_batch(plain.received, PromptProcessor(config.model), papo=PapoConfig(kl_coef=0.5))
+    for group, same in zip(masked.train_groups, again.train_groups, strict=True):
+        ours, theirs = group.prompt.masked_pixel_values, same.prompt.masked_pixel_values
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs), "a step that is made again sees the same patches"
+        assert group.prompt.pixel_values is not None
+        assert not torch.equal(ours, group.prompt.pixel_values)
