@@ -2,8 +2,10 @@
 
     python -m benchmarks.digit_errors --data eval.parquet MODEL [MODEL ...]
 
-Each model folder is decoded greedily with plain transformers, its first word forced to be `read`. Errors are standard
-errors over rows. Prints a Markdown table.
+Each model folder is decoded greedily with plain transformers, its first word forced to be `read`. The rows that a model
+reads right are its own, and those that training adds may be harder to reckon with: the last column is over rows that
+it and the first model both read right, as a difference of the two. Errors are standard errors over rows. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -12,39 +14,42 @@ import argparse
 from math import sqrt
 from pathlib import Path
 
+import numpy as np
+
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO
 from asyncrl.demo.reward import answer, reading
-from asyncrl.rewards.sample import RewardSample
-from asyncrl.tools.evaluate import evaluate
-
-
-def all_read(sample: RewardSample) -> float:
-    """1.0 if every digit is read right."""
-    return float(reading(sample) == 1.0)
-
-
-def read_and_answered(sample: RewardSample) -> float:
-    """1.0 if the answer is right, too."""
-    return all_read(sample) * answer(sample)
+from asyncrl.tools.evaluate import complete_held_out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="held-out rows, as asyncrl.demo.data writes them")
-    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("models", type=Path, nargs="+", help="the first is what the others are compared with")
     arguments = parser.parse_args()
-    # The reward is the share of rows read right, the accuracy that of rows read and answered right: one pass for both.
-    functions = [{"function": f"{__file__}:all_read"}, {"function": f"{__file__}:read_and_answered", "weight": 0.0}]
-    print("| model | rows | digits read right | answer right given the digits |\n|---|---|---|---|")
+    print(
+        "| model | rows | digits read right | answer right given the digits | read right by the first, too "
+        "| answer there, minus the first's |\n|---|---|---|---|---|---|"
+    )
+    first: tuple[np.ndarray, np.ndarray] | None = None
     for model in arguments.models:
         overrides = [f"model.path={model}", f"data.val_files=[{arguments.data}]", "model.dtype=float32"]
-        config = load_config(GRPO, overrides)
-        reward = config.reward.model_validate({"functions": functions, "accuracy": "read_and_answered"})
-        scores = evaluate(config.model_copy(update={"reward": reward}), model, prefix="read")
-        read, given = scores.reward, scores.accuracy / scores.reward
-        errors = sqrt(read * (1 - read) / scores.rows), sqrt(given * (1 - given) / (read * scores.rows))
-        print(f"| {model} | {scores.rows} | {read:.3f} ± {errors[0]:.3f} | {given:.3f} ± {errors[1]:.3f} |", flush=True)
+        samples = complete_held_out(load_config(GRPO, overrides), model, "read")
+        read = np.array([reading(sample) == 1.0 for sample in samples])
+        right = np.array([answer(sample) == 1.0 for sample in samples])
+        first = first or (read, right)
+        both = read & first[0]
+        change = right[both].astype(float) - first[1][both]
+        cells = [share(read), share(right[read]), str(both.sum()), f"{change.mean():+.3f} ± {error(change):.3f}"]
+        print(f"| {model} | {len(samples)} | {' | '.join(cells)} |", flush=True)
+
+
+def share(values: np.ndarray) -> str:
+    return f"{values.mean():.3f} ± {error(values):.3f}"
+
+
+def error(values: np.ndarray) -> float:
+    return float(values.std()) / sqrt(max(len(values), 1))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> Evaluation
     `evaluation.group_size` completions a row at `evaluation.temperature`, 0 being greedy, from the whole distribution.
     `prefix`: text that every completion is made to begin with, as part of it.
     """
+    return asyncio.run(_score(config, complete_held_out(config, folder, prefix)))
+
+
+def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list[RewardSample]:
+    """Completions of every held-out row, those of a row one after the other, as `evaluate` scores them."""
     from transformers import AutoConfig
 
     config = resolve_dtype(config)
@@ -77,7 +82,7 @@ def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> Evaluation
             sample_of(rendered.prompt, text, rendered.blobs, reason)
             for rendered, (text, reason) in zip(chunk, texts, strict=True)
         ]
-    return asyncio.run(_score(config, samples))
+    return samples
 
 
 @torch.inference_mode()
