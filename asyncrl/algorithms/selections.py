@@ -77,6 +77,15 @@ def cppo(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tens
     return pruned[t.row]
 
 
+@selection(formula="the tokens of trajectories without a stop token", paper="2503.14476", takes_from="batch")
+def overlong(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """Trajectories that were cut at `data.max_response_length`: nobody knows what they would have come to (overlong
+    filtering, DAPO, section 3.4). Their scores stay in the statistics of their groups."""
+    if t.is_truncated is None:
+        return torch.zeros_like(t.row, dtype=torch.bool)
+    return t.is_truncated[t.row]
+
+
 def token_covariance(t: Trajectories, credit: Credit) -> torch.Tensor:
     """(A - mean A) (log p - mean log p) over the batch's tokens: how much a token's update costs of the entropy
     (arXiv 2505.22617, eq. 8). [N]"""

@@ -50,6 +50,8 @@ class Trajectories:
     """[N] int64 turn of each token; None: one turn each."""
     is_baseline: torch.Tensor | None = None
     """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
+    is_truncated: torch.Tensor | None = None
+    """[B] bool: rows that ended at the largest length and not by a stop token; None: there are none."""
     expert: torch.Tensor | None = None
     """[N] bool: tokens of demonstrations and hints, which no policy sampled; None: there are none."""
     proximal_logprobs: torch.Tensor | None = None

@@ -296,7 +296,8 @@ class AlgorithmConfig(Section):
         loss = method_of("policy_loss", self.policy_loss)
         marks = [loss.marks] if loss and loss.marks else []
         selections = (method_of("selection", name) for name in dict.fromkeys((*self.selections, *marks)))
-        return tuple(filter(None, (method_of("advantage", self.adv_estimator), loss, *selections)))
+        filters = (method_of("group_filter", name) for name in self.filters)
+        return tuple(filter(None, (method_of("advantage", self.adv_estimator), loss, *selections, *filters)))
 
     @property
     def needs(self) -> frozenset[str]:

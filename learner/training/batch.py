@@ -15,7 +15,7 @@ from asyncrl.config.algorithm import PapoConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Completion, TrainGroup, flat_rows
-from protocol.messages import TrajectoryRecord, TrajectoryStatus
+from protocol.messages import FinishReason, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
@@ -57,6 +57,12 @@ class Batch:
     """[M] int32"""
     is_prefix: np.ndarray
     """[M] bool: tokens that a ticket's orders put in place: of demonstrations and hints."""
+
+    @cached_property
+    def is_truncated(self) -> torch.Tensor:
+        """[B] bool: rows that ended at the largest length, and not by a stop token."""
+        records = (record for item in self.received for record in item.group.trajectories)
+        return torch.tensor([record.finish_reason is FinishReason.LENGTH for record in records], dtype=torch.bool)
 
     def flat_index(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """[N], [N] -> [N] places in the [M] columns."""

@@ -107,6 +107,7 @@ class LearnerStep:
             components=batch.components,
             group=batch.groups,
             is_baseline=batch.is_baseline,
+            is_truncated=batch.is_truncated,
             expert=batch.expert,
             row=batch.trained.row,
             behaviour_logprobs=batch.behaviour_logprobs[batch.trained.flat],

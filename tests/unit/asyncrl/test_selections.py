@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.selections import Selections, cppo, top_entropy
+from asyncrl.algorithms.selections import Selections, cppo, overlong, top_entropy
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import method_of
@@ -66,6 +66,13 @@ def test_cppo_keeps_the_trajectories_of_largest_advantage_of_each_group() -> Non
     assert kept == [1, 2, 6]
     assert t.row[~cppo(t, credit, AlgorithmConfig(cppo_prune=0.9))].tolist() == [1, 6]
     assert not cppo(t, credit, AlgorithmConfig(cppo_prune=0.0)).any()
+
+
+def test_overlong_takes_trajectories_without_a_stop_token_out_of_the_batch() -> None:
+    t = trajectories([2, 1, 0, 3], [0, 0, 1, 1])
+    cut = overlong(replace(t, is_truncated=torch.tensor([False, True, True, True])), Credit(t.row), AlgorithmConfig())
+    assert cut.tolist() == [False, False, True, True, True, True]
+    assert not overlong(t, Credit(t.row), AlgorithmConfig()).any()
 
 
 def test_a_users_own_methods_are_read_like_the_built_in_ones(tmp_path: Path) -> None:
