@@ -26,9 +26,10 @@ from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import KINDS, Method, methods
+from asyncrl.config.methods import Kind, Method, methods
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
+KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
 GROUP_SIZE = 8
 SAMPLE = 8192
 

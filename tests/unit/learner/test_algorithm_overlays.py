@@ -40,7 +40,9 @@ def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) 
 
 
 def test_every_method_has_an_overlay_that_uses_it() -> None:
-    used = {method.name for name in OVERLAYS for method in load_config(GRPO, [name]).algorithm.chosen_methods}
+    algorithms = [load_config(GRPO, [name]).algorithm for name in OVERLAYS]
+    used = {method.name for algorithm in algorithms for method in algorithm.chosen_methods}
+    used |= {name for algorithm in algorithms for name in algorithm.filters}
     there = {name for kind in KINDS for name, method in methods(kind).items() if not method.needs & NOT_THERE}
     assert there - used == set()
 
