@@ -21,6 +21,7 @@ from asyncrl.tools.import_config.foreign_config import read_foreign_config
 from asyncrl.tools.import_config.names import NAMES
 from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
 from asyncrl.tools.import_config.translation import Import, translate
+from asyncrl.tools.import_config.write import as_yaml
 from tests.rigs.tiny import ROOT
 
 HERE = ROOT / "tests" / "rigs"
@@ -145,6 +146,56 @@ def test_algorithms_are_called_what_they_are_here(given: str, tmp_path: Path) ->
     done = imported(tmp_path / "theirs.yaml")
     assert {key: done.settings.get(key) for key in ALGORITHMS[given]} == ALGORITHMS[given]
     assert "unknown" not in verdicts(done).values()
+
+
+OF_TRL = {
+    "loss_type: grpo\nimportance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4": {
+        "algorithm.policy_loss": "gspo",
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+        "algorithm.clip_ratio_high": 4e-4,
+        "algorithm.correction.kind": "none",  # without vLLM
+        "learner.optim.lr_scheduler_type": "linear",  # their default
+        "batch.prompts_per_step": 1,
+    },
+    "loss_type: cispo\nepsilon_high: 5.0\nscale_rewards: batch\nuse_vllm: true\nper_device_train_batch_size: 4\n"
+    "gradient_accumulation_steps: 4\nsteps_per_generation: 8\ntop_entropy_quantile: 0.2\n"
+    "off_policy_mask_threshold: 0.5\nreward_funcs: [json.tool.main]\nreward_weights: [2.0]": {
+        "algorithm.policy_loss": "cispo",
+        "algorithm.clip_ratio_low": 1.0,
+        "algorithm.clip_ratio_high": 4.0,
+        "algorithm.adv_estimator": "lite_ppo",
+        "algorithm.selections": ["top_entropy"],
+        "algorithm.top_entropy_fraction": 0.2,
+        "algorithm.correction.kind": "sequence_mis",
+        "algorithm.correction.upper": 3.0,
+        "algorithm.correction.masks": [{"kind": "opsm", "threshold": 0.5}],
+        "batch.prompts_per_step": 4,
+        "algorithm.updates_per_batch": 2,
+        "rollout.engine": "vllm",
+        "reward.functions": [{"function": "json.tool:main", "weight": 2.0}],
+    },
+    "loss_type: dr_grpo\nscale_rewards: none\nuse_vllm: true\nvllm_importance_sampling_mode: token_truncate": {
+        "algorithm.policy_loss": "ppo",
+        "algorithm.norm_adv_by_std": False,
+        "algorithm.clip_ratio_high": 0.2,
+        "algorithm.correction.kind": "token_tis",
+        "algorithm.correction.cap": 3.0,
+    },
+}
+
+
+@pytest.mark.parametrize("given", OF_TRL)
+def test_trls_names_and_defaults_mean_here_what_they_mean_there(given: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"model_name_or_path: org/model\ndataset_name: org/rows\n{given}\n")
+    done = imported(tmp_path / "theirs.yaml")
+    assert done.theirs.framework == "TRL"
+    assert {key: done.settings.get(key) for key in OF_TRL[given]} == OF_TRL[given]
+    assert done.settings["data.train_files"] == ["org/rows@train"]
+    assert "unknown" not in verdicts(done).values()
+    written = tmp_path / "ours.yaml"
+    written.write_text(as_yaml(done))
+    missing = [] if "reward.functions" in done.settings else ["reward.functions=[{function: exact_match}]"]
+    load_config(written, [*missing, "run_dir=x"])
 
 
 def test_every_name_in_the_table_is_a_setting_of_ours() -> None:
@@ -306,11 +357,12 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
 def test_rules_only_set_keys_that_exist() -> None:
     """Each rule is tried with plausible values; whatever it sets must be in the schema."""
     known = set(all_keys())
+    everything = {key: value for defaults in THEIR_DEFAULTS.values() for key, value in defaults.items()}
     for framework, defaults in THEIR_DEFAULTS.items():
         for key, rule in RULES.items():
             for value in ("text", 1, 0, -1, True, False, 0.5, ["a"], "token-mean", "vllm", "bf16"):
                 try:
-                    settings = rule(value, {**defaults, "actor.model.use_peft": True}).settings
+                    settings = rule(value, {**everything, **defaults, "actor.model.use_peft": True}).settings
                 except (TypeError, AttributeError):  # this rule does not take such a value
                     continue
                 for ours in settings:

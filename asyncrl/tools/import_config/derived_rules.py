@@ -49,6 +49,12 @@ def lost(text: str, missing: str = "") -> Outcome:
     return Outcome("lost", text=text, missing=missing)
 
 
+def by_line(table: str) -> dict[str, str]:
+    """Map each key before a line's bar to the text behind it."""
+    lines = (line.partition(" | ") for line in table.strip().splitlines())
+    return {key: text for keys, _, text in lines for key in keys.split()}
+
+
 # --- kinds of rules, for the table -----------------------------------------------------------------
 
 

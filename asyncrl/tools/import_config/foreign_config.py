@@ -14,7 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
 
-Framework = Literal["RLLaVA", "EasyR1"]
+Framework = Literal["RLLaVA", "EasyR1", "TRL"]
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
@@ -24,6 +24,14 @@ _WORKER = "worker."
 """EasyR1 keeps actor, rollout, reference and reward below it; RLLaVA does not."""
 _SHARED = {"data", "algorithm", "critic", "rollout", "reward", "trainer"}
 """Sections that both RLLaVA and we have."""
+_OF_TRL = {
+    "model_name_or_path",
+    "num_generations",
+    "max_completion_length",
+    "reward_funcs",
+    "per_device_train_batch_size",
+}
+"""Keys by which a configuration of `trl grpo` is known."""
 
 
 @dataclass
@@ -67,8 +75,8 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
     sections = {key.split(".")[0] for key in values}
     if "actor_rollout_ref" in sections:
         raise UserError(
-            f"{sources[0]} is a configuration of verl itself (it has actor_rollout_ref). Only those of RLLaVA and "
-            "EasyR1 are read; docs/migration.md has tables to go by"
+            f"{sources[0]} is a configuration of verl itself (it has actor_rollout_ref). Only those of RLLaVA, EasyR1 "
+            "and TRL are read; docs/migration.md has tables to go by"
         )
     if not module and sections <= RunConfig.model_fields.keys() and not sections <= _SHARED:
         raise UserError(f"{sources[0]} is an asyncrl configuration already: there is nothing to import")
@@ -76,10 +84,12 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
         framework: Framework = "EasyR1"
     elif sections & {"actor", "rollout"} or module.startswith("rllava."):
         framework = "RLLaVA"
+    elif sections & _OF_TRL:
+        framework = "TRL"
     else:
         raise UserError(
             f"{sources[0]} looks like neither RLLaVA's configuration (sections actor, rollout) nor EasyR1's (section "
-            f"worker): it has {', '.join(sorted(sections)) or 'nothing'}"
+            f"worker) nor TRL's (num_generations and the like): it has {', '.join(sorted(sections)) or 'nothing'}"
         )
     return ForeignConfig(framework, {key.removeprefix(_WORKER): value for key, value in values.items()}, flags, sources)
 

@@ -85,7 +85,7 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
         Name("correction.masks [{kind: sequence}]", verl="`rollout_rs: seq_sum_k1`"),
         Name("correction.masks [{kind: geometric}]", verl="`rollout_rs: seq_mean_k1`"),
         Name("correction.masks [{kind: opsm}]", trl="`off_policy_mask_threshold`"),
-        Name("selections [top_entropy]", trl="`top_entropy_quantile`: 1 minus our fraction"),
+        Name("selections [top_entropy]", trl="`top_entropy_quantile`"),
         Name("clip_ratio_c", "`clip_ratio_c`", "`clip_ratio_dual`", "`clip_ratio_c`", "`delta`, for every advantage"),
     ),
 }

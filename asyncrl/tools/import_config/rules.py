@@ -21,6 +21,7 @@ from asyncrl.tools.import_config.derived_rules import (
 )
 from asyncrl.tools.import_config.foreign_config import Framework
 from asyncrl.tools.import_config.names import AGGREGATIONS, ESTIMATORS, LOSSES
+from asyncrl.tools.import_config.trl_rules import TRL_DEFAULTS, TRL_RULES
 
 _ONE_DEVICE = "the learner works on one device: nothing is sharded"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
@@ -210,20 +211,16 @@ DERIVED: dict[str, Rule] = {
 }
 
 
-def _by_line(table: str) -> dict[str, str]:
-    """Map each key before a line's bar to the text behind it."""
-    lines = (line.partition(" | ") for line in table.strip().splitlines())
-    return {key: text for keys, _, text in lines for key in keys.split()}
-
-
 RULES: Mapping[str, Rule] = {
     **{key: same(key) for key in SAME_NAME.split()},
     **{key: same(ours) for key, ours in OTHER_NAME.items()},
-    **{key: derived.read_with(whole) for key, whole in _by_line(READ_WITH).items()},
-    **{key: absent(why) for key, why in _by_line(NO_COUNTERPART).items()},
+    **{key: derived.read_with(whole) for key, whole in derived.by_line(READ_WITH).items()},
+    **{key: absent(why) for key, why in derived.by_line(NO_COUNTERPART).items()},
     **OTHER_VALUE,
     **DERIVED,
+    **TRL_RULES,
 }
+"""TRL's keys have no dots, and those of the others have: no key is in both."""
 SECTIONS: Mapping[str, Rule] = {
     "actor.fsdp.": absent(_ONE_DEVICE),
     "actor.deepspeed.": absent(_ONE_DEVICE),
@@ -259,6 +256,7 @@ _DEFAULTS_OF_BOTH: Mapping[str, Any] = {
     "trainer.total_epochs": 15,
 }
 THEIR_DEFAULTS: Mapping[Framework, Mapping[str, Any]] = {
+    "TRL": TRL_DEFAULTS,
     "EasyR1": {
         **_DEFAULTS_OF_BOTH,
         "data.rollout_batch_size": 512,

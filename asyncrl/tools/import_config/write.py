@@ -35,9 +35,10 @@ def import_config(source: Path, out: Path | None, *, accept_losses: bool = False
     algorithm, a role or a precision is lost and that is not accepted."""
     done = translate(read_foreign_config(source))
     needed, adapter = [], {}
-    if out is not None:
+    calls_ours = done.theirs.framework == "TRL"  # lists of one completion, as there
+    if out is not None and not calls_ours:
         done, adapter = _with_adapter(done, out.parent / f"{out.stem}_reward.py")
-    elif "reward.functions" in done.settings:
+    elif "reward.functions" in done.settings and not calls_ours:
         needed = ["reward.functions: their function is called in another way. With -o an adapter is written"]
     done = replace(done, missing=(*done.missing, *needed, *_problems(as_yaml(done))))
     if out is None:
