@@ -71,7 +71,8 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "asyncrl-0.1.0.dist-info"}
     sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
-    for folder, pattern in (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*")):
+    pages = (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*"))
+    for folder, pattern in (*pages, ("algorithms/overlays", "*.yaml")):
         others |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
     others |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
     assert {name for name in names if "dist-info" not in name} == sources | others
