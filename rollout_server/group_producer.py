@@ -106,6 +106,7 @@ class GroupProducer:
                 group_size=ticket.group_size,
                 seed=ticket.seed,
                 sampling=ticket.sampling,
+                orders=ticket.orders,
                 images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
                 videos=tuple(
                     VideoFrames(tuple(bytes(blobs[digest]) for digest in video.frame_hashes), video.fps)
@@ -151,8 +152,10 @@ class GroupProducer:
 
     def _joined(self, group: _GroupInProgress, generated_at: float, scores: Mapping[int, Score]) -> Group:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
-        records = [trajectory_record(c, scores[c.index]) for c in ordered]
+        prefixes = [len(group.request.prefix(c.index)) for c in ordered]
+        records = [trajectory_record(c, scores[c.index], n) for c, n in zip(ordered, prefixes, strict=True)]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
+        sampled = [np.arange(length) >= n for length, n in zip(lengths, prefixes, strict=True)]
         prompt = group.request.prompt
         return Group(
             ticket_id=group.ticket.ticket_id,
@@ -164,7 +167,7 @@ class GroupProducer:
             video_hashes=prompt.video_hashes,
             lengths=lengths,
             token_ids=np.concatenate([c.token_ids for c in ordered]),
-            loss_mask=np.ones(int(lengths.sum()), np.uint8),
+            loss_mask=np.concatenate(sampled).astype(np.uint8),
             logprobs=np.concatenate([c.logprobs for c in ordered]),
             versions=np.concatenate([c.versions for c in ordered]),
             kv_versions=kv_versions_column(ordered),
@@ -183,8 +186,8 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
     )
 
 
-def trajectory_record(completion: Completion, score: Score) -> TrajectoryRecord:
-    """A failed reward is a status with its kind; it is never a score of 0."""
+def trajectory_record(completion: Completion, score: Score, prefix: int = 0) -> TrajectoryRecord:
+    """A failed reward is a status with its kind; it is never a score of 0. `prefix`: tokens that were not sampled."""
     if score.status == "ok":
         truncated = completion.finish_reason is not FinishReason.STOP
         status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.FINISHED
@@ -197,7 +200,7 @@ def trajectory_record(completion: Completion, score: Score) -> TrajectoryRecord:
         error_message=score.error_message,
         rewards=score.components,
         reward=score.reward,
-        turns=(Turn(start=0, end=len(completion.token_ids)),),
+        turns=(Turn(start=prefix, end=len(completion.token_ids)),) if prefix < len(completion.token_ids) else (),
     )
 
 

@@ -38,6 +38,7 @@ def verify_group(
         [f"it is signed by {group.server_id}"] if group.server_id != sender else [],
         prompt_problems(group, prompt),
         _shape_problems(group, ticket),
+        _order_problems(group, ticket),
         _token_problems(group, ticket, vocabulary),
         _ending_problems(group, ticket),
         _version_problems(group, ticket, version),
@@ -92,6 +93,24 @@ def _shape_problems(group: Group, ticket: Ticket) -> Iterator[str]:
         yield f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
     if group.loss_mask.size and group.loss_mask.max() > 1:
         yield "loss_mask has values other than 0 and 1"
+
+
+def _order_problems(group: Group, ticket: Ticket) -> Iterator[str]:
+    """Check that completions begin with what their orders put there, of which no policy sampled anything."""
+    starts = np.cumsum(group.lengths) - group.lengths
+    for index, order in enumerate(ticket.orders):
+        count, start, length = len(order.prefix), int(starts[index]), int(group.lengths[index])
+        if not count:
+            continue
+        place = slice(start, start + min(count, length))
+        if not _same(group.token_ids[place], np.asarray(order.prefix)):
+            yield f"completion {index} does not begin with the {count} token ids that its order puts there"
+        if group.loss_mask[place].any() or group.logprobs[place].any():
+            yield f"completion {index} has a loss mask or a log-prob on the {count} tokens that its order puts there"
+        is_whole = count == ticket.sampling.max_new_tokens or order.prefix[-1] in ticket.sampling.stop_token_ids
+        if (length == count) != is_whole:
+            rest = "nothing may be" if is_whole else "something must be"
+            yield f"completion {index} has {length} tokens, but behind the {count} of its order {rest} sampled"
 
 
 def _token_problems(group: Group, ticket: Ticket, vocabulary: int) -> Iterator[str]:

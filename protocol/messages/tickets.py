@@ -114,7 +114,7 @@ class TrajectoryOrder(Wire):
     """Wish for one trajectory of a group, besides that it is sampled."""
 
     greedy: bool = False
-    """The most probable token each time: a trajectory that is scored and not trained."""
+    """The most probable token each time, as at temperature 0: a trajectory that is scored and not trained."""
     prefix: Many[Annotated[int, Field(ge=0, lt=2**31)]] = ()
     """[K] token ids that the completion begins with, put there and not sampled: their loss mask and log-prob are 0, and
     their version is the one that was current then. They count in `max_new_tokens`. A stop token at their end makes them

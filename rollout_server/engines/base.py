@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import BadStateError
 from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt
-from protocol.messages import FinishReason, Sampling
+from protocol.messages import FinishReason, Sampling, TrajectoryOrder
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
 
@@ -44,6 +44,9 @@ class GenerationRequest:
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
     videos: tuple[VideoFrames, ...] = ()
     """Videos of the prompt, in order, for such an engine, too."""
+    orders: tuple[TrajectoryOrder, ...] = ()
+    """One for each completion, or none: each begins with its order's prefix, and the most probable token follows each
+    time where the order says greedy."""
 
     @property
     def encoded_prompt(self) -> EncodedPrompt:
@@ -51,6 +54,36 @@ class GenerationRequest:
         if not isinstance(self.prompt, EncodedPrompt):
             raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
         return self.prompt
+
+    def prefix(self, index: int) -> tuple[int, ...]:
+        """Token ids that completion `index` begins with."""
+        return self.orders[index].prefix if self.orders else ()
+
+    def sampling_of(self, index: int) -> Sampling:
+        """How completion `index` is sampled: at temperature 0 where its order says greedy."""
+        greedy = self.orders and self.orders[index].greedy
+        return self.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.sampling
+
+    def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Why a completion of these tokens has ended, its prefix included; None: it has not."""
+        if token_ids and token_ids[-1] in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.sampling.max_new_tokens else None
+
+    def demonstration(self, index: int, version: int) -> Completion | None:
+        """Completion `index` where its prefix is all of it, put in place at `version`; None: the rest is sampled."""
+        prefix = self.prefix(index)
+        reason = self.finish_reason(prefix)
+        if reason is None:
+            return None
+        return Completion(
+            request_id=self.request_id,
+            index=index,
+            token_ids=np.asarray(prefix, np.int32),
+            logprobs=np.zeros(len(prefix), np.float32),
+            versions=np.full(len(prefix), version, np.int32),
+            finish_reason=reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,11 +94,12 @@ class Completion:
     index: int
     """Place within the group, 0 to group_size - 1."""
     token_ids: np.ndarray
-    """int32, the stop token included."""
+    """int32, prefix and stop token included."""
     logprobs: np.ndarray
-    """float32, of the sampling distribution."""
+    """float32, of the sampling distribution; 0 in the prefix."""
     versions: np.ndarray
-    """int32 policy version that sampled each token, contiguous and never falling."""
+    """int32 policy version that sampled each token, contiguous and never falling; in the prefix the one that was
+    current when it was put there."""
     finish_reason: FinishReason
     kv_versions: np.ndarray | None = None
     """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""

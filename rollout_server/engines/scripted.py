@@ -17,7 +17,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
-from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 
 
@@ -101,23 +100,26 @@ class ScriptedEngine:
                     self._changed.notify_all()
 
     async def _sample(self, request: GenerationRequest, index: int) -> Completion:
-        rng = np.random.default_rng((request.seed, index))
-        tokens = self._tokens_of(request, rng)
+        if (whole := request.demonstration(index, self._version)) is not None:
+            return whole
+        prefix = request.prefix(index)
+        tokens = self._tokens_of(request, index)
         versions = np.empty(len(tokens), np.int32)
         cached = self._version
         for position in range(len(tokens)):
-            if self._script.seconds_per_token:
+            if self._script.seconds_per_token and position >= len(prefix):
                 await asyncio.sleep(self._script.seconds_per_token)
             versions[position] = self._version
-        self._tokens += len(tokens)
-        stopped = tokens[-1] in request.sampling.stop_token_ids
+        self._tokens += len(tokens) - len(prefix)
+        reason = request.finish_reason(tokens.tolist())
+        assert reason is not None
         return Completion(
             request_id=request.request_id,
             index=index,
             token_ids=tokens,
-            logprobs=np.full(len(tokens), -1.0, np.float32),
+            logprobs=np.where(np.arange(len(tokens)) < len(prefix), 0.0, -1.0).astype(np.float32),
             versions=versions,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=reason,
             kv_versions=self._kv_versions(cached, versions),
         )
 
@@ -127,16 +129,21 @@ class ScriptedEngine:
             return None
         return np.full_like(versions, cached)
 
-    def _tokens_of(self, request: GenerationRequest, rng: np.random.Generator) -> np.ndarray:
+    def _tokens_of(self, request: GenerationRequest, index: int) -> np.ndarray:
+        """Tokens of a completion behind its prefix, those of a greedy one without any random number."""
         sampling = request.sampling
         if self._script.text:
             body = self._processor.tokenizer(self._script.text, add_special_tokens=False)["input_ids"]
         else:
+            rng = np.random.default_rng((request.seed, index))
             length = max(1, round(rng.lognormal(np.log(self._script.mean_length), self._script.length_sigma)))
             never = {*sampling.banned_token_ids, *sampling.stop_token_ids}
             allowed = [i for i in range(len(self._processor.tokenizer)) if i not in never]
             body = rng.choice(allowed, size=length).tolist()
-        return np.asarray([*body, sampling.stop_token_ids[0]][: sampling.max_new_tokens], np.int32)
+            if request.orders and request.orders[index].greedy:
+                body = allowed[:1] * max(1, round(self._script.mean_length))
+        tokens = [*request.prefix(index), *body, sampling.stop_token_ids[0]]
+        return np.asarray(tokens[: sampling.max_new_tokens], np.int32)
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._check_awake()

@@ -7,7 +7,8 @@ attention goes by mask, so the padding to the left of a row may grow and shrink 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ REBUILD_TOKENS = 8192
 
 @dataclass
 class DecodeRow:
-    """One sequence being decoded; its sampled columns grow by one token per step."""
+    """One sequence being decoded; its columns begin with its prefix and grow by one token per step."""
 
     request: GenerationRequest
     index: int
+    sampling: Sampling
     next_position: int
+    """Rotary position of its last token, which the next step feeds; before the prefill, from the end of the prompt."""
     uniforms: np.ndarray
     """[max_new_tokens] the one random number of each token, drawn in advance from the row's own stream."""
     kv_version: int
@@ -42,10 +45,7 @@ class DecodeRow:
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while it runs."""
-        sampling = self.request.sampling
-        if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_new_tokens else None
+        return self.request.finish_reason(self.token_ids)
 
     def completion(self) -> Completion:
         reason = self.finish_reason
@@ -61,29 +61,46 @@ class DecodeRow:
         )
 
 
-def new_rows(request: GenerationRequest, next_position: int, version: int) -> list[DecodeRow]:
+def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
     """The group's rows, each with a random stream that depends only on the ticket's seed and the row's index."""
     length = request.sampling.max_new_tokens
-    return [
-        DecodeRow(
-            request=request,
-            index=index,
-            next_position=next_position,
-            uniforms=np.random.default_rng((request.seed, index)).random(length),
-            kv_version=version,
+    rows: list[DecodeRow] = []
+    for index in range(request.group_size):
+        prefix = request.prefix(index)
+        versions = [version] * len(prefix)
+        rows.append(
+            DecodeRow(
+                request=request,
+                index=index,
+                sampling=request.sampling_of(index),
+                next_position=max(len(prefix) - 1, 0),
+                uniforms=np.random.default_rng((request.seed, index)).random(length),
+                kv_version=version,
+                token_ids=list(prefix),
+                logprobs=[0.0] * len(prefix),
+                versions=versions,
+                kv_versions=versions.copy(),
+            )
         )
-        for index in range(request.group_size)
-    ]
+    return rows
 
 
 @dataclass(frozen=True)
 class Joining:
-    """Prefilled rows that are not in the batch yet, each with its first token."""
+    """Prefilled rows that are not in the batch yet, each with its first token or its prefix."""
 
     rows: list[DecodeRow]
-    prefilled: Prefilled
+    done: list[DecodeRow]
+    """Rows of the same requests whose prefix is the whole completion."""
+    prefilled: Prefilled | None
+    """None where all are done."""
     which: torch.Tensor
     """[N] each row's prompt in `prefilled`."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that were sampled for it."""
+        return sum(not row.request.prefix(row.index) for row in self.rows)
 
 
 class DecodeBatch:
@@ -100,27 +117,48 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[GenerationRequest], version: int) -> Joining:
-        """Compute each prompt once, share it among the group's rows, sample their first tokens.
+        """Compute each prompt once, share it among the group's rows, feed their prefixes, or sample their first tokens.
 
         The batch stays as it is, whatever happens, until `join`.
         """
+        everyone = [row for request in requests for row in new_rows(request, version)]
+        done = [row for row in everyone if row.finish_reason]
+        rows = [row for row in everyone if not row.finish_reason]
+        if not rows:
+            return Joining([], done, None, torch.zeros(0, dtype=torch.long, device=self.device))
+        prefilled, prompts = self._prefill_prompts(rows)
+        for row, prompt in zip(rows, prompts, strict=True):
+            row.next_position += prefilled.next_positions[prompt]
+        which = torch.tensor(prompts, device=self.device)
+        first = [number for number, row in enumerate(rows) if not row.token_ids]
+        if len(first) == len(rows):
+            self._sample(prefilled.logits[which], rows, version)
+            return Joining(rows, done, prefilled, which)
+        if first:
+            self._sample(prefilled.logits[which[first]], [rows[number] for number in first], version)
+        beside = DecodeBatch(self.model, (), self.device)
+        beside.rows = rows
+        beside._add(prefilled, which)
+        beside._feed_tokens()
+        layers = [SimpleNamespace(keys=layer.keys, values=layer.values) for layer in beside._cache.layers]
+        fed = replace(prefilled, cache=SimpleNamespace(layers=layers), attention=beside._attention)
+        return Joining(rows, done, fed, torch.arange(len(rows), device=self.device))
+
+    def _prefill_prompts(self, rows: Sequence[DecodeRow]) -> tuple[Prefilled, list[int]]:
+        """Compute each distinct prompt of [N] rows once, with its images. Returns them, and [N] which is each row's."""
+        requests = list({id(row.request): row.request for row in rows}.values())
+        place = {id(request): index for index, request in enumerate(requests)}
         prefilled = prefill(self.model, [request.encoded_prompt for request in requests], self.device)
-        copies = torch.tensor([request.group_size for request in requests], device=self.device)
-        which = torch.repeat_interleave(torch.arange(len(requests), device=self.device), copies)
-        rows = [
-            row
-            for request, position in zip(requests, prefilled.next_positions, strict=True)
-            for row in new_rows(request, position, version)
-        ]
-        self._sample(prefilled.logits[which], rows, version)
-        return Joining(rows, prefilled, which)
+        return prefilled, [place[id(row.request)] for row in rows]
 
     @torch.inference_mode()
     def join(self, joining: Joining) -> list[DecodeRow]:
         """Decode these rows with the others from now on. Returns those that are finished already."""
+        if joining.prefilled is None:
+            return joining.done
         self._add(joining.prefilled, joining.which)
         self.rows = self.rows + joining.rows
-        return self._remove_finished()
+        return joining.done + self._remove_finished()
 
     def _add(self, prefilled: Prefilled, which: torch.Tensor) -> None:
         """Add attention and cache of prefilled prompts; `which` [N] of them, one for each row."""
@@ -157,21 +195,18 @@ class DecodeBatch:
     def rebuild_cache(self, version: int) -> None:
         """Compute every running row's keys and values again with the weights as they are now, those of `version`.
 
-        Each distinct prompt passes the model once, with its images; its rows then feed what they have sampled. The
-        last sampled token is not in the cache yet: the next step feeds it.
+        Each distinct prompt passes the model once, with its images; its rows then feed what they have. The last token
+        is not in the cache yet: the next step feeds it.
         """
-        requests = list({id(row.request): row.request for row in self.rows}.values())
-        place = {id(request): index for index, request in enumerate(requests)}
         self._clear()  # two caches would not fit where one just does
-        prefilled = prefill(self.model, [request.encoded_prompt for request in requests], self.device)
-        which = torch.tensor([place[id(row.request)] for row in self.rows], device=self.device)
-        self._add(prefilled, which)
-        self._feed_sampled()
+        prefilled, prompts = self._prefill_prompts(self.rows)
+        self._add(prefilled, torch.tensor(prompts, device=self.device))
+        self._feed_tokens()
         for row in self.rows:
             row.kv_version = version
 
-    def _feed_sampled(self) -> None:
-        """Append all sampled tokens but each row's last to the cache."""
+    def _feed_tokens(self) -> None:
+        """Append all tokens of the completions but each row's last to the cache."""
         fed = [row.token_ids[:-1] for row in self.rows]
         longest = max(len(ids) for ids in fed)
         if longest == 0:
@@ -193,7 +228,7 @@ class DecodeBatch:
         self._close_gaps()
 
     def _close_gaps(self) -> None:
-        """Move the padding between a prompt and its sampled tokens to the left of the prompt."""
+        """Move the padding between a prompt and its completion to the left of the prompt."""
         order = self._attention.argsort(dim=1, stable=True)  # zeros first; the real columns keep their order
         order = order[:, self._unused(self._attention.gather(1, order)) :]
         self._attention = self._attention.gather(1, order)
@@ -216,9 +251,9 @@ class DecodeBatch:
 
         One copy brings what a step needs to the device and one copy its result back: only that one is waited for.
         """
-        sampling = [row.request.sampling for row in rows]
+        sampling = [row.sampling for row in rows]
         temperatures, uniforms = self._to_device(
-            [[row.request.sampling.temperature, row.uniforms[len(row.token_ids)]] for row in rows]
+            [[row.sampling.temperature, row.uniforms[len(row.token_ids)]] for row in rows]
         ).unbind(1)
         greedy = temperatures == 0
         divisors = temperatures.float().masked_fill(greedy, 1.0)

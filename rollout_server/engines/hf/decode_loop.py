@@ -233,7 +233,7 @@ class DecodeLoop:
             self.batch.keep(lambda row: id(row.request) in self._arrivals)
         if admitted:
             ready, failed = self._prefill(admitted)
-            self._tokens_generated += sum(len(joining.rows) for joining in ready)
+            self._tokens_generated += sum(joining.num_sampled for joining in ready)
             return [row for joining in ready for row in self.batch.join(joining)], failed
         self._tokens_generated += len(self.batch.rows)
         return self.batch.step(self.version) if self.batch.rows else [], []

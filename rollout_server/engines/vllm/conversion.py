@@ -44,15 +44,16 @@ async def engine_input_of(llm: Any, prompt: dict[str, Any]) -> Any:
     return engine_input
 
 
-async def to_engine_input(request: GenerationRequest, llm: Any) -> Any:
-    """The prompt as vLLM's engine takes it: expanded, with pixels; checked against our own processor's."""
+async def to_engine_input(request: GenerationRequest, llm: Any, prefix: Sequence[int] = ()) -> Any:
+    """The prompt and a completion's prefix as vLLM's engine takes them: expanded, with pixels; checked against our own
+    processor's."""
     encoded = request.prompt
     ids = encoded.token_ids if encoded.unexpanded_ids is None else encoded.unexpanded_ids
-    prompt: dict[str, Any] = {"prompt_token_ids": ids.tolist()}
+    prompt: dict[str, Any] = {"prompt_token_ids": [*ids.tolist(), *prefix]}
     if request.images or request.videos:
         prompt |= await asyncio.to_thread(_media, request)
     engine_input = await engine_input_of(llm, prompt)
-    check_alignment(request.prompt, engine_input)
+    check_alignment(request.prompt, engine_input, prefix)
     return engine_input
 
 
@@ -91,7 +92,7 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
-    sampling = request.sampling
+    sampling = request.sampling_of(index)
     state: Any = np.random.SeedSequence((request.seed, index)).generate_state(1, np.uint64)
     return SamplingParams(
         temperature=sampling.temperature,
@@ -99,7 +100,7 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         seed=int(state[0]) >> 1,
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=sampling.max_new_tokens - len(request.prefix(index)),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the ticket's stop ids decide alone
         logprobs=0,  # of the sampled token only
@@ -109,18 +110,25 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
     )
 
 
-def to_completion(request: GenerationRequest, index: int, output: Any, cached_version: int | None) -> Completion:
-    """A finished `CompletionOutput`. `cached_version`: of the oldest keys and values it may have read; None: all its
-    tokens were sampled from a cache of their own version."""
-    token_ids = np.asarray(output.token_ids, np.int32)
-    versions = version_column(output.weight_versions or (), len(token_ids))
-    logprobs = np.asarray(output.logprobs.logprobs, np.float32)
+def to_completion(
+    request: GenerationRequest, index: int, output: Any, submitted_version: int, *, keeps: bool
+) -> Completion:
+    """A finished `CompletionOutput` behind its prefix, which was put there at the `submitted_version`.
+
+    `keeps`: it may have read keys and values of that version to its end; else each token is from a cache of its own
+    version.
+    """
+    prefix = request.prefix(index)
+    token_ids = np.asarray([*prefix, *output.token_ids], np.int32)
+    sampled_versions = version_column(output.weight_versions or (), len(output.token_ids))
+    versions = np.concatenate([np.full(len(prefix), submitted_version, np.int32), sampled_versions])
+    logprobs = np.asarray([*[0.0] * len(prefix), *output.logprobs.logprobs], np.float32)
     if output.logprobs.token_ids != list(output.token_ids):
         raise BadStateError(
-            f"vLLM returned log-probs of {len(output.logprobs.token_ids)} tokens for {len(token_ids)} sampled ones of "
-            f"ticket {request.request_id}: they are not of the same tokens"
+            f"vLLM returned log-probs of {len(output.logprobs.token_ids)} tokens for {len(output.token_ids)} sampled "
+            f"ones of ticket {request.request_id}: they are not of the same tokens"
         )
-    mixed = cached_version is not None and bool((versions != cached_version).any())
+    mixed = keeps and bool((versions != submitted_version).any())
     return Completion(
         request_id=request.request_id,
         index=index,
@@ -128,7 +136,7 @@ def to_completion(request: GenerationRequest, index: int, output: Any, cached_ve
         logprobs=logprobs,
         versions=versions,
         finish_reason=FinishReason(output.finish_reason),
-        kv_versions=np.full_like(versions, cached_version) if mixed else None,
+        kv_versions=np.full_like(versions, submitted_version) if mixed else None,
     )
 
 
@@ -146,20 +154,20 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
     return column
 
 
-def check_alignment(prompt: MeasuredPrompt, engine_input: Any) -> None:
+def check_alignment(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:
     """vLLM's processor must have made the ids, grids and times that ours made: the learner trains on ours.
 
     Raises UserError naming the row.
     """
-    for what, from_vllm, ours in _differences(prompt, engine_input):
+    for what, from_vllm, ours in _differences(prompt, engine_input, prefix):
         raise UserError(
             f"row {prompt.row_id}: vLLM and the processor make different {what}: {from_vllm} and {ours}. Keep "
             "the model folder as it is on both sides, and set sizes of images as model.min_pixels and model.max_pixels"
         )
 
 
-def _differences(prompt: MeasuredPrompt, engine_input: Any) -> Iterator[tuple[str, Any, Any]]:
-    from_vllm, ours = list(engine_input["prompt_token_ids"]), prompt.token_ids.tolist()
+def _differences(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int]) -> Iterator[tuple[str, Any, Any]]:
+    from_vllm, ours = list(engine_input["prompt_token_ids"]), [*prompt.token_ids.tolist(), *prefix]
     if from_vllm != ours:
         pairs = enumerate(zip_longest(from_vllm, ours))
         first = next(place for place, (one, other) in pairs if one != other)

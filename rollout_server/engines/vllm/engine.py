@@ -124,20 +124,24 @@ class VLLMEngine:
             raise EngineDied(DEAD)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        inputs = await asyncio.gather(*(self._input_of(request) for request in requests))
+        inputs = await asyncio.gather(*(self._inputs_of(request) for request in requests))
         for failed in inputs:
             if isinstance(failed, FailedRequest):
                 yield failed
         async with self._control:
             await self._control.wait_for(lambda: self._failure or not (self._is_asleep or self._forgets))
         self.check_alive()
-        tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
-            self._begin(request, index, engine_input)
-            for request, engine_input in zip(requests, inputs, strict=True)
-            if not isinstance(engine_input, FailedRequest)
-            for index in range(request.group_size)
-        ]
+        tasks: list[asyncio.Task[Completion | FailedRequest]] = []
+        whole: list[Completion] = []
+        for request, by_prefix in zip(requests, inputs, strict=True):
+            for index in range(request.group_size) if not isinstance(by_prefix, FailedRequest) else ():
+                if (completion := request.demonstration(index, self._version)) is not None:
+                    whole.append(completion)
+                else:  # in work from here on, before any runs: the engine may not fall asleep in between
+                    tasks.append(self._begin(request, index, by_prefix[request.prefix(index)]))
         try:
+            for completion in whole:
+                yield completion
             for task in asyncio.as_completed(tasks):
                 yield await task
         finally:
@@ -145,10 +149,13 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
 
-    async def _input_of(self, request: GenerationRequest) -> Any:
+    async def _inputs_of(self, request: GenerationRequest) -> Any:
+        """vLLM's inputs by the prefixes behind which something is sampled, or the reason why there are none."""
+        places = range(request.group_size)
+        prefixes = {request.prefix(i) for i in places if request.finish_reason(request.prefix(i)) is None}
         try:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
-            return await to_engine_input(request, self._llm)
+            return {prefix: await to_engine_input(request, self._llm, prefix) for prefix in prefixes}
         except Exception as error:
             return FailedRequest(request.request_id, error)
 
@@ -190,7 +197,7 @@ class VLLMEngine:
             self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
         keeps = self._config.rollout.weight_update == "keep"
-        return to_completion(request, index, output, submitted_version if keeps else None)
+        return to_completion(request, index, output, submitted_version, keeps=keeps)
 
     async def sleep(self) -> None:
         """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
+from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, make_batch
+from protocol.errors import ProtocolError
 from protocol.messages import Ticket, TrajectoryOrder
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
+STOP = 1
 LENGTHS = [3, 4, 2, 2]
 ORDERS = (
     TrajectoryOrder(prefix=(11, 12)),  # a hint
     TrajectoryOrder(),
-    TrajectoryOrder(prefix=(13, 1)),  # a demonstration
+    TrajectoryOrder(prefix=(13, STOP)),  # a demonstration
     TrajectoryOrder(greedy=True),
 )
 PREFIXES = np.array([1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0], bool)
@@ -32,6 +38,7 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
     item = made_up_batch(config, processor).received[0]
     ticket = Ticket.model_validate(item.ticket.model_dump() | {"orders": ORDERS})
     ids = np.arange(20, 20 + len(PREFIXES), dtype=np.int32)
+    ids[np.cumsum(LENGTHS) - 1] = STOP
     ids[PREFIXES] = [token for order in ORDERS for token in order.prefix]
     columns = {
         "lengths": np.asarray(LENGTHS, np.int32),
@@ -66,3 +73,37 @@ def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_
 def test_only_sampled_tokens_grow_old(make_config: MakeConfig) -> None:
     batch = batch_of(make_config, demonstrations=True)
     assert batch.received[0].oldest_version == 2
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another token": ({"token_ids": {1: 99}}, "completion 0 does not begin with the 2 token ids"),
+    "trained": ({"loss_mask": {8: 1}}, "completion 2 has a loss mask or a log-prob on the 2 tokens"),
+    "a log-prob": ({"logprobs": {0: -0.5}}, "completion 0 has a loss mask or a log-prob"),
+    "a longer demonstration": ({"lengths": {1: 3, 2: 3}}, "completion 2"),
+    "nothing behind a hint": ({"lengths": {0: 2, 1: 5}}, "completion 0 has 2 tokens, .* something must be sampled"),
+    "a shorter hint": ({"lengths": {0: 1, 1: 6}}, "completion 0 does not begin"),
+}
+
+
+@pytest.mark.parametrize("name", ["", *WRONG])
+def test_a_group_that_does_not_follow_its_orders_is_refused(make_config: MakeConfig, name: str) -> None:
+    config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
+    processor = PromptProcessor(config.model)
+    item = ordered(config, processor)
+    changes, reason = WRONG.get(name, ({}, ""))
+    columns = {}
+    for column, values in changes.items():
+        columns[column] = getattr(item.group, column).copy()
+        columns[column][list(values)] = list(values.values())
+    group = item.group.model_copy(update=columns)
+    vocabulary = len(processor.tokenizer)
+    arguments = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ()}
+    ticket = Ticket.model_validate(
+        item.ticket.model_dump() | {"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 9})}
+    )
+    check = functools.partial(verify_group, group, ticket, item.prepared.facts, **arguments)
+    if name:
+        with pytest.raises(ProtocolError, match=reason):
+            check()
+    else:
+        check()

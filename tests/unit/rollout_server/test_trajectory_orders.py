@@ -1,0 +1,143 @@
+"""What engines make of orders: greedy rows, completions that begin with a prefix, and demonstrations."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.models.loading import load_model
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.published import load_published
+from benchmarks.staleness.workload import OneForAll
+from protocol.messages import FinishReason, Group, Ticket, TrajectoryOrder
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.group_producer import GroupProducer
+from tests.rigs.policies import (
+    CPU,
+    MakeConfig,
+    complete_all,
+    fresh_logits,
+    gaps,
+    initial_weights,
+    moved,
+    prompts,
+    request_for,
+    updated_in_flight,
+)
+from tests.unit.rollout_server.test_engine_death import written
+
+__all__ = ["prompts"]
+STOP = 7
+HINT, DEMONSTRATION, LONG = (21, 22, 23), (31, 32, STOP), (41, *range(60, 72))
+ORDERS = (
+    TrajectoryOrder(),
+    TrajectoryOrder(prefix=HINT),
+    TrajectoryOrder(prefix=DEMONSTRATION),
+    TrajectoryOrder(greedy=True),
+    TrajectoryOrder(prefix=LONG),
+    TrajectoryOrder(prefix=(51,), greedy=True),
+)
+
+
+def ordered(request: GenerationRequest, orders: tuple[TrajectoryOrder, ...] = ORDERS) -> GenerationRequest:
+    return replace(request, orders=orders, group_size=len(orders))
+
+
+async def generated(engine: HFEngine, *requests: GenerationRequest) -> dict[tuple[int, int], Completion]:
+    await engine.start()
+    try:
+        return {(done.request_id, done.index): done for done in await complete_all(engine, requests)}
+    finally:
+        await engine.close()
+
+
+def test_orders_are_followed_and_other_rows_are_sampled_as_before(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
+) -> None:
+    config = make_config()
+    processor = PromptProcessor(config.model)
+    stopping = {"tokens": 20, "stop_token_ids": (STOP,)}
+    plain = [request_for(config, prompt, number, size=len(ORDERS), **stopping) for number, prompt in enumerate(prompts)]
+    requests = [plain[0], *[ordered(request) for request in plain[1:]]]
+    before = asyncio.run(generated(HFEngine(config, processor), *plain))
+    done = asyncio.run(generated(HFEngine(config, processor), *requests))
+    model, initial = load_model(config.model, device=CPU), initial_weights(config)
+    for request in requests:
+        for index, order in enumerate(request.orders or [TrajectoryOrder()] * len(ORDERS)):
+            completion, count = done[request.request_id, index], len(order.prefix)
+            ids = completion.token_ids.tolist()
+            assert tuple(ids[:count]) == order.prefix
+            assert not completion.logprobs[:count].any()
+            if order == TrajectoryOrder():
+                assert ids == before[request.request_id, index].token_ids.tolist()
+            if order.prefix == DEMONSTRATION:
+                assert (len(ids), completion.finish_reason) == (count, FinishReason.STOP)
+                continue
+            assert len(ids) == 20 or ids[-1] == STOP, "the prefix counts in max_new_tokens"
+            request_of_row = replace(request, sampling=request.sampling_of(index))
+            assert gaps(config, [initial], request_of_row, completion)[count:].max() < 1e-4
+            if order.greedy:
+                load_published(model, initial.items())
+                logits = fresh_logits(model, request.prompt, ids[:-1])
+                logits[:, list(processor.placeholder_ids)] = -torch.inf
+                assert ids[count:] == logits.argmax(-1)[count:].tolist()
+
+
+@pytest.mark.parametrize("weight_update", ["recompute", "keep"])
+def test_a_prefix_goes_through_weight_updates_as_sampled_tokens_do(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], weight_update: str
+) -> None:
+    config = make_config(rollout={"weight_update": weight_update})
+    initial = initial_weights(config)
+    policies = [initial, moved(initial, 1)]
+    short = request_for(config, prompts[0], 0, tokens=4)
+    late = ordered(request_for(config, prompts[1], 1, tokens=60))
+    engine = HFEngine(config, PromptProcessor(config.model))
+    done = asyncio.run(asyncio.wait_for(updated_in_flight(engine, [short, late], policies), 120))
+    mixed = 0
+    for completion in done:
+        count = len(late.orders[completion.index].prefix) if completion.request_id == 1 else 0
+        assert not completion.versions[:count].any(), "put there before the update"
+        assert (np.diff(completion.versions) >= 0).all()
+        mixed += bool(completion.versions[-1])
+        if weight_update == "recompute" and completion.request_id == 1:
+            request = replace(late, sampling=late.sampling_of(completion.index))
+            assert gaps(config, policies, request, completion)[count:].max() < 1e-4
+    assert mixed >= 4
+
+
+def test_a_group_says_what_its_orders_put_there(make_config: MakeConfig) -> None:
+    config = make_config(rollout={"engine": "scripted"})
+    processor = PromptProcessor(config.model)
+    tickets = written(config, processor, 1)
+    stop = tickets.tickets[0].sampling.stop_token_ids[0]
+    orders = (
+        TrajectoryOrder(prefix=HINT),
+        TrajectoryOrder(prefix=(31, stop)),
+        *[TrajectoryOrder(greedy=True)] * 2,
+        *[TrajectoryOrder()] * 4,
+    )
+    changes = {"group_size": len(orders), "orders": orders}
+    ticket = Ticket.model_validate(tickets.tickets[0].model_dump() | changes)
+
+    async def scenario() -> Group:
+        producer = GroupProducer(ScriptedEngine(config, processor), OneForAll(), processor, "s")  # type: ignore[arg-type]
+        (group,) = [group async for group in producer.produce([ticket], tickets.blobs)]
+        assert isinstance(group, Group)
+        return group
+
+    group = asyncio.run(scenario())
+    masks = np.split(group.loss_mask, np.cumsum(group.lengths)[:-1])
+    ids = np.split(group.token_ids, np.cumsum(group.lengths)[:-1])
+    assert [len(mask) - int(mask.sum()) for mask in masks] == [3, 2, 0, 0, 0, 0, 0, 0]
+    assert ids[0][:3].tolist() == list(HINT)
+    assert len(ids[0]) == len(ids[4]) == ticket.sampling.max_new_tokens, "the prefix counts"
+    assert group.trajectories[0].turns[0].start == 3
+    assert group.trajectories[1].turns == ()
+    assert ids[2].tolist() == ids[3].tolist() != ids[4].tolist()
