@@ -215,6 +215,7 @@ def lasting_settings(
     settings: dict[str, float | str] = {
         "batch.prompts_per_step": config.batch.prompts_per_step,
         "batch.group_size": config.batch.group_size,
+        "trajectories of a ticket": config.trajectories_per_group,
         "learner.max_staleness": config.learner.max_staleness,
         "learner.on_stale": config.learner.on_stale,
         "trainer.seed": config.trainer.seed,

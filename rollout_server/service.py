@@ -238,7 +238,7 @@ class RolloutServer:
             if self._is_started:
                 self.engine.check_alive()
             usage = self.engine.usage if self._is_started else EngineUsage(0, 0.0, 0)
-            running = min(len(self._held), -(-usage.sequences_running // self.config.batch.group_size))
+            running = min(len(self._held), -(-usage.sequences_running // self.config.trajectories_per_group))
             beat = ServerHeartbeat(
                 version=self.engine.version if self._is_started else 0,
                 groups_queued=len(self._held) - running,

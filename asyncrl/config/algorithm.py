@@ -13,7 +13,7 @@ from asyncrl.config.suggest import did_you_mean
 
 Bounds = tuple[float, float]
 
-NOT_THERE = frozenset({"greedy_row"})
+NOT_THERE: frozenset[str] = frozenset()
 """Needs of methods that nothing fulfils yet."""
 CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
 """Default cap of each truncated kind."""

@@ -15,6 +15,7 @@ def explain(config: RunConfig, num_rows: int) -> str:
     filtering."""
     batch, updates = config.batch, config.algorithm.updates_per_batch
     longest = config.data.max_prompt_length + config.data.max_response_length
+    per_group = "group_size" if config.trajectories_per_group == batch.group_size else "(group_size + a greedy one)"
     tokens = config.trajectories_per_step * config.data.max_response_length
     total = config.total_steps(num_rows)
     epochs = total * batch.prompts_per_step / num_rows if num_rows else 0.0
@@ -23,7 +24,7 @@ def explain(config: RunConfig, num_rows: int) -> str:
         ("batch.prompts_per_step", batch.prompts_per_step, "groups that one learner step consumes"),
         ("batch.group_size", batch.group_size, "completions per prompt"),
         ("batch.tokens_per_microbatch", batch.tokens_per_microbatch, f"one sample has at most {longest}"),
-        ("trajectories per step", config.trajectories_per_step, "prompts_per_step * group_size"),
+        ("trajectories per step", config.trajectories_per_step, f"prompts_per_step * {per_group}"),
         ("optimiser steps per batch", updates, "algorithm.updates_per_batch"),
         ("groups per optimiser step", batch.prompts_per_step // updates, "prompts_per_step / updates_per_batch"),
         ("groups in flight, at most", config.groups_in_flight, "(largest staleness + 1) * prompts_per_step"),

@@ -202,8 +202,13 @@ class RunSections(Section):
         return Path(self.run_dir)
 
     @property
+    def trajectories_per_group(self) -> int:
+        """batch.group_size, and a greedy one where the estimator needs it."""
+        return self.batch.group_size + ("greedy_row" in self.algorithm.needs)
+
+    @property
     def trajectories_per_step(self) -> int:
-        return self.batch.prompts_per_step * self.batch.group_size
+        return self.batch.prompts_per_step * self.trajectories_per_group
 
     @property
     def groups_in_flight(self) -> int:

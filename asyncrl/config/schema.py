@@ -59,7 +59,8 @@ def number_problems(config: RunSections) -> list[str]:
             f"batch.prompts_per_step ({batch.prompts_per_step}) must be a multiple of "
             f"algorithm.updates_per_batch ({algorithm.updates_per_batch})"
         )
-    group_mib = config.group_bytes(batch.group_size) / 2**20
+    size, greedy = config.trajectories_per_group, config.trajectories_per_group - batch.group_size
+    group_mib = config.group_bytes(size) / 2**20
     if group_mib > config.network.max_message_mib / 2:
         problems.append(
             f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
@@ -73,10 +74,10 @@ def number_problems(config: RunSections) -> list[str]:
             f"over batch.tokens_per_microbatch = {batch.tokens_per_microbatch}. "
             "Raise the latter or lower one of the former"
         )
-    if config.rollout.max_concurrent_sequences < batch.group_size:
+    if config.rollout.max_concurrent_sequences < size:
         problems.append(
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
-            f"batch.group_size ({batch.group_size})"
+            f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
     if algorithm.kl_loss_coef and not config.model.lora.rank:
         problems.append(

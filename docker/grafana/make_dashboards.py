@@ -132,6 +132,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "short",
                     (f"{L}reward", "{{component}}"),
                     (f"{L}held_out_reward", "held out"),
+                    (f"{L}baseline_reward", "greedy"),
                 ),
                 chart(
                     "Accuracy: in training and held out",
@@ -144,6 +145,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "short",
                     (f"{L}rows", "{{status}}"),
                     (f"{L}zero_variance_groups", "groups without variance"),
+                    (f"{L}baselines_missing", "groups without a baseline"),
                 ),
             ),
             "Policy": (

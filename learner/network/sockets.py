@@ -45,7 +45,7 @@ def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
     """Bind both sockets, or neither. Raises UserError naming the setting to change."""
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
-    largest_group = max(config.batch.group_size, config.evaluation.group_size)
+    largest_group = max(config.trajectories_per_group, config.evaluation.group_size)
     authenticator: CurveAuthenticator | None = None
     opened: list[LearnerSocket] = []
     try:

@@ -115,10 +115,10 @@ class LearnerExporter:
         self._staleness(version, batch)
 
     def _staleness(self, version: int, batch: Batch) -> None:
-        m, groups = self._metrics, [item.group for item in batch.received]
-        sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
+        m = self._metrics
+        sampled = np.concatenate([item.is_sampled for item in batch.received])
         m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
-        oldest = [group.versions.min() for group in groups if group.versions.size]
+        oldest = [item.oldest_version for item in batch.received if item.group.versions.size]
         m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
 
     def not_finite(self, number: str) -> None:

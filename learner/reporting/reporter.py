@@ -31,6 +31,7 @@ from learner.tickets.ledger import LedgerCounts, TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
+from protocol.messages import TrajectoryOrder
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -251,7 +252,8 @@ class Reporter:
                     "length": len(ids),
                     "token_ids": ids.tolist(),
                 }
-                for record, ids in zip(group.trajectories, token_ids, strict=True)
+                | ({"order": order} if (order := _named(item.ticket.order(index))) else {})
+                for index, (record, ids) in enumerate(zip(group.trajectories, token_ids, strict=True))
             ]
             first_frames = [video.frame_hashes[0] for video in prompt.videos]
             shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
@@ -265,6 +267,12 @@ class Reporter:
                 "completions": completions,
             }
             self._behind.do(self.recorder.sample, sample, shown)
+
+
+def _named(order: TrajectoryOrder) -> str:
+    """Name what a trajectory was asked for besides being sampled."""
+    begins = f"begins with {len(order.prefix)} tokens that were put there" * bool(order.prefix)
+    return ", ".join(filter(None, ("greedy" * order.greedy, begins)))
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

@@ -52,7 +52,9 @@ class LengthBias:
 
 
 def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
-    """Trajectories and sampled tokens that are in the loss."""
-    groups = [item.group for item in items]
-    tokens = sum(int(np.count_nonzero(group.loss_mask)) for group in groups)
-    return sum(len(group.trajectories) for group in groups), tokens
+    """Trajectories and sampled tokens that are in the loss, greedy ones left out."""
+    rows = tokens = 0
+    for item in items:
+        rows += int(np.count_nonzero(~item.is_baseline))
+        tokens += int(np.count_nonzero(item.is_sampled))
+    return rows, tokens

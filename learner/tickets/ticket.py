@@ -65,6 +65,29 @@ class ReceivedGroup:
         return self.prepared.slot
 
     @cached_property
+    def is_baseline(self) -> np.ndarray:
+        """[group_size] bool: greedy trajectories, which are scored and not trained."""
+        orders = self.ticket.orders
+        return np.array([order.greedy for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """[N] bool: tokens that the policy drew at random."""
+        return (self.group.loss_mask == 1) & ~np.repeat(self.is_baseline, self.group.lengths)
+
+    @cached_property
+    def is_demonstration(self) -> np.ndarray:
+        """[group_size] bool: trajectories of which no token was sampled."""
+        prefixes = np.array([len(order.prefix) for order in self.ticket.orders]) if self.ticket.orders else 0
+        return (self.group.lengths == prefixes) & (self.group.lengths > 0)
+
+    @property
+    def lacks_baseline(self) -> bool:
+        """Whether its greedy trajectory has no score, so that nothing can be said about the others."""
+        records = zip(self.group.trajectories, self.is_baseline, strict=True)
+        return any(is_baseline and record.reward is None for record, is_baseline in records)
+
+    @cached_property
     def is_prefix(self) -> np.ndarray:
         """[N] bool: tokens that the ticket's orders put in place, which no policy sampled."""
         if not self.ticket.orders:

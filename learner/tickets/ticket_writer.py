@@ -20,7 +20,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, measure_row, overlong, usable_rows
 from learner.tickets.ticket import PreparedTicket
-from protocol.messages import Sampling, Ticket, TicketKind
+from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64
 """Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
@@ -109,9 +109,13 @@ class TicketWriter:
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """Write the training ticket of a position in the data order."""
         prompt = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
-        return self._prepare(
-            prompt, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, self._distribution
-        )
+        size, orders = self.config.trajectories_per_group, self._orders()
+        return self._prepare(prompt, slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders)
+
+    def _orders(self) -> tuple[TrajectoryOrder, ...]:
+        """Wishes for the trajectories of a training group, none where all are sampled; a greedy one is the last."""
+        greedy = self.config.trajectories_per_group - self.config.batch.group_size
+        return (*[NO_ORDER] * self.config.batch.group_size, TrajectoryOrder(greedy=True)) if greedy else ()
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -167,6 +171,7 @@ class TicketWriter:
         size: int,
         distribution: Mapping[str, Any],
         max_new_tokens: int | None = None,
+        orders: tuple[TrajectoryOrder, ...] = (),
     ) -> PreparedTicket:
         rendered, e = prompt
         ticket = Ticket(
@@ -182,6 +187,7 @@ class TicketWriter:
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
             ),
+            orders=orders,
         )
         facts = PromptFacts(e.token_ids, e.image_grids, e.image_hashes, e.video_grids, e.video_hashes)
         return PreparedTicket(ticket, rendered.blobs, slot, facts)

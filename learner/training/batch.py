@@ -36,7 +36,8 @@ class TrainedTokens(NamedTuple):
 class Batch:
     """`B` rows are the trajectories of all groups in order; `M` runs over all their completion tokens.
 
-    Rows that could not be scored stay in `B` (their score is NaN) but in no training group, as do greedy ones.
+    Rows that could not be scored stay in `B` (their score is NaN) but in no training group, as do greedy ones, and all
+    rows of a group whose greedy one has no score.
     """
 
     received: tuple[ReceivedGroup, ...]
@@ -120,7 +121,8 @@ def make_batch(
     demonstrations: bool = False,
     papo: PapoConfig | None = None,
 ) -> Batch:
-    """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one.
+    """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one; none
+    of a group that lacks its baseline.
 
     With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`). With `papo`,
     prompts have masked images beside their own, drawn by the ticket's seed: the same when a step is made again.
@@ -130,15 +132,14 @@ def make_batch(
     train_groups: list[TrainGroup] = []
     scores: list[float] = []
     group_of_row: list[int] = []
-    baselines: list[bool] = []
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
         loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
         columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, loss_mask))
-        for index, (record, token_ids, mask) in enumerate(zip(group.trajectories, *columns, strict=True)):
-            baselines.append(item.ticket.order(index).greedy)
-            if record.status.is_scored and mask.any() and not baselines[-1]:
+        left_out = item.is_baseline | item.lacks_baseline
+        for record, is_out, token_ids, mask in zip(group.trajectories, left_out, *columns, strict=True):
+            if record.status.is_scored and mask.any() and not is_out:
                 completions.append(Completion(len(scores), token_ids, mask))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
@@ -155,7 +156,7 @@ def make_batch(
         scores=torch.tensor(scores, dtype=torch.float32),
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
-        is_baseline=torch.tensor(baselines, dtype=torch.bool),
+        is_baseline=torch.from_numpy(np.concatenate([item.is_baseline for item in received])),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
@@ -173,29 +174,43 @@ def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
 
 
 def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:
-    """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`."""
+    """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`.
+
+    Rewards and lengths are those of what the policy sampled. Greedy trajectories and demonstrations count in the
+    statuses, and have metrics of their own.
+    """
     groups = [item.group for item in batch.received]
-    records = [record for group in groups for record in group.trajectories]
-    statuses = Counter(record.status for record in records)
-    lengths = np.concatenate([group.lengths for group in groups])
-    sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
-    staleness = version - batch.versions[sampled]
+    everyone = [record for group in groups for record in group.trajectories]
+    is_baseline = np.concatenate([item.is_baseline for item in batch.received])
+    is_demonstration = np.concatenate([item.is_demonstration for item in batch.received])
+    is_sampled = ~(is_baseline | is_demonstration)
+    statuses = Counter(record.status for record in everyone)
+    lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
+    staleness = version - batch.versions[np.concatenate([item.is_sampled for item in batch.received])]
     described = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
     described |= {
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
+        "response_length/mean": float(lengths.mean()) if lengths.size else 0.0,
+        "response_length/max": float(lengths.max()) if lengths.size else 0.0,
         "prompt_length/mean": float(np.mean([group.prompt_ids.size for group in groups])),
         "tokens": float(lengths.sum()),
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
     }
-    scored = [record for record in records if record.reward is not None]
+    scored = [record for record, mine in zip(everyone, is_sampled, strict=True) if mine and record.reward is not None]
     for name in sorted({name for record in scored for name in record.rewards}):
         described[f"reward/{name}"] = float(np.mean([record.rewards[name] for record in scored]))
     if scored:
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         described["accuracy"] = described[f"reward/{accuracy_component}"]
-    rewards_of_groups = ({r.reward for r in group.trajectories if r.reward is not None} for group in groups)
-    described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups))
+    rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
+    for number, record, is_out in zip(batch.groups.tolist(), everyone, is_baseline, strict=True):
+        if record.reward is not None and not is_out:
+            rewards_of_groups[number].add(record.reward)
+    described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups.values()))
+    if is_baseline.any():
+        described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
+    for kind, which in (("baseline", is_baseline), ("demonstration", is_demonstration)):
+        if which.any():
+            described[f"{kind}/reward"] = float(batch.scores[torch.from_numpy(which)].nanmean())
     return described

@@ -34,6 +34,7 @@ from protocol.messages.life_cycle import (
     Welcome,
 )
 from protocol.messages.tickets import (
+    NO_ORDER,
     ChatMessage,
     ContentPart,
     ImagePart,

@@ -20,7 +20,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
     rng = np.random.default_rng(0)
     writer = TicketWriter(config, processor, (1,))
     received = []
-    size = config.batch.group_size
+    size = config.trajectories_per_group
     usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]
     for number in range(config.batch.prompts_per_step):
         item = writer.write(TicketSlot(number, number, version=0, bound=0))

@@ -86,7 +86,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     """Text, bytes, and the setting that makes it smaller, of the large files that a whole run writes."""
     trainer, model = config.trainer, plan.model
     trajectories = steps * config.trajectories_per_step
-    arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
+    arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.trajectories_per_group)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
     checkpoint = _saved_weights(config, plan) + _optimiser_state(plan)
@@ -97,7 +97,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
     completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * config.data.max_response_length
     shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step)
-    samples = shown * (TEXT_BYTES * config.data.max_prompt_length + config.batch.group_size * completion)
+    samples = shown * (TEXT_BYTES * config.data.max_prompt_length + config.trajectories_per_group * completion)
     logs = (1 + config.rollout.servers) * 2 * LOG_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),

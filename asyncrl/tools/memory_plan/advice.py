@@ -125,7 +125,7 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"learner.gradient_checkpointing": True}
     smaller = {
         "batch.tokens_per_microbatch": (batch.tokens_per_microbatch, longest_sequence(config)),
-        "rollout.max_concurrent_sequences": (rollout.max_concurrent_sequences, batch.group_size),
+        "rollout.max_concurrent_sequences": (rollout.max_concurrent_sequences, config.trajectories_per_group),
     }
     for key, (value, least) in smaller.items():
         if max(least, value // 4) < value:

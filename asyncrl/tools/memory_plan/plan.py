@@ -251,7 +251,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 def prefilled_prompts(config: RunConfig) -> int:
     """Prompts that the hf engine takes through the model in one pass."""
-    smallest = min([config.batch.group_size] + [config.evaluation.group_size] * bool(config.data.val_files))
+    smallest = min([config.trajectories_per_group] + [config.evaluation.group_size] * bool(config.data.val_files))
     together = max(1, config.rollout.max_concurrent_sequences // smallest)
     rebuilds = config.trainer.mode == "async" and config.rollout.weight_update == "recompute"
     return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))

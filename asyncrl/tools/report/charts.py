@@ -63,7 +63,7 @@ LEARNERS_TURNS = "asleep_s/learner: asleep, sleep_s/learner: falling asleep, wak
 SERVERS_TURNS = "sleep_s/rollout: falling asleep, wake_s/rollout: waking up"
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward/mean: mean", "weighted sum", floor=None),
+        Chart("Reward", "reward/mean: mean, baseline/reward: greedy", "weighted sum", floor=None),
         Chart("Reward by component", "reward/(?!mean$|std$)(.+)", floor=None, compared=MAX_CURVES),
         Chart("Accuracy", "accuracy: training", show=share, ceiling=1.0),
         Chart("Entropy", "entropy: entropy", "nats per token", limit="EntropyCollapse"),

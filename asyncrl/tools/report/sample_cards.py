@@ -26,7 +26,7 @@ MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
 OPEN_COMPLETIONS = 3
 """Completions of a card that are not folded."""
-COMPARED = ("text", "reward", "rewards", "status", "error", "length")
+COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order")
 """Completions with equal values of these keys are shown once."""
 
 

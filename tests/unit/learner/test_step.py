@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         name: {"adv_estimator": name}
         for name, method in methods("advantage").items()
-        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {*NOT_THERE, "critic"}
+        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {*NOT_THERE, "critic", "greedy_row"}
     },
 }
 WIDE: dict[str, dict[str, float]] = {

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptProcessor
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup
-from learner.training.batch import Batch, make_batch
+from learner.tickets.ticket_writer import TicketWriter
+from learner.training.batch import Batch, describe_batch, make_batch
 from protocol.errors import ProtocolError
-from protocol.messages import Ticket, TrajectoryOrder
+from protocol.messages import Ticket, TrajectoryOrder, TrajectoryStatus
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
@@ -68,6 +70,36 @@ def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_
     assert used.expert.tolist() == PREFIXES[:9].tolist()
     assert not math.isnan(float(used.scores[3])), "a greedy row is scored"
     assert torch.equal(used.scores, without.scores)
+
+
+def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeConfig) -> None:
+    config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
+    processor = PromptProcessor(config.model)
+    item = ordered(config, processor)
+    *others, greedy = item.group.trajectories
+    failed = greedy.model_copy(update={"status": TrajectoryStatus.ERROR, "reward": None})
+    broken = replace(item, group=item.group.model_copy(update={"trajectories": (*others, failed)}))
+    batch = make_batch([broken, item], processor, demonstrations=True)
+    assert batch.trained.row.unique().tolist() == [4, 5, 6]
+    described = describe_batch(batch, 2, "exact_match")
+    assert described["baseline/missing"] == 1
+    assert described["baseline/reward"] == pytest.approx(greedy.reward)
+    assert described["demonstration/reward"] == pytest.approx(others[2].reward)
+    assert described["reward/mean"] == pytest.approx((others[0].reward + others[1].reward) / 2)
+    assert (described["tokens"], described["response_length/max"]) == (14, 4)
+    assert (described["rows/finished"], described["rows/error"]) == (7, 1)
+
+
+def test_a_ticket_orders_a_greedy_row_for_an_estimator_that_needs_one(make_config: MakeConfig) -> None:
+    config = make_config(data={"max_prompt_length": 64}, algorithm={"adv_estimator": "remax"})
+    writer = TicketWriter(config, PromptProcessor(config.model), (STOP,))
+    slot = TicketSlot(7, 3, version=2, bound=1)
+    ticket = writer.write(slot).ticket
+    assert ticket.group_size == config.batch.group_size + 1 == config.trajectories_per_group
+    assert [order.greedy for order in ticket.orders] == [False] * config.batch.group_size + [True]
+    assert ticket == writer.write(slot).ticket
+    plain = TicketWriter(make_config(data={"max_prompt_length": 64}), PromptProcessor(config.model), (STOP,))
+    assert (ticket.seed, plain.write(slot).ticket.orders) == (plain.write(slot).ticket.seed, ())
 
 
 def test_only_sampled_tokens_grow_old(make_config: MakeConfig) -> None:
