@@ -176,8 +176,8 @@ def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
 def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:
     """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`.
 
-    Rewards and lengths are those of what the policy sampled. Greedy trajectories and demonstrations count in the
-    statuses, and have metrics of their own.
+    Rewards and lengths are those of what the policy sampled: greedy trajectories and demonstrations count in the
+    statuses alone, and greedy ones have metrics of their own.
     """
     groups = [item.group for item in batch.received]
     everyone = [record for group in groups for record in group.trajectories]
@@ -210,7 +210,5 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups.values()))
     if is_baseline.any():
         described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
-    for kind, which in (("baseline", is_baseline), ("demonstration", is_demonstration)):
-        if which.any():
-            described[f"{kind}/reward"] = float(batch.scores[torch.from_numpy(which)].nanmean())
+        described["baseline/reward"] = float(batch.scores[batch.is_baseline].nanmean())
     return described

@@ -61,10 +61,11 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
     start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     processor = PromptProcessor(base.model)
     made = make_batch(made_up_batch(base, processor).received, processor, papo=PapoConfig())
-    batch = replace(made, scores=2 * made.scores, components={"only": made.scores})
     for name, file in OVERLAYS.items():
         sections, _ = yaml_text.parse(file.read_text(), name)
         config = make_config(batch={"group_size": 8}, **sections)
+        seen = made_up_batch(config, processor) if "greedy_row" in config.algorithm.needs else made
+        batch = replace(seen, scores=2 * seen.scores, components={"only": seen.scores})
         engine.model.load_state_dict(start)
         engine.optimizer.state.clear()
         critic = Critic(config, 100) if "critic" in config.algorithm.needs else None

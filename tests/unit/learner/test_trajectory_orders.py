@@ -49,7 +49,11 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
         "logprobs": np.where(PREFIXES, 0, -1).astype(np.float32),
         "versions": np.where(PREFIXES, 1, 2).astype(np.int32),
     }
-    return ReceivedGroup(replace(item.prepared, ticket=ticket), item.group.model_copy(update=columns))
+    scored = [
+        record.model_copy(update={"rewards": {"exact_match": record.reward}}) for record in item.group.trajectories
+    ]
+    group = item.group.model_copy(update={**columns, "trajectories": tuple(scored)})
+    return ReceivedGroup(replace(item.prepared, ticket=ticket), group)
 
 
 def batch_of(make_config: MakeConfig, *, demonstrations: bool) -> Batch:
@@ -84,7 +88,6 @@ def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeC
     described = describe_batch(batch, 2, "exact_match")
     assert described["baseline/missing"] == 1
     assert described["baseline/reward"] == pytest.approx(greedy.reward)
-    assert described["demonstration/reward"] == pytest.approx(others[2].reward)
     assert described["reward/mean"] == pytest.approx((others[0].reward + others[1].reward) / 2)
     assert (described["tokens"], described["response_length/max"]) == (14, 4)
     assert (described["rows/finished"], described["rows/error"]) == (7, 1)
@@ -129,7 +132,7 @@ def test_a_group_that_does_not_follow_its_orders_is_refused(make_config: MakeCon
         columns[column][list(values)] = list(values.values())
     group = item.group.model_copy(update=columns)
     vocabulary = len(processor.tokenizer)
-    arguments = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ()}
+    arguments = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ("exact_match",)}
     ticket = Ticket.model_validate(
         item.ticket.model_dump() | {"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 9})}
     )
