@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -166,9 +166,9 @@ def record(**changed: float) -> dict[str, float]:
 
 
 def batch_of(*groups: ReceivedGroup) -> Batch:
-    nothing = torch.zeros(0)
-    versions = np.concatenate([item.group.versions for item in groups])
-    return Batch(groups, (), nothing, {}, nothing, np.zeros(0), nothing, versions)
+    nothing, versions = torch.zeros(0), np.concatenate([item.group.versions for item in groups])
+    columns = {field.name: nothing for field in fields(Batch)}
+    return Batch(**{**columns, "received": groups, "train_groups": (), "versions": versions})  # type: ignore[arg-type]
 
 
 def stale_batch() -> Batch:
