@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
     keys.set_defaults(handler=_keys)
-    imported = commands.add_parser("import-config", help="a configuration of RLLaVA, EasyR1 or TRL, as ours")
+    imported = commands.add_parser("import-config", help="a configuration of RLLaVA, EasyR1, verl or TRL")
     imported.add_argument("source", type=Path, metavar="FILE", help="their YAML file, or the script that starts it")
     imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT and say what became of each key")
     imported.add_argument(

@@ -49,7 +49,7 @@ asyncrl train base.yaml mine.yaml
 |---|---|"""
 NAMES_ELSEWHERE = """## Names elsewhere
 
-`asyncrl import-config` translates configurations of RLLaVA, EasyR1 and TRL ([migration.md](migration.md))."""
+`asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
 
 
 def _methods(kind: Kind, titles: tuple[str, str]) -> str:

@@ -198,6 +198,39 @@ def test_trls_names_and_defaults_mean_here_what_they_mean_there(given: str, tmp_
     load_config(written, [*missing, "run_dir=x"])
 
 
+def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("score.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 0.5}\n"
+    )
+    Path("run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo data.train_files=rows.parquet \\\n"
+        "  data.train_batch_size=64 actor_rollout_ref.model.path=model actor_rollout_ref.rollout.n=4 \\\n"
+        "  actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean \\\n"
+        "  actor_rollout_ref.actor.clip_ratio_high=0.4 actor_rollout_ref.actor.fsdp_config.param_offload=true \\\n"
+        '  custom_reward_function.path=score.py custom_reward_function.name=f trainer.test_freq=5 "$@"\n'
+    )
+    done = imported(Path("run.sh"))
+    expected = {
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.policy_loss": "gmpo",
+        "algorithm.clip_ratio_high": 0.4,
+        "algorithm.clip_ratio_low": 0.2,
+        "algorithm.updates_per_batch": 4,
+        "batch.group_size": 4,
+        "model.path": "model",
+        "evaluation.every_steps": 5,
+    }
+    assert {key: done.settings.get(key) for key in expected} == expected
+    assert verdicts(done)["actor_rollout_ref.actor.fsdp_config.param_offload"] == "no counterpart"
+    assert not done.lost
+    assert main(["import-config", "run.sh", "-o", "ours.yaml"]) == 0, capsys.readouterr()
+    assert load_reward("ours_reward.py:overall")(RewardSample(completion="four")) == 0.5
+
+
 def test_every_name_in_the_table_is_a_setting_of_ours() -> None:
     for name in (name for names in NAMES.values() for name in names):
         key, _, value = name.ours.partition(" ")
@@ -341,7 +374,6 @@ def test_the_printed_file_names_what_is_missing_and_keeps_every_key(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
         ("PK\0\3: 1", "not valid YAML"),
         ("- 1", "holds no configuration"),
         ("model: {path: m}\nlearner: {}", "is an asyncrl configuration already: there is nothing to import"),

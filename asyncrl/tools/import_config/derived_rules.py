@@ -337,7 +337,7 @@ def reward_function(value: Any, theirs: Values) -> Outcome:
 
 
 def reward_type(value: Any, _: Values) -> Outcome:
-    if value in ("batch", "sequential", "function"):
+    if value in ("batch", "sequential", "function", "verl"):
         return no_setting("the adapter calls the function that way; here it gets one completion at a time")
     return lost(
         "rewards of environments do not exist here",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +13,9 @@ from asyncrl.config import yaml_text
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
+from asyncrl.tools.import_config.verl_keys import with_known_names
 
-Framework = Literal["RLLaVA", "EasyR1", "TRL"]
+Framework = Literal["RLLaVA", "EasyR1", "verl", "TRL"]
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
@@ -44,11 +45,13 @@ class ForeignConfig:
     """Flags of torchrun and the like, which are no keys."""
     sources: list[str] = field(default_factory=list)
     """The files that were read."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """How verl spells keys that have another name here."""
 
     def spelled(self, key: str) -> str:
         """The key as their own files write it."""
         below = self.framework == "EasyR1" and key.split(".")[0] in ("actor", "rollout", "ref", "reward", "critic")
-        return _WORKER + key if below else key
+        return self.spellings.get(key, _WORKER + key if below else key)
 
 
 def read_foreign_config(path: Path) -> ForeignConfig:
@@ -74,10 +77,8 @@ def read_foreign_config(path: Path) -> ForeignConfig:
 def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], sources: list[str]) -> ForeignConfig:
     sections = {key.split(".")[0] for key in values}
     if "actor_rollout_ref" in sections:
-        raise UserError(
-            f"{sources[0]} is a configuration of verl itself (it has actor_rollout_ref). Only those of RLLaVA, EasyR1 "
-            "and TRL are read; docs/migration.md has tables to go by"
-        )
+        known, spellings = with_known_names(values)
+        return ForeignConfig("verl", known, flags, sources, spellings)
     if not module and sections <= RunConfig.model_fields.keys() and not sections <= _SHARED:
         raise UserError(f"{sources[0]} is an asyncrl configuration already: there is nothing to import")
     if "worker" in sections or module.startswith("verl."):

@@ -22,6 +22,7 @@ from asyncrl.tools.import_config.derived_rules import (
 from asyncrl.tools.import_config.foreign_config import Framework
 from asyncrl.tools.import_config.names import AGGREGATIONS, ESTIMATORS, LOSSES
 from asyncrl.tools.import_config.trl_rules import TRL_DEFAULTS, TRL_RULES
+from asyncrl.tools.import_config.verl_keys import VERL_DEFAULTS
 
 _ONE_DEVICE = "the learner works on one device: nothing is sharded"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
@@ -257,6 +258,7 @@ _DEFAULTS_OF_BOTH: Mapping[str, Any] = {
 }
 THEIR_DEFAULTS: Mapping[Framework, Mapping[str, Any]] = {
     "TRL": TRL_DEFAULTS,
+    "verl": VERL_DEFAULTS,
     "EasyR1": {
         **_DEFAULTS_OF_BOTH,
         "data.rollout_batch_size": 512,

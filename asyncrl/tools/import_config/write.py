@@ -154,6 +154,9 @@ _CALLS = {
     "batch": "[scores] = theirs([row], **kwargs)",
     "sequential": "scores = theirs(row, **kwargs)",
     "function": 'scores = theirs(row["response"], row["ground_truth"], **kwargs)',
+    "verl": 'found = theirs(data_source="", solution_str=row["response"], ground_truth=row["ground_truth"], '
+    "extra_info={}, **kwargs)\n"
+    '    scores = {**found, "overall": found["score"]} if isinstance(found, dict) else {"overall": found}',
     "as its file says": 'batch = theirs.__globals__.get("REWARD_TYPE", "batch") == "batch"\n'
     "    scores = theirs([row], **kwargs)[0] if batch else theirs(row, **kwargs)",
 }
