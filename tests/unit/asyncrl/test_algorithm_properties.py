@@ -28,7 +28,7 @@ from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig
+from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig, CorrectionConfig
 from asyncrl.config.methods import methods
 from asyncrl.tools.import_config.names import AGGREGATIONS
 
@@ -246,6 +246,21 @@ def test_gradients_agree_with_differences(name: str) -> None:
             return loss(PolicyTokens(logprobs, proximal, behaviour, advantages, row, marked), config).token_loss
 
     assert torch.autograd.gradcheck(value, (moved.clone().requires_grad_(),))
+
+
+@given(batches(shortest=1), st.sampled_from(["token", "sequence", "geometric"]))
+@quick
+def test_truncation_and_masks_whose_bounds_are_far_away_are_plain_importance_sampling(made: Made, level: str) -> None:
+    t = made.trajectories()
+    target, proximal, behaviour = made.flat[:, :3].unbind(1)
+    tokens = PolicyTokens(target, proximal, behaviour, torch.ones_like(target), t.row)
+    difference = (proximal - behaviour).double()
+    sums = torch.zeros(len(t.scores), dtype=torch.float64).index_add(0, t.row, difference)
+    means = sums / t.lengths.clamp_min(1)
+    expected = {"token": difference, "sequence": sums[t.row], "geometric": means[t.row]}[level].exp().float()
+    far: dict[str, Any] = {f"{level}_tis": {"cap": 1e9}, f"{level}_mis": {"lower": 0.0, "upper": 1e9}}
+    for kind, bounds in far.items():
+        close(correct(tokens, CorrectionConfig(kind=kind, **bounds)).weights, expected)
 
 
 def gradient_by_ratio(name: str, advantage: float, log_ratio: float) -> float:
