@@ -20,6 +20,8 @@ def explain(config: RunConfig, num_rows: int) -> str:
     total = config.total_steps(num_rows)
     epochs = total * batch.prompts_per_step / num_rows if num_rows else 0.0
     bound = "trainer.max_steps" if config.trainer.max_steps else "trainer.total_epochs, rounded up to whole steps"
+    if not config.trainer.max_steps and (config.algorithm.filters or config.data.curriculum.visits != "all"):
+        bound += "; at most: rows that are filtered or passed over take no place in a step"
     lines = [
         ("batch.prompts_per_step", batch.prompts_per_step, "groups that one learner step consumes"),
         ("batch.group_size", batch.group_size, "completions per prompt"),

@@ -270,6 +270,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f'{L}groups{{state=~"buffered|in_flight|waiting"}}', "{{state}}"),
                 ),
                 chart("Trained and dropped", "short", (f'{L}groups{{state=~"trained|dropped.*"}}', "{{state}}")),
+                chart("Dropped by filters, of a step's groups", "percentunit", (f"{L}filtered_ratio", "filtered")),
                 chart(
                     "Length: trained, dropped, buffered",
                     "short",
