@@ -230,6 +230,7 @@ class Learner:
         if self.ledger.is_over:  # what was still awaited has been dropped
             self._end_with_the_data()
             self.schedule.open_for_work()
+            self.schedule.finish_evaluation()  # one that has begun when this was not known to be the last step
             return
         self._learn(self.ledger.take(), started + held_up_s, publish=True)
         if self.device.is_shared:
