@@ -156,8 +156,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     config = run.config
     processor = PromptProcessor(config.model)
     if checkpoint and state and not state.adapter:
-        model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
-        config = config.model_copy(update={"model": model})
+        config = config.with_policy(checkpoint / MODEL_FOLDER)
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
     training = Trainer(config, processor, writer.num_train_rows, checkpoint, state)
     if checkpoint is None:

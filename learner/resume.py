@@ -25,6 +25,7 @@ from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
+from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.plugins import own_functions, read_source
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
@@ -33,7 +34,9 @@ from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = ("algorithm.", "critic.", "learner.optim.", "trainer.", "fingerprint of ")
+UPDATE = ("algorithm.", "critic.", "reference.", "learner.optim.")
+"""Beginnings of the settings of the update."""
+MAY_CHANGE = (*UPDATE, "trainer.", "fingerprint of ")
 """Settings of the update that may change after a checkpoint, if no step after it has to be made again."""
 FIXED = ("algorithm.updates_per_batch",)
 """Settings among these that may not: the learning rate is scheduled by the number of updates."""
@@ -240,20 +243,21 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     """Settings of the update, by dotted key, which must not change between a step and its repetition.
 
     Whatever sorts, logs, saves or shares the work out may change, and how long the run is: unless the learning rate
-    falls over the whole of it.
+    or the KL's coefficient falls over the whole of it.
     """
     everything = config.model_dump(mode="json")
-    names = [
-        key for key in all_keys() if key.startswith(("algorithm.", "critic.", "learner.optim.")) and ".N." not in key
-    ]
+    names = [key for key in all_keys() if key.startswith(UPDATE) and ".N." not in key]
     names += ["model.dtype", "model.freeze_vision_tower"]
     if config.learner.max_staleness == "auto":
         names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]
-    if config.learner.optim.lr_scheduler_type != "constant":
+    if config.learner.optim.lr_scheduler_type != "constant" or config.algorithm.kl_control.kind == "linear":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
     settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
     for function in own_functions(config.algorithm.functions):
         settings[f"fingerprint of {function.path.name}"] = xxhash.xxh3_64_hexdigest(read_source(function.path))
+    for setting, model in config.other_models:
+        if setting == "reference.path" or model.path != config.model.path:  # a checkpoint holds no frozen weights
+            settings[f"fingerprint of {setting.partition('.')[0]} weights"] = base_fingerprint(model)
     return settings
 
 

@@ -66,8 +66,7 @@ class Learner:
             self._was_finished = is_finished(config.run_path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
-            model = config.model.model_copy(update={"path": str(start.model_path or config.model.path)})
-            self._prepare(config.model_copy(update={"model": model}), start)
+            self._prepare(config.with_policy(start.model_path), start)
             self._open(start)
             self._resources = self._resources.pop_all()
         self._goodbye = None

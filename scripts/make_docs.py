@@ -47,6 +47,26 @@ asyncrl train base.yaml mine.yaml
 
 | overlay | |
 |---|---|"""
+KL = """## KL to a reference policy
+
+`algorithm.kl_loss_coef`, `algorithm.kl_reward_coef`, `algorithm.kl_estimator`
+
+KL(policy || reference) of each token is a term of the loss, or is taken from the rewards by which credit is given (then
+it is that of the policy at the start of the step, and its sum is taken from the trajectory's score). The reference is a
+frozen copy of the model that the run begins with, or of `reference.path`; with `model.lora.rank` it is the model
+without its adapters, which takes no memory. It may follow the policy (`reference.ema`) or be set to it now and then
+(`reference.reset_every_steps`). `algorithm.kl_control` moves the coefficients. With d = log policy - log reference at
+the sampled token:
+
+| estimator | value | as a loss |
+|---|---|---|
+| `k1` | d | refused: its mean gradient is 0. In the reward, its default place, the mean gradient is the KL's |
+| `k2` | d² / 2 | the KL's gradient on average |
+| `k3` | exp(-d) + d - 1, at most 10 | the default; on average the gradient of KL(reference \\|\\| policy) |
+| `abs` | absolute d | pulls every token equally hard |
+| `k1+`, `k3+` | that of k1 or k3 | the gradient of k2 |
+| `k3_unbiased` | k3 times policy / behaviour | the KL's gradient on average, whichever policy has sampled |
+| `full` | the sum over the vocabulary | the exact gradient, for the logits of both models, some tokens at a time |"""
 NAMES_ELSEWHERE = """## Names elsewhere
 
 `asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
@@ -112,7 +132,7 @@ def pages() -> dict[str, str]:
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
-    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, _names()])
+    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, KL, _names()])
     return {
         "algorithms.md": algorithms + "\n",
         "configuration.md": config_reference().strip() + "\n",

@@ -61,6 +61,7 @@ def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     formula="B / (rows with s != 0) * (s - mean_group)",
     paper="2504.02546",
     defaults={"norm_adv_by_std": False, "policy_loss": "gpg"},
+    plain_scores=True,
 )
 def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, scaled up by the share of rows that earned nothing (GPG)."""
@@ -79,7 +80,9 @@ def lite_ppo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, g.centred / (of_batch.std + EPSILON)))
 
 
-@advantage(formula="(s - mean_group) / mean_group, 0 where the mean is not positive", paper="2602.02710")
+@advantage(
+    formula="(s - mean_group) / mean_group, 0 where the mean is not positive", paper="2602.02710", plain_scores=True
+)
 def maxrl(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over that mean: rare successes weigh more (MaxRL). No score may be negative."""
     if (t.scores < 0).any():
@@ -104,7 +107,9 @@ def grpo_passk(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, advantages))
 
 
-@advantage(formula="(1 - R) / sigma for right rows, R = 1 - C(wrong, k) / C(n, k)", paper="2508.10751")
+@advantage(
+    formula="(1 - R) / sigma for right rows, R = 1 - C(wrong, k) / C(n, k)", paper="2508.10751", plain_scores=True
+)
 def passk_training(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Analytic advantage of Pass@k training, k = `algorithm.pass_k`. A row is right if its score is
     `algorithm.success_score` or above; a group of fewer than k rows gets 0."""
@@ -123,7 +128,11 @@ def passk_training(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(advantages)
 
 
-@advantage(formula="z over the batch of sum_k w_k (s_k - mean_group) / (std_group + 1e-4)", paper="2601.05242")
+@advantage(
+    formula="z over the batch of sum_k w_k (s_k - mean_group) / (std_group + 1e-4)",
+    paper="2601.05242",
+    plain_scores=True,
+)
 def gdpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Each reward component normalised in its group before they are added up, so that rows of different components and
     the same sum stay different (GDPO)."""

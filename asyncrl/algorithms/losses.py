@@ -1,4 +1,4 @@
-"""Policy losses, the KL term, the critic's loss, and how token losses become one number.
+"""Policy losses, the critic's loss, and how token losses become one number.
 
 A policy loss is `f(tokens: PolicyTokens, config) -> PolicyLoss`: per-token losses whose gradient is the policy
 gradient. It sees trainable tokens only; the correction's weight and the aggregation are applied by the learner.
@@ -20,8 +20,6 @@ LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
 LARGEST_PERCEPTION_KL = 10.0
 """One token's KL to the policy with masked images is cut here: it is made larger, and would grow without end."""
-LARGEST_KL = 10.0
-"""One token's estimate of the KL is cut here, so that no single one decides the step."""
 
 
 @dataclass(frozen=True)
@@ -227,15 +225,6 @@ def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     loss = -tokens.advantages * log_r.exp()
     penalty = config.covariance.kl_coef * log_r.abs()
     return PolicyLoss(torch.where(tokens.marked, loss + penalty, loss), {"clip_fraction_covariance": tokens.marked})
-
-
-def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """k3 estimate of KL(target || reference): exp(-d) + d - 1 with d = log target - log reference. [N], [N] -> [N]
-
-    Never negative (http://joschu.net/blog/kl-approx.html).
-    """
-    d = logprobs - reference_logprobs
-    return (ratio(reference_logprobs, logprobs) + d - 1).clamp(max=LARGEST_KL)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,12 @@ Defaults = Mapping[str, object]
 
 
 def advantage(
-    *, formula: str, paper: str = "", needs: tuple[str, ...] = (), defaults: Defaults | None = None
+    *,
+    formula: str,
+    paper: str = "",
+    needs: tuple[str, ...] = (),
+    defaults: Defaults | None = None,
+    plain_scores: bool = False,
 ) -> Callable[[F], F]:
     """Make `f(trajectories, config) -> Credit` a value of `algorithm.adv_estimator`."""
     return lambda function: function

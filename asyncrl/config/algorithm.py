@@ -12,6 +12,7 @@ from asyncrl.config.sections import Section
 from asyncrl.config.suggest import did_you_mean
 
 Bounds = tuple[float, float]
+KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3_unbiased", "full"]
 
 NOT_THERE: frozenset[str] = frozenset()
 """Needs of methods that nothing fulfils yet."""
@@ -168,6 +169,32 @@ class GaeConfig(Section):
     """Give the advantages of a batch mean 0 and variance 1."""
 
 
+class KlControlConfig(Section):
+    """Movement of `algorithm.kl_loss_coef` and `algorithm.kl_reward_coef` during the run."""
+
+    kind: Literal["fixed", "adaptive", "linear"] = "fixed"
+    """`adaptive`: after each step the coefficients grow or shrink by at most 0.2 * trajectories / horizon, towards a KL
+    of `target`. `linear`: they fall to 0 over the steps of the run."""
+    target: float = Field(default=0.1, gt=0)
+    """KL in nats per token, a mean over trajectories."""
+    horizon: int = Field(default=10000, gt=0)
+    """Trajectories over which `adaptive` moves the coefficients."""
+
+
+class EntropyControlConfig(Section):
+    """Adaptive `algorithm.entropy_coeff` (arXiv 2505.22312)."""
+
+    target: float = Field(default=0.0, ge=0)
+    """Entropy in nats per token. After a step at or below it the coefficient grows and the next step has the bonus;
+    after any other step the coefficient falls and there is no bonus. 0 is off: the coefficient is fixed."""
+    delta: float = Field(default=0.005, gt=0)
+    """Change of the coefficient by one step."""
+    min: float = Field(default=0.0, ge=0)
+    """Smallest coefficient."""
+    max: float = Field(default=1.0, gt=0)
+    """Largest coefficient."""
+
+
 class SapoConfig(Section):
     """`policy_loss: sapo` (arXiv 2511.20347)."""
 
@@ -245,9 +272,19 @@ class AlgorithmConfig(Section):
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     papo: PapoConfig = PapoConfig()
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
     kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the k3 estimate of KL(target || reference) per token. The reference policy is the model without its
-    adapters: only with model.lora.rank above 0."""
+    """Weight in the loss of KL(policy || reference) per token. The reference policy is that of the `reference`
+    section."""
+    kl_reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference), by the policy at the start of the step, which is taken from the reward of each
+    token, and in sum from the trajectory's score."""
+    kl_estimator: KlEstimator | None = None
+    """Estimate of that KL from d = log policy - log reference at the sampled token. Nothing means `k3` in the loss and
+    `k1` in the reward. `k1`: d, only in the reward. `k2`: d²/2. `k3`: exp(-d) + d - 1. `abs`: |d|. `k1+`, `k3+`: the
+    value of k1 or k3 with the gradient of k2, which is the KL's. `k3_unbiased`: k3 weighted by policy / behaviour
+    (DeepSeek-V3.2), only in the loss. `full`: the exact sum over the vocabulary, at the cost of a second pass."""
+    kl_control: KlControlConfig = KlControlConfig()
     updates_per_batch: int = Field(default=1, gt=0)
     """Optimiser steps taken from one batch of groups."""
     proximal: Literal["recompute", "loglinear", "linear", "behaviour", "target"] = "recompute"
@@ -301,8 +338,18 @@ class AlgorithmConfig(Section):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the chosen methods need, of asyncrl.config.methods.NEEDS."""
-        return frozenset(need for method in self.chosen_methods for need in method.needs)
+        """What the chosen methods need, of asyncrl.config.methods.NEEDS, and a KL to the reference."""
+        needs = {need for method in self.chosen_methods for need in method.needs}
+        needs |= {"reference"} if self.kl_loss_coef or self.kl_reward_coef else set()
+        return frozenset(needs | ({"proximal"} if self.kl_reward_coef else set()))
+
+    @property
+    def loss_kl_estimator(self) -> KlEstimator:
+        return self.kl_estimator or "k3"
+
+    @property
+    def reward_kl_estimator(self) -> KlEstimator:
+        return self.kl_estimator or "k1"
 
     @model_validator(mode="before")
     @classmethod
@@ -331,6 +378,35 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _kl_fits(self) -> AlgorithmConfig:
+        if self.kl_loss_coef and self.kl_estimator == "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator is k1 and algorithm.kl_loss_coef is {self.kl_loss_coef:g}: the gradient of k1 "
+                "is that of log p, whose mean over samples is 0, so that it adds noise and no pull to the reference. "
+                "Set algorithm.kl_estimator=k1+ (k1 with the gradient of the KL), k2 or k3, or use "
+                "algorithm.kl_reward_coef instead"
+            )
+        if self.kl_reward_coef and self.kl_estimator == "k3_unbiased":
+            raise ValueError(
+                f"algorithm.kl_estimator is k3_unbiased and algorithm.kl_reward_coef is {self.kl_reward_coef:g}: its "
+                "weight policy / behaviour corrects a gradient, and a reward has none. Set algorithm.kl_estimator=k1, "
+                "or use algorithm.kl_loss_coef instead"
+            )
+        if self.kl_control.kind != "fixed" and not (self.kl_loss_coef or self.kl_reward_coef):
+            raise ValueError(
+                f"algorithm.kl_control.kind is {self.kl_control.kind}, but there is nothing to control: "
+                "algorithm.kl_loss_coef and algorithm.kl_reward_coef are 0. Set one of them, or kind to fixed"
+            )
+        estimator = method_of("advantage", self.adv_estimator)
+        if self.kl_reward_coef and estimator and estimator.plain_scores:
+            raise ValueError(
+                f"algorithm.kl_reward_coef is {self.kl_reward_coef:g}, but algorithm.adv_estimator {estimator.name} "
+                f"reads scores as they were given ({estimator.formula}): nothing can be taken from them. Set "
+                "algorithm.kl_loss_coef instead, or choose another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:
         correction, kinds = self.correction, {mask.kind for mask in self.correction.masks}
         idle = sorted(kinds & {"sequence", "geometric", "veto"})
@@ -340,10 +416,12 @@ class AlgorithmConfig(Section):
                 f"algorithm.correction.kind {correction.kind}, masks {', '.join(idle) or 'none'}. "
                 "Set algorithm.proximal=recompute, or algorithm.correction.kind=none without such masks"
             )
-        for method in self.chosen_methods if self.proximal != "recompute" else ():
-            for need in sorted(method.needs & {"proximal", "entropies"}):
+        askers = [(method.name, method.needs) for method in self.chosen_methods]
+        askers += [("kl_reward_coef", self.needs & {"proximal"})] if self.kl_reward_coef else []
+        for name, needs in askers if self.proximal != "recompute" else ():
+            for need in sorted(needs & {"proximal", "entropies"}):
                 raise ValueError(
-                    f"{method.name} needs the {NEEDS[need]}, but algorithm.proximal is {self.proximal}. "
+                    f"{name} needs the {NEEDS[need]}, but algorithm.proximal is {self.proximal}. "
                     "Set algorithm.proximal=recompute"
                 )
         if missing := sorted(self.needs & NOT_THERE):

@@ -24,6 +24,7 @@ NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
     "entropies": "entropies of that policy, over the whole batch",
     "squared_probabilities": "sums of that policy's squared probabilities, over the whole batch",
+    "reference": "log-probs of the reference policy",
     "critic": "values of a critic",
     "greedy_row": "a greedy completion in every group, scored and not trained",
 }
@@ -61,6 +62,8 @@ class Method:
     """Selection whose tokens a loss gets as `tokens.marked` and treats in its own way; empty where it asks for none."""
     takes_from: str
     """Of TAKES_FROM, for a selection."""
+    plain_scores: bool
+    """Whether an estimator reads scores or components as they were given, so that no penalty may be in them."""
     summary: str
     """First paragraph of the docstring."""
 
@@ -131,5 +134,6 @@ def methods_in(file: Path) -> Iterator[Method]:
                     weighs_behaviour=weighs_behaviour,
                     marks=facts.get("marks", ""),
                     takes_from=facts.get("takes_from", "loss"),
+                    plain_scores=facts.get("plain_scores", False),
                     summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
                 )

@@ -7,7 +7,7 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from asyncrl.config.sections import (
     LearnerConfig,
     ModelConfig,
     OptimConfig,
+    ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     Section,
@@ -186,6 +187,7 @@ class RunSections(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -205,6 +207,44 @@ class RunSections(Section):
     def trajectories_per_group(self) -> int:
         """batch.group_size, and a greedy one where the estimator needs it."""
         return self.batch.group_size + ("greedy_row" in self.algorithm.needs)
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The model that the critic starts from: whole, without adapters."""
+        return self._whole_model(self.critic.path)
+
+    @property
+    def reference_model(self) -> ModelConfig | None:
+        """The reference policy's model where it has weights of its own; None without one, and where it is the policy
+        without its adapters."""
+        is_own = bool(self.reference.path or not self.model.lora.rank)
+        return self._whole_model(self.reference.path) if "reference" in self.algorithm.needs and is_own else None
+
+    @property
+    def other_models(self) -> tuple[tuple[str, ModelConfig], ...]:
+        """Models of the learner beside the policy that have weights of their own, by the settings that name them."""
+        critic = self.critic_model if "critic" in self.algorithm.needs else None
+        named = (("critic.path", critic), ("reference.path", self.reference_model))
+        return tuple((setting, model) for setting, model in named if model is not None)
+
+    def with_policy(self, folder: Path | None) -> Self:
+        """The same run with the policy's weights in another folder, such as a checkpoint's; the other models begin with
+        what they began with."""
+        if folder is None:
+            return self
+        began = self.model.path
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": str(folder)}),
+                "critic": self.critic.model_copy(update={"path": self.critic.path or began}),
+                "reference": self.reference.model_copy(update={"path": self.reference.path or began}),
+            }
+        )
+
+    def _whole_model(self, path: str) -> ModelConfig:
+        """A model of its own beside the policy, with the policy's weights where no path is given."""
+        whole = self.model.lora.model_copy(update={"rank": 0})
+        return self.model.model_copy(update={"path": path or self.model.path, "lora": whole})
 
     @property
     def trajectories_per_step(self) -> int:

@@ -21,7 +21,14 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        rules = (number_problems, staleness_problems, device_problems, engine_problems, sampling_problems)
+        rules = (
+            number_problems,
+            reference_problems,
+            staleness_problems,
+            device_problems,
+            engine_problems,
+            sampling_problems,
+        )
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
@@ -79,13 +86,25 @@ def number_problems(config: RunSections) -> list[str]:
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
             f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
-    if algorithm.kl_loss_coef and not config.model.lora.rank:
-        problems.append(
-            f"algorithm.kl_loss_coef is {algorithm.kl_loss_coef}, but there is no reference policy: it is the "
-            "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
-            "algorithm.kl_loss_coef=0"
-        )
     return problems
+
+
+def reference_problems(config: RunSections) -> Iterator[str]:
+    """Name what would not move the reference policy, with its fix."""
+    reference = config.reference
+    moving = f"reference.ema is {reference.ema:g}"
+    if reference.reset_every_steps:
+        moving = f"reference.reset_every_steps is {reference.reset_every_steps}"
+    if reference.moves and "reference" not in config.algorithm.needs:
+        yield (
+            f"{moving}, but nothing looks at the reference policy: algorithm.kl_loss_coef and algorithm.kl_reward_coef "
+            "are 0. Set one of them, or leave it out"
+        )
+    elif reference.moves and config.model.lora.rank:
+        yield (
+            f"{moving}, but model.lora.rank is {config.model.lora.rank}: only adapters are trained, and the reference "
+            "is a model without any. Leave it out, or set model.lora.rank=0"
+        )
 
 
 def staleness_problems(config: RunSections) -> Iterator[str]:

@@ -267,12 +267,41 @@ class CriticConfig(Section):
     """The critic of estimators that need one (`algorithm.adv_estimator: gae`): a model of its own with a value head."""
 
     path: str = ""
-    """Weights that it starts from, such as a reward model's; empty means those of `model.path`."""
+    """Folder that it starts from: a model of the policy's family, or a sequence classifier of one label (a reward
+    model), whose score head then becomes the value head. Empty means `model.path`, and values that begin at 0."""
     optim: CriticOptimConfig = CriticOptimConfig()
     clip_range: float = Field(default=0.5, ge=0)
     """Values that have left the step's first ones by more than this get no gradient; 0 clips nothing."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the critic alone is trained: the policy stays as it is."""
+    """Steps at the beginning in which the critic alone is trained, on what the initial policy samples. With the default
+    `algorithm.gae.critic_lam` of 1 and without discount its targets are then the plain returns of that policy (value
+    pre-training, VC-PPO, arXiv 2503.01491)."""
+
+
+class ReferenceConfig(Section):
+    """The reference policy of `algorithm.kl_loss_coef` and `algorithm.kl_reward_coef`: a frozen copy of the model. Of a
+    model with adapters it is the model without them, at no cost, unless there is a path."""
+
+    path: str = ""
+    """Folder of its weights, a model of the policy's family; empty means `model.path`."""
+    reset_every_steps: int = Field(default=0, ge=0)
+    """Make it the policy again after so many steps (ProRL, arXiv 2505.24864); 0 means never."""
+    ema: float = Field(default=0.0, ge=0, lt=1)
+    """Share of itself that it keeps in each step, in which it moves towards the policy: 0.99 follows some hundred steps
+    behind. 0 means that it does not move."""
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.reset_every_steps or self.ema)
+
+    @model_validator(mode="after")
+    def _moves_one_way(self) -> ReferenceConfig:
+        if self.reset_every_steps and self.ema:
+            raise ValueError(
+                f"reference.reset_every_steps is {self.reset_every_steps} and reference.ema is {self.ema:g}: a "
+                "reference that follows the policy needs no reset. Set one of them to 0"
+            )
+        return self
 
 
 class AdaptiveStalenessConfig(Section):

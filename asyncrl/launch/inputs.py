@@ -14,7 +14,7 @@ from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
-from asyncrl.models.folder import describe_folder, has_eyes
+from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes
 from asyncrl.models.weight_files import check_weights
 from asyncrl.plugins import load, own_functions
 from asyncrl.rewards.spec import check_rewards
@@ -35,6 +35,9 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
     if "rollout_server" in sides:
         check_engine(config)
     check_weights(config.model)
+    if "learner" in sides:
+        for _, model in config.other_models:
+            check_weights(model)
     if config.gpu_memory.budget_gib:
         from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
 
@@ -53,6 +56,8 @@ def check_references(config: RunConfig, *sides: Side) -> None:
     if "learner" in sides:
         check_trackers(config.telemetry)
         check_algorithm(config.algorithm)
+        for setting, model in config.other_models:
+            check_same_inputs(config.model, model, setting)
         _check_data(config, described, "rl")
     if "rollout_server" in sides:
         check_rewards(config.reward)

@@ -77,6 +77,24 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     return described
 
 
+def check_same_inputs(policy: ModelConfig, other: ModelConfig, setting: str) -> None:
+    """Raise UserError unless the model of `other`, which `setting` names, reads what the policy's prompts are made of:
+    it is of the same family and knows all token ids."""
+    if not (Path(other.path) / "config.json").is_file() and not _HUB_NAME.fullmatch(other.path):
+        raise UserError(f"{setting} is {other.path!r}: there is no config.json in it. Name a Hugging Face model folder")
+    ours, theirs = read_config(policy), read_config(other)
+    keys = [key for key in ("model_type", "image_token_id", "video_token_id") if ours.get(key) != theirs.get(key)]
+    problems = [f"{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in keys]
+    known, used = ((described.get("text_config") or described).get("vocab_size", 0) for described in (theirs, ours))
+    if known < used:
+        problems.append(f"vocab_size is {known} there and {used} here")
+    if problems:
+        raise UserError(
+            f"{setting} is {other.path!r}, whose model cannot read what the one in {policy.path} reads: "
+            f"{'; '.join(problems)}. Name a model of the same family"
+        )
+
+
 def describe_folder(config: ModelConfig) -> dict[str, Any]:
     """The folder's config.json. Raises UserError unless tokenizer, chat template and image processor are there, too."""
     folder = model_folder(config)

@@ -17,7 +17,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import UserError
-from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
+from asyncrl.models.sampling_distribution import (
+    entropies,
+    exact_kl,
+    gather_logprobs,
+    log_kept_mass,
+    sampling_logprobs,
+)
 
 LOGITS_PER_CHUNK = 2**26
 """Tokens x vocabulary of one chunk: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
@@ -30,11 +36,23 @@ Entropy = Literal["none", "value", "gradient"]
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Values at the chosen tokens, fp32 [N]."""
+    """Values at the chosen tokens, fp32 [N]; all but the log-probs are None where they were not asked for."""
 
     logprobs: torch.Tensor
-    entropies: torch.Tensor | None
-    """None where it was not asked for."""
+    entropies: torch.Tensor | None = None
+    squared_probabilities: torch.Tensor | None = None
+    """Sum over the vocabulary of the squared probabilities of each token's distribution."""
+    other_kl: torch.Tensor | None = None
+    """KL of each token's distribution to another model's."""
+
+
+@dataclass(frozen=True)
+class OtherStates:
+    """Another model's states before the same tokens, and the head that makes its distributions of them."""
+
+    head: OutputHead
+    hidden: torch.Tensor
+    """[N, D]"""
 
 
 class OutputHead:
@@ -56,47 +74,71 @@ class OutputHead:
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
 
     def __call__(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, entropy: Entropy = "none", as_sampled: bool = False
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        entropy: Entropy = "none",
+        squared_probabilities: bool = False,
+        other: OtherStates | None = None,
+        as_sampled: bool = False,
     ) -> TokenOutputs:
-        """Log-prob of each target [N] after each hidden state [N, D], and the entropy of its distribution.
+        """Log-prob of each target [N] after each hidden state [N, D], and what else is asked for of its distribution.
 
-        `as_sampled`: of the truncated distribution that an engine samples from.
+        `other`: the KL to this one's distributions. `as_sampled`: log-probs of the truncated distribution that an
+        engine samples from.
         """
         tokens = max(1, LOGITS_PER_CHUNK // self._vocabulary)
-        compute = partial(self._compute_chunk, entropy=entropy, as_sampled=as_sampled)
+        compute = partial(
+            self._compute_chunk,
+            entropy=entropy,
+            squared_probabilities=squared_probabilities,
+            other=other.head if other else None,
+            as_sampled=as_sampled,
+        )
         if len(hidden) > tokens and torch.is_grad_enabled():
             compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-        # `split` of both: slices would each have a gradient as large as all of `hidden`.
-        chunks = zip(*(values.split(tokens) for values in (hidden, targets)), strict=True)
-        logprobs, found = zip(*(compute(*chunk) for chunk in chunks), strict=True)
-        return TokenOutputs(torch.cat(logprobs), None if entropy == "none" else torch.cat(found))
+        # `split` of all: slices would each have a gradient as large as all of `hidden`.
+        columns = [hidden, targets] if other is None else [hidden, targets, other.hidden]
+        found = [compute(*chunk) for chunk in zip(*(column.split(tokens) for column in columns), strict=True)]
+        return TokenOutputs(**{name: torch.cat([chunk[name] for chunk in found]) for name in found[0]})
 
-    @torch.no_grad()
-    def squared_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N] sum over the vocabulary of the squared probabilities."""
-        tokens = max(1, LOGITS_PER_CHUNK // self._vocabulary)
-        return torch.cat([self._logprobs(chunk).exp().square().sum(-1) for chunk in hidden.split(tokens)])
-
-    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, V]"""
+    def distributions(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, V] log-probs. For few states at a time."""
         logits = scaled_logits(self._model, hidden)
         return sampling_logprobs(logits, temperature=self._temperature, banned=self._banned)
 
     def _compute_chunk(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, entropy: Entropy, as_sampled: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logprobs = self._logprobs(hidden)
-        chosen = gather_logprobs(logprobs, targets)
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        other_hidden: torch.Tensor | None = None,
+        *,
+        entropy: Entropy,
+        squared_probabilities: bool,
+        other: OutputHead | None,
+        as_sampled: bool,
+    ) -> dict[str, torch.Tensor]:
+        """The columns of TokenOutputs that are asked for."""
+        logprobs = self.distributions(hidden)
+        found = {"logprobs": gather_logprobs(logprobs, targets)}
         if as_sampled and self._truncation:
             cuts = {
-                name: torch.full((len(chosen),), value, dtype=torch.float64, device=chosen.device)
+                name: torch.full((len(targets),), value, dtype=torch.float64, device=targets.device)
                 for name, value in self._truncation.items()
             }
-            chosen = chosen - log_kept_mass(logprobs, targets, **cuts)
-        if entropy == "none":
-            return chosen, None
-        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-            return chosen, entropies(logprobs)
+            found["logprobs"] = found["logprobs"] - log_kept_mass(logprobs, targets, **cuts)
+        if squared_probabilities:
+            with torch.no_grad():
+                found["squared_probabilities"] = logprobs.exp().square().sum(-1)
+        if other is not None and other_hidden is not None:
+            with torch.no_grad():
+                others = other.distributions(other_hidden)
+            found["other_kl"] = exact_kl(logprobs, others)
+        if entropy != "none":
+            with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+                found["entropies"] = entropies(logprobs)
+        return found
 
 
 def scaled_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:

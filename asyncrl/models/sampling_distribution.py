@@ -49,6 +49,12 @@ def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)  # 0 * inf is not 0
 
 
+def exact_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """[N, V], [N, V] -> [N] KL(first || other) in nats; ids that both ban contribute nothing."""
+    smallest = torch.finfo(logprobs.dtype).min  # 0 * inf is not 0
+    return (logprobs.exp() * (logprobs.clamp_min(smallest) - other_logprobs.clamp_min(smallest))).sum(-1)
+
+
 def log_kept_mass(
     logprobs: torch.Tensor, token_ids: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:

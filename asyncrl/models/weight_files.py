@@ -60,8 +60,8 @@ def base_fingerprint(config: ModelConfig) -> str:
     files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
     if not files:
         raise UserError(
-            f"{folder} has no model.safetensors, so its weights cannot be identified for model.lora. Save the model "
-            "again with save_pretrained of a current transformers"
+            f"{folder} has no model.safetensors, so its weights cannot be identified. Save the model again with "
+            "save_pretrained of a current transformers"
         )
     with ThreadPoolExecutor(THREADS, thread_name_prefix="xxh3") as pool:
         described = [tensor for file in files for tensor in _described(file, pool)]

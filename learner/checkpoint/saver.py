@@ -46,7 +46,7 @@ class Saver:
         training, keep = self.training, self.config.trainer.save_limit
         state = training.state(self.run_id)
         processor = training.processor.processor  # the model folder's own
-        folder = save_checkpoint(self.config.run_path, training.engine, processor, state, keep, training.critic)
+        folder = save_checkpoint(self.config.run_path, training.engine, processor, state, keep, training.saved_roles)
         self.forget_groups()
         logger.info("checkpoint %s", folder)
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
-from learner.training.critic import FOLDER as CRITIC_FOLDER
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
@@ -54,10 +53,16 @@ class LearnerState:
 
 
 def save_checkpoint(
-    run_path: Path, engine: TorchEngine, processor: Any, state: LearnerState, keep: int, critic: Critic | None = None
+    run_path: Path,
+    engine: TorchEngine,
+    processor: Any,
+    state: LearnerState,
+    keep: int,
+    others: Mapping[str, TorchEngine] | None = None,
 ) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
+    `others`: engines of the step's other roles, by the names of their folders.
     Raises BadStateError where there is no room for it; nothing of it is then left.
     """
     folder = checkpoint_folder(run_path, state.step)
@@ -65,7 +70,7 @@ def save_checkpoint(
         shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
     try:
-        _write(building, engine, processor, state, critic)
+        _write(building, engine, processor, state, others or {})
     except Exception as problem:
         shutil.rmtree(building, ignore_errors=True)
         if not is_disk_full(problem):
@@ -82,7 +87,9 @@ def save_checkpoint(
     return folder
 
 
-def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerState, critic: Critic | None) -> None:
+def _write(
+    building: Path, engine: TorchEngine, processor: Any, state: LearnerState, others: Mapping[str, TorchEngine]
+) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
     building.mkdir(parents=True)
     model = engine.unwrap_model()
@@ -98,8 +105,9 @@ def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerSt
         )
     crash_point("checkpoint.writing")
     engine.save(building)
-    if critic:
-        critic.save(building / CRITIC_FOLDER)
+    for name, other in others.items():
+        (building / name).mkdir()
+        other.save(building / name)
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
     write_checksums(building)
@@ -147,11 +155,23 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
 
 
-def restore_engine(folder: Path, engine: TorchEngine) -> None:
-    """Adapter, optimiser and random state; a whole model was loaded from the checkpoint's model folder."""
+def restore_engines(folder: Path, engine: TorchEngine, others: Mapping[str, TorchEngine]) -> None:
+    """Restore adapter, optimiser, the other roles' engines and the random state; a whole model was loaded from the
+    checkpoint's model folder.
+
+    Raises UserError where the checkpoint was written without one of `others`.
+    """
+    if missing := [name for name in others if not (folder / name).is_dir()]:
+        raise UserError(
+            f"--resume: {folder} was written without a {missing[0]}, which the settings ask for now. Resume with the "
+            f"run's own config.yaml, or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
+            "model.path=TARGET"
+        )
     if engine.adapter is not None:
         load_published(engine.unwrap_model(), read_adapter(folder / ADAPTER_FOLDER).items())
     engine.load(folder)
+    for name, other in others.items():
+        other.load(folder / name)
     torch.set_rng_state(torch.load(folder / RANDOM_FILE, weights_only=True))
 
 

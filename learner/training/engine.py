@@ -20,7 +20,7 @@ from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import freeze_vision_tower, load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
-from asyncrl.models.output_head import Entropy, OutputHead, TokenOutputs, check_head, hidden_states
+from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sleeping import Sleeper
@@ -72,7 +72,7 @@ class TorchEngine:
         """Make what turns hidden states into this engine's outputs."""
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
         rollout = self._config.rollout
-        self._head = OutputHead(
+        self.head = OutputHead(
             self.model,
             temperature=rollout.temperature,
             banned=torch.tensor(banned, dtype=torch.long, device=self.device),
@@ -82,7 +82,7 @@ class TorchEngine:
         check_head(self.model, self._fixed_micro_batch().inputs)
 
     def _make_optimizer(self) -> None:
-        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = MasterWeights(self.model)
         stepped = self.masters.stepped()
         matrices = [p for p in stepped if p.ndim >= 2]
@@ -110,18 +110,29 @@ class TorchEngine:
         shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
 
-    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none", as_sampled: bool = False) -> TokenOutputs:
-        """Log-probs of the policy; `as_sampled`: of the truncated distribution that an engine samples from."""
-        self._sleeper.check_awake()
-        hidden = hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
-        return self._head(hidden, micro_batch.targets, entropy=entropy, as_sampled=as_sampled)
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        entropy: Entropy = "none",
+        squared_probabilities: bool = False,
+        other: OtherStates | None = None,
+        as_sampled: bool = False,
+    ) -> TokenOutputs:
+        """Log-probs of the policy, and what else is asked for of its distributions (`OutputHead`)."""
+        return self.head(
+            self.states(micro_batch),
+            micro_batch.targets,
+            entropy=entropy,
+            squared_probabilities=squared_probabilities,
+            other=other,
+            as_sampled=as_sampled,
+        )
 
-    @torch.no_grad()
-    def squared_probabilities(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[N] sum over the vocabulary of the squared probabilities that each target was drawn from."""
+    def states(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """[n, D] that the trained tokens are predicted from."""
         self._sleeper.check_awake()
-        hidden = hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
-        return self._head.squared_probabilities(hidden)
+        return hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
@@ -134,7 +145,7 @@ class TorchEngine:
         Raises BadStateError when the gradient is not finite; weights and gradients are then untouched.
         """
         self._sleeper.check_awake()
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self._optim.max_grad_norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
                 f"the gradient norm is {grad_norm}. The weights are those before this update. Look at the last samples "

@@ -7,8 +7,10 @@ from functools import cached_property
 
 import torch
 
+from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
-from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss, reference_kl
+from asyncrl.algorithms.kl import reference_kl
+from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selected, any_of
@@ -17,7 +19,7 @@ from asyncrl.models.output_head import TokenOutputs
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
-from learner.training.roles import Scored
+from learner.training.roles import Roles, Scored
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Decided:
     returns: torch.Tensor | None
     """[N] targets of the critic."""
     selected: Selected
+    coefficients: StepCoefficients
+    reward_kl: torch.Tensor | None
+    """[N] KL to the reference at the start of the step, where it is in the reward."""
 
     @cached_property
     def left_out(self) -> torch.Tensor:
@@ -108,13 +113,16 @@ class Objective:
         self._algorithm = algorithm
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
-    def __call__(
-        self, actor: TorchEngine, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor
-    ) -> MicroLoss:
+    def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor) -> MicroLoss:
         """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
-        algorithm, device, selected = self._algorithm, actor.device, decided.selected
-        trains_entropy = algorithm.entropy_coeff or (algorithm.papo.kl_coef and algorithm.papo.entropy_coeff)
-        outputs = actor.forward(micro_batch, entropy="gradient" if trains_entropy else "value")
+        algorithm, device, selected = self._algorithm, roles.actor.device, decided.selected
+        is_exact = bool(algorithm.kl_loss_coef) and algorithm.loss_kl_estimator == "full"
+        trains_entropy = decided.coefficients.entropy_coeff or (algorithm.papo.kl_coef and algorithm.papo.entropy_coeff)
+        outputs = roles.actor.forward(
+            micro_batch,
+            entropy="gradient" if trains_entropy else "value",
+            other=roles.reference.other_states(micro_batch) if is_exact else None,
+        )
         assert outputs.entropies is not None
         place = decided.batch.places(micro_batch.row, micro_batch.column)
         behaviour = decided.batch.behaviour_logprobs[decided.batch.trained.flat[place]].to(device)
@@ -131,13 +139,16 @@ class Objective:
         correction = correct(tokens, algorithm.correction, dropped)
         silent = decided.without_policy_loss[place].to(device)
         token_loss = torch.where(silent, 0.0, correction.weights * policy.token_loss)
-        if algorithm.entropy_coeff:
-            token_loss = token_loss - algorithm.entropy_coeff * outputs.entropies
-        kl = None
-        if decided.scored.reference_logprobs is not None:
-            kl = reference_kl(outputs.logprobs, decided.scored.reference_logprobs[place].to(device))
-            token_loss = token_loss + algorithm.kl_loss_coef * kl
-        perception = self._perception(actor, micro_batch, outputs)
+        if decided.coefficients.entropy_coeff:
+            token_loss = token_loss - decided.coefficients.entropy_coeff * outputs.entropies
+        kl = outputs.other_kl
+        if algorithm.kl_loss_coef and not is_exact:
+            assert decided.scored.reference_logprobs is not None
+            reference = decided.scored.reference_logprobs[place].to(device)
+            kl = reference_kl(algorithm.loss_kl_estimator, outputs.logprobs, reference, behaviour)
+        if kl is not None:
+            token_loss = token_loss + decided.coefficients.kl_loss_coef * kl
+        perception = self._perception(roles.actor, micro_batch, outputs)
         if perception is not None:
             token_loss = token_loss + perception.token_loss
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its

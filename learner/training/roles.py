@@ -12,6 +12,7 @@ from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.reference import Reference, WithoutAdapters
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,31 @@ class Scored:
     """Sums over the vocabulary of that policy's squared probabilities."""
     reference_logprobs: torch.Tensor | None = None
     """Of the reference policy."""
+    exact_kl: torch.Tensor | None = None
+    """KL(policy || reference) at the start of the step, summed over the vocabulary."""
     values: torch.Tensor | None = None
     """Of the critic at the start of the step."""
 
 
-class Roles:
-    """The actor, which is trained, and the roles that only score."""
+OF_THE_ACTOR = frozenset({"proximal_logprobs", "entropies", "squared_probabilities", "exact_kl"})
+"""Columns that one forward pass of the actor gives."""
 
-    def __init__(self, actor: TorchEngine, config: RunConfig, critic: Critic | None = None):
+
+class Roles:
+    """The actor, which is trained, the critic, which is trained beside it, and the reference, which only scores."""
+
+    def __init__(
+        self,
+        actor: TorchEngine,
+        config: RunConfig,
+        critic: Critic | None = None,
+        reference: Reference | None = None,
+    ):
+        """`reference`: one with weights of its own; without it the actor's model without its adapters is meant."""
         self.actor = actor
         self.critic = critic
+        self.own_reference = reference
+        self.reference = reference or WithoutAdapters(actor)
         self._budget = config.batch.tokens_per_microbatch
 
     @torch.no_grad()
@@ -44,20 +60,32 @@ class Roles:
         columns = {name: torch.zeros(len(batch.trained.row)) for name in wanted}
         for micro_batch in self.micro_batches(batch.train_groups) if columns else ():
             place = batch.places(micro_batch.row, micro_batch.column)
-            if "proximal_logprobs" in columns:
-                outputs = self.actor.forward(micro_batch, entropy="value" if "entropies" in columns else "none")
-                columns["proximal_logprobs"][place] = outputs.logprobs.cpu()
-                if outputs.entropies is not None:
-                    columns["entropies"][place] = outputs.entropies.cpu()
-            if "squared_probabilities" in columns:
-                columns["squared_probabilities"][place] = self.actor.squared_probabilities(micro_batch).cpu()
-            if "values" in columns:
-                assert self.critic is not None
-                columns["values"][place] = self.critic.values(micro_batch).cpu()
-            if "reference_logprobs" in columns:
-                with self.actor.reference():
-                    columns["reference_logprobs"][place] = self.actor.forward(micro_batch).logprobs.cpu()
+            for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
+                columns[name][place] = values.cpu()
         return Scored(**columns)
+
+    def _score_micro_batch(self, micro_batch: MicroBatch, wanted: Collection[str]) -> dict[str, torch.Tensor]:
+        """[n] each."""
+        found: dict[str, torch.Tensor | None] = {}
+        if not OF_THE_ACTOR.isdisjoint(wanted):
+            outputs = self.actor.forward(
+                micro_batch,
+                entropy="value" if "entropies" in wanted else "none",
+                squared_probabilities="squared_probabilities" in wanted,
+                other=self.reference.other_states(micro_batch) if "exact_kl" in wanted else None,
+            )
+            found = {
+                "proximal_logprobs": outputs.logprobs,
+                "entropies": outputs.entropies,
+                "squared_probabilities": outputs.squared_probabilities,
+                "exact_kl": outputs.other_kl,
+            }
+        if "values" in wanted:
+            assert self.critic is not None
+            found["values"] = self.critic.values(micro_batch)
+        if "reference_logprobs" in wanted:
+            found["reference_logprobs"] = self.reference.logprobs(micro_batch)
+        return {name: values for name, values in found.items() if values is not None and name in wanted}
 
     def micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
         """Build one at a time: only one micro-batch's pixels are on the device."""

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
+from asyncrl.algorithms.controllers import Coefficients
 from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
+from asyncrl.algorithms.kl import penalise, reference_kl
 from asyncrl.algorithms.losses import token_weights, value_loss
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Trajectories
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import component_name
 from asyncrl.errors import BadStateError
@@ -29,7 +32,8 @@ from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
 from learner.training.packing import MicroBatch, TrainGroup
-from learner.training.roles import Roles
+from learner.training.reference import Reference
+from learner.training.roles import Roles, Scored
 
 
 class NotFiniteError(BadStateError):
@@ -47,13 +51,23 @@ class LearnerStep:
     trained: TrainedBatch
     """Each row and token of the last batch: what its metrics summarise."""
 
-    def __init__(self, actor: TorchEngine, config: RunConfig, critic: Critic | None = None):
-        self.roles = Roles(actor, config, critic)
+    def __init__(
+        self,
+        actor: TorchEngine,
+        config: RunConfig,
+        critic: Critic | None = None,
+        reference: Reference | None = None,
+        *,
+        total_steps: int = 1,
+    ):
+        """`reference`: one with weights of its own. `total_steps` of the run."""
+        self.roles = Roles(actor, config, critic, reference)
         self.config = config
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
         self.objective = Objective(a)
+        self.coefficients = Coefficients(a, total_steps)
 
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
         """One optimiser step per `updates_per_batch`; `version` is the policy's as it takes the batch.
@@ -79,8 +93,20 @@ class LearnerStep:
             metrics["critic/explained_variance"].append(variance)
         columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
         self.trained = _trained_batch(columns, decided)
+        self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        return means | decided.selected.report() | _report(columns)
+        return means | decided.selected.report() | self.coefficients.report(decided.coefficients) | _report(columns)
+
+    def _move_on(self, columns: Mapping[str, np.ndarray], decided: Decided) -> None:
+        """Let the reference and the coefficients follow what the step has made and seen."""
+        if self.roles.own_reference:
+            self.roles.own_reference.follow(self.roles.actor, decided.version + 1)
+        if columns:
+            place = torch.from_numpy(columns["place"])
+            sampled = ~decided.batch.expert[place]
+            entropies = torch.from_numpy(columns["entropy"])[sampled]
+            kl = torch.from_numpy(columns["reference_kl"])[sampled] if "reference_kl" in columns else None
+            self.coefficients.observe(entropies, kl, decided.batch.trained.row[place][sampled])
 
     def _stepped(self, version: int) -> list[tuple[str, TorchEngine]]:
         """Roles whose weights change in this step, with the prefix of their metrics."""
@@ -89,7 +115,7 @@ class LearnerStep:
 
     def _decide(self, batch: Batch, version: int) -> Decided:
         """Score the roles, give credit, select: all that is decided over the whole batch."""
-        algorithm = self.config.algorithm
+        algorithm, coefficients = self.config.algorithm, self.coefficients.of_step(version)
         # With a single update the policy does not move between this forward pass and the next: the proximal
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         num_updates = min(algorithm.updates_per_batch, len(batch.train_groups))
@@ -98,7 +124,8 @@ class LearnerStep:
             "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
             "entropies": "entropies" in algorithm.needs,
             "squared_probabilities": "squared_probabilities" in algorithm.needs,
-            "reference_logprobs": algorithm.kl_loss_coef,
+            "reference_logprobs": "reference" in algorithm.needs and algorithm.kl_estimator != "full",
+            "exact_kl": algorithm.kl_reward_coef and algorithm.kl_estimator == "full",
             "values": "critic" in algorithm.needs,
         }
         scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
@@ -118,9 +145,21 @@ class LearnerStep:
             values=scored.values,
             seed=version,
         )
+        reward_kl = _reward_kl(scored, algorithm)
+        if reward_kl is not None:
+            reward_kl = torch.where(batch.expert, 0.0, reward_kl)
+            trajectories = penalise(trajectories, coefficients.kl_reward_coef * reward_kl)
         credit = self.estimator(trajectories, algorithm)
-        selected = self.select(trajectories, credit)
-        return Decided(batch, version, scored, credit.advantages.detach(), credit.returns, selected)
+        return Decided(
+            batch=batch,
+            version=version,
+            scored=scored,
+            advantages=credit.advantages.detach(),
+            returns=credit.returns,
+            selected=self.select(trajectories, credit),
+            coefficients=coefficients,
+            reward_kl=reward_kl,
+        )
 
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str
@@ -132,7 +171,8 @@ class LearnerStep:
         length = self.config.data.max_response_length
         weights[place] = token_weights(row[place], self.config.algorithm.loss_agg_mode, max_response_length=length)
         for number, micro_batch in enumerate(self.roles.micro_batches(groups), 1):
-            part = self.objective(self.roles.actor, micro_batch, decided, weights)
+            with torch.set_grad_enabled(self._trains_actor(decided.version)):
+                part = self.objective(self.roles, micro_batch, decided, weights)
             loss = float(part.loss.detach())
             if not math.isfinite(loss):
                 raise NotFiniteError(
@@ -191,11 +231,24 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
     }
     if part.reference_kl is not None:
         columns["reference_kl"] = part.reference_kl.detach()
+    elif decided.reward_kl is not None:
+        columns["reference_kl"] = decided.reward_kl[part.place]
     if decided.batch.has_masked_images:
         columns["kl_prcp"] = torch.zeros_like(columns["entropy"])
         if part.perception_kl is not None:
             columns["kl_prcp"] = part.perception_kl.detach()
     return columns
+
+
+def _reward_kl(scored: Scored, algorithm: AlgorithmConfig) -> torch.Tensor | None:
+    """[N] KL to the reference that is taken from the rewards; None where none is."""
+    if not algorithm.kl_reward_coef:
+        return None
+    if scored.exact_kl is not None:
+        return scored.exact_kl
+    assert scored.proximal_logprobs is not None
+    assert scored.reference_logprobs is not None
+    return reference_kl(algorithm.reward_kl_estimator, scored.proximal_logprobs, scored.reference_logprobs)
 
 
 def _trained_batch(columns: Mapping[str, np.ndarray], decided: Decided) -> TrainedBatch:

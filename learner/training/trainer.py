@@ -14,19 +14,20 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.numbers import size
-from learner.checkpoint.storage import LearnerState, check_adapter, restore_engine
+from learner.checkpoint.storage import LearnerState, check_adapter, restore_engines
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.critic import FOLDER as CRITIC_FOLDER
 from learner.training.critic import Critic
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine, create_engine
+from learner.training.reference import FOLDER as REFERENCE_FOLDER
+from learner.training.reference import Reference
 from learner.training.step import LearnerStep
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,9 @@ class Trainer:
         self.config = config
         self.processor = processor
         self.progress = Progress(config.total_steps(num_rows))
-        updates = self.progress.total_steps * config.algorithm.updates_per_batch
-        self.engine = create_engine(config, config.learner.optim, updates)
+        warmup = config.critic.warmup_steps if "critic" in config.algorithm.needs else 0
+        updates, waited = (steps * config.algorithm.updates_per_batch for steps in (self.progress.total_steps, warmup))
+        self.engine = create_engine(config, config.learner.optim, max(updates - waited, 1))
         adapter = self.engine.adapter
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
@@ -72,26 +74,32 @@ class Trainer:
         check_room(config, self.engine.device)
         self.engine.prepare()
         self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
-        if checkpoint and state:
-            restore_engine(checkpoint, self.engine)
-            self.progress.step, self.progress.version = state.step, state.version
         self.critic = Critic(config, updates) if "critic" in config.algorithm.needs else None
         if self.critic:
             self.critic.prepare()
-            if checkpoint:
-                if not (checkpoint / CRITIC_FOLDER).is_dir():
-                    raise UserError(
-                        f"--resume: {checkpoint} was written without a critic, which algorithm.adv_estimator "
-                        f"{config.algorithm.adv_estimator} needs. Resume with the run's own config.yaml, or start a "
-                        f"new run from it: asyncrl export {checkpoint.parent.parent} TARGET, then model.path=TARGET"
-                    )
-                self.critic.load(checkpoint / CRITIC_FOLDER)
-            self.engine.companions = (self.critic,)
-        self.step = LearnerStep(self.engine, config, self.critic)
+        self.reference = Reference(config) if config.reference_model else None
+        if self.reference:
+            self.reference.prepare()
+            self.reference.check_fits(self.engine)
+        self.engine.companions = tuple(role for role in (self.critic, self.reference) if role)
+        if checkpoint and state:
+            restore_engines(checkpoint, self.engine, self.saved_roles)
+            self.progress.step, self.progress.version = state.step, state.version
+        total = self.progress.total_steps
+        self.step = LearnerStep(self.engine, config, self.critic, self.reference, total_steps=total)
+        if state:
+            self.step.coefficients.restore(state.controllers)
         automatic = config.learner.max_staleness == "auto"
         self._adaptive = AdaptiveStaleness(config.learner.adaptive_staleness) if automatic else None
         if self._adaptive and state and ADAPTIVE_STALENESS in state.controllers:
             self._adaptive.restore(state.controllers[ADAPTIVE_STALENESS])
+
+    @property
+    def saved_roles(self) -> dict[str, TorchEngine]:
+        """Engines beside the policy's that a checkpoint holds, by the names of their folders."""
+        reference = self.reference if self.config.reference.moves else None
+        roles = {CRITIC_FOLDER: self.critic, REFERENCE_FOLDER: reference}
+        return {name: role for name, role in roles.items() if role}
 
     @property
     def bound(self) -> int:
@@ -126,7 +134,10 @@ class Trainer:
             run_id=run_id,
             adapter=adapter.model_dump(mode="json") if adapter else None,
             base=self.base,
-            controllers={ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {},
+            controllers={
+                **({ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {}),
+                **self.step.coefficients.state(),
+            },
         )
 
 

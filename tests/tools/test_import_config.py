@@ -65,7 +65,8 @@ EXPECTED = {
         "learner.optim.lr_warmup_steps": 5 * 4,  # 5 % of 100 batches, four optimiser steps each
         "learner.max_staleness": 0,
         "model.lora.rank": 8,
-        "algorithm.kl_loss_coef": 0.01,  # their default, which has a reference policy here thanks to LoRA
+        "algorithm.kl_loss_coef": 0.01,  # their default
+        "algorithm.kl_estimator": None,  # their low_var_kl is k3, as here
         "rollout.engine_args.gpu_memory_utilization": 0.4,
         "trainer.save_freq": 0,
         "telemetry.trackers": ["tensorboard"],
@@ -77,7 +78,7 @@ EXPECTED = {
         "algorithm.loss_agg_mode": "seq-mean-token-mean",
         "algorithm.clip_ratio_high": 0.3,
         "model.dtype": "bfloat16",  # their default, which no key says
-        "algorithm.kl_loss_coef": None,  # without LoRA there is no reference policy
+        "algorithm.kl_loss_coef": 0.01,
         "algorithm.filters": ["zero_variance"],  # online_filtering
         "algorithm.filter_low": 0.01,
         "model.lora.target_modules": ["q_proj", "v_proj"],
@@ -243,8 +244,6 @@ def test_every_name_in_the_table_is_a_setting_of_ours() -> None:
 
 LOSSES = {
     "algorithm: {adv_estimator: invented}": "algorithm.adv_estimator=invented",
-    "algorithm: {disable_kl: false, use_kl_loss: true, kl_coef: 0.01}": "algorithm.kl_coef=0.01",
-    "algorithm: {disable_kl: false}": "algorithm.kl_coef=0.001",  # their default, subtracted from the reward
     "worker: {actor: {loss_type: invented}}": "worker.actor.loss_type=invented",
     "worker: {actor: {ppo_epochs: 2}}": "worker.actor.ppo_epochs=2",
     "worker: {actor: {fsdp: {mp_param_dtype: fp16}}}": "worker.actor.fsdp.mp_param_dtype=fp16",
@@ -253,6 +252,26 @@ LOSSES = {
     "worker: {rollout: {multi_turn: {enable: true}}}": "worker.rollout.multi_turn.enable=true",
     "worker: {reward: {model: {enable: true}}}": "worker.reward.model.enable=true",
 }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"use_kl_loss": True, "kl_coef": 0.02, "kl_penalty": "mse"}, {"kl_loss_coef": 0.02, "kl_estimator": "k2"}),
+        ({"use_kl_loss": True, "kl_coef": 0.02, "kl_penalty": "kl"}, {"kl_loss_coef": 0.02, "kl_estimator": "k1+"}),
+        ({}, {"kl_reward_coef": 0.001}),  # their default, with their k1
+        (
+            {"kl_type": "adaptive", "kl_target": 0.2, "kl_penalty": "low_var_kl"},
+            {"kl_reward_coef": 0.001, "kl_estimator": "k3", "kl_control.kind": "adaptive", "kl_control.target": 0.2},
+        ),
+        ({"use_kl_loss": True, "kl_type": "adaptive"}, {"kl_loss_coef": 0.001, "kl_estimator": "k1+"}),
+    ],
+)
+def test_a_kl_is_where_it_was_with_its_estimate(theirs: dict, ours: dict, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"algorithm": theirs, "worker": {"rollout": {"n": 4}}}))
+    settings = imported(tmp_path / "theirs.yaml").settings
+    found = {key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.kl")}
+    assert found == ours
 
 
 @pytest.mark.parametrize("given", LOSSES)

@@ -40,6 +40,7 @@ from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
 from asyncrl.tools.numbers import GIB, size
 from benchmarks.random_models import make_model
+from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.trainer import Trainer
@@ -160,6 +161,26 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
     lines = {line.name: line.nbytes for line in plan.phases[1].lines}
     assert lines["KV cache"] == 8 * cache_columns(PROMPT + 8) * plan.model.cache_per_token
     assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak
+
+
+def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -> None:
+    """Beside a policy with adapters it is a whole model, with its own optimiser state."""
+    config = planned(make_config, small, model={"lora": {"rank": 4}}, algorithm={"adv_estimator": "gae"})
+    plan = rehearse(config)
+    assert plan.critic
+    critic = Critic(config, 10)
+    critic.prepare()
+    weights = [*critic.model.parameters(), *critic.model.buffers()]
+    micro_batch = full_micro_batch(critic.model)
+    critic.backward(critic.values(micro_batch).sum())
+    gradients = [p.grad for p in critic.model.parameters() if p.grad is not None]
+    with LiveBytes("cpu", known=[*weights, *gradients]) as live:
+        critic.backward(critic.values(micro_batch).sum())
+    assert live.peak <= plan.critic.passing <= ABOVE * live.peak
+    assert (plan.critic.weights, plan.critic.gradients) == (nbytes(weights), nbytes(gradients))
+    lines = {line.name: line.nbytes for line in make_plan(config).phases[0].lines}
+    assert lines["critic"] == nbytes(weights) + 3 * nbytes(gradients)
+    assert "critic" not in {line.name for line in make_plan(planned(make_config, small)).phases[0].lines}
 
 
 def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:

@@ -183,27 +183,55 @@ def critic_path(value: Any, theirs: Values) -> Outcome:
 # --- KL, LoRA, correction -------------------------------------------------------------------------------
 
 
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
+
+
 def kl_loss(value: float, theirs: Values) -> Outcome:
     """EasyR1's kl_coef is in the loss with use_kl_loss, else in the reward; RLLaVA's kl_loss_coef is in the loss."""
     if not value or theirs.get("algorithm.disable_kl"):
         return no_setting("off there")
     if not theirs.get("algorithm.use_kl_loss"):
-        return kl_in_reward(value, theirs) if "algorithm.kl_coef" in theirs else no_setting("off there")
-    if not (theirs.get("actor.model.lora.rank") or theirs.get("actor.model.use_peft")):
-        return lost(
-            "the reference policy here is the base model under its adapters: only with model.lora.rank above 0, "
-            f"and then algorithm.kl_loss_coef={value}"
-        )
-    estimate = theirs.get("algorithm.kl_penalty", theirs.get("actor.kl_loss_type", ""))
-    text = "" if estimate == "low_var_kl" else f"their estimate is {estimate}, here it is always k3 (their low_var_kl)"
-    return becomes({"algorithm.kl_loss_coef": value}, text)
+        if "algorithm.kl_coef" not in theirs:
+            return no_setting("off there")
+        return _with_estimator("algorithm.kl_reward_coef", value, theirs.get("algorithm.kl_penalty"), usual="k1")
+    estimate = theirs.get("actor.kl_loss_type") or theirs.get("algorithm.kl_penalty")
+    return _with_estimator("algorithm.kl_loss_coef", value, estimate, usual="k3")
 
 
-def kl_in_reward(value: Any, _: Values) -> Outcome:
+def kl_in_reward(value: Any, theirs: Values) -> Outcome:
+    """RLLaVA's KL in the reward has the coefficient of its controller."""
     if not value:
         return no_setting("off there")
-    why = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
-    return lost(why)
+    coefficient = theirs.get("algorithm.kl_ctrl.kl_coef", 0.001)
+    return _with_estimator("algorithm.kl_reward_coef", coefficient, theirs.get("algorithm.kl_penalty"), usual="k1")
+
+
+def _with_estimator(key: str, coefficient: float, theirs: str | None, *, usual: str) -> Outcome:
+    """A coefficient, and the estimator where it is not the `usual` one here. k1 is no loss: its gradient has mean 0."""
+    ours = _KL_ESTIMATORS.get(theirs or "", usual)
+    if theirs and theirs not in _KL_ESTIMATORS:
+        return lost(f"the estimate {theirs} is not there: see algorithm.kl_estimator")
+    if ours == "k1" and key == "algorithm.kl_loss_coef":
+        text = f"their {theirs} has a gradient of mean 0 in a loss; k1+ has the same value and the gradient of the KL"
+        return becomes({key: coefficient, "algorithm.kl_estimator": "k1+"}, text)
+    if ours == usual:
+        return becomes({key: coefficient}, f"their estimate {theirs} is {ours}" if theirs else "")
+    return becomes({key: coefficient, "algorithm.kl_estimator": ours}, f"their estimate {theirs}")
+
+
+def kl_controller(ours: str) -> Rule:
+    """Rule: a key of the controller, which moves a KL in the reward there, and only that."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        kind = theirs.get("algorithm.kl_ctrl.type", theirs.get("algorithm.kl_type"))
+        easy = not theirs.get("algorithm.disable_kl") and "algorithm.kl_coef" in theirs
+        in_reward = theirs.get("algorithm.use_kl_in_reward") or (easy and not theirs.get("algorithm.use_kl_loss"))
+        if kind != "adaptive" or not in_reward:
+            return no_setting("the coefficient is fixed there")
+        return becomes({f"algorithm.kl_control.{ours}": value})
+
+    return rule
 
 
 def lora_only(ours: str) -> Rule:

@@ -31,7 +31,6 @@ _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-
 _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 _DTYPE = other_values("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16")
-_FIXED = one_value("fixed", "as here", "the coefficient is fixed")
 
 SAME_NAME = """
 data.prompt_key data.answer_key data.image_key data.video_key data.image_dir data.video_fps data.max_prompt_length
@@ -91,9 +90,6 @@ data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
 data.num_workers data.filter_overlong_prompts_workers | rows are measured once, by as many threads as there are cores
-algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | the coefficient is fixed
-algorithm.kl_ctrl.target_kl | the coefficient is fixed
-algorithm.kl_ctrl.kl_coef | of a KL term in the reward
 trainer.max_try_make_batch | a run stops where a pass over the data, and 20 batches, leave no group (algorithm.filters)
 actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
@@ -121,6 +117,7 @@ trainer.async_training | asynchronous is the rule: learner.max_staleness
 """Keys without a counterpart, and why."""
 READ_WITH = """
 algorithm.disable_kl algorithm.use_kl_loss algorithm.kl_penalty | the KL coefficient
+algorithm.kl_ctrl.kl_coef | algorithm.use_kl_in_reward
 actor.kl_loss_type | actor.kl_loss_coef
 actor.model.use_peft | actor.model.lora_r
 algorithm.filter_key algorithm.filter_low algorithm.filter_high | algorithm.online_filtering
@@ -133,8 +130,6 @@ OTHER_VALUE: dict[str, Rule] = {
         "data.on_bad_row", {True: "skip", False: "stop"}, "true or false", note="all rows that cannot be used"
     ),
     "algorithm.adv_estimator": other_values("algorithm.adv_estimator", ESTIMATORS, _ESTIMATOR),
-    "algorithm.kl_type": _FIXED,
-    "algorithm.kl_ctrl.type": _FIXED,
     "actor.loss_avg_mode": other_values(
         "algorithm.loss_agg_mode", {"token": "token-mean", "seq": "seq-mean-token-mean"}, "token or seq there"
     ),
@@ -188,6 +183,9 @@ DERIVED: dict[str, Rule] = {
     "critic.optim.weight_decay": derived.critic_only("critic.optim.weight_decay"),
     "critic.max_grad_norm": derived.critic_only("critic.optim.max_grad_norm"),
     "trainer.critic_warmup": derived.critic_only("critic.warmup_steps"),
+    **{f"algorithm.{key}": derived.kl_controller("kind") for key in ("kl_type", "kl_ctrl.type")},
+    **{f"algorithm.{key}": derived.kl_controller("target") for key in ("kl_target", "kl_ctrl.target_kl")},
+    **{f"algorithm.{key}": derived.kl_controller("horizon") for key in ("kl_horizon", "kl_ctrl.horizon")},
     "algorithm.use_kl_in_reward": derived.kl_in_reward,
     "actor.global_batch_size": derived.updates_per_batch,
     "actor.ppo_mini_batch_size": derived.updates_per_batch,

@@ -155,15 +155,22 @@ def _graphs_left(config: RunConfig) -> list[Line]:
 
 
 def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
-    working = max(model.passing, model.stepping)
+    engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
+    passing = max(engine.passing for engine in engines)
+    working = max(passing, *(engine.stepping for engine in engines))
     what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
-    if working > model.passing:
+    if working > passing:
         what = "the optimiser's update, one copy of what is trained"
     yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
     yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
     if model.masters:
         yield Line("master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}")
     yield Line("AdamW moments", model.moments, "two averages of each")
+    if critic := model.critic:
+        yield Line("critic", critic.kept + critic.gradients, f"{count(critic.parameters)} with optimiser state")
+    if model.reference:
+        why = "weights and their moving averages" if config.reference.ema else "weights"
+        yield Line("reference policy", model.reference, f"{why}; none with adapters and without reference.path")
     yield Line("working memory", working, what)
     yield _allocator(working)
     yield from _context(config.learner.device, "learner")
@@ -270,7 +277,7 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
         )
     if config.trainer.mode == "sync":
-        asleep = model.weights + model.masters + model.moments
+        asleep = model.kept + (model.critic.kept if model.critic else 0) + model.reference
         yield Line("learner asleep", asleep, "weights and optimiser state, pinned")
     if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
         if config.rollout.sleep_level == 1:

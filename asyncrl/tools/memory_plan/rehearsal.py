@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from asyncrl.models.output_head import OutputHead
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
+from asyncrl.models.value_head import add_value_head
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,20 @@ class ModelBytes:
     vocabulary: int
     pixels: int
     """fp32 pixels of a prompt of the greatest length that is all images; 0 without a vision tower."""
+    critic: ModelBytes | None = None
+    """The critic's own, where the algorithm needs one."""
+    reference: int = 0
+    """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
 
     @property
     def moments(self) -> int:
         """Bytes of AdamW's two moments, in fp32 as the gradients are."""
         return 2 * self.gradients
+
+    @property
+    def kept(self) -> int:
+        """Bytes that outlast a step: weights, master weights and moments."""
+        return self.weights + self.masters + self.moments
 
     @property
     def stepping(self) -> int:
@@ -75,7 +85,10 @@ def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:
-        return _rehearse(config)
+        critic = None
+        if "critic" in config.algorithm.needs:
+            critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
+        return replace(_rehearse(config), critic=critic, reference=_reference_bytes(config))
     except UserError:
         raise
     except Exception as problem:
@@ -88,7 +101,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
         ) from problem
 
 
-def _rehearse(config: RunConfig) -> ModelBytes:
+def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
     spec = resolve_adapter(config.model)
@@ -97,6 +110,8 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         model.to(META)
     if config.model.freeze_vision_tower and not config.model.lora.rank:
         freeze_vision_tower(model)
+    if critic:
+        add_value_head(model, META)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -106,7 +121,7 @@ def _rehearse(config: RunConfig) -> ModelBytes:
     weights = [*model.parameters(), *model.buffers()]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     with LiveBytes("meta", known=[*weights, *gradients]) as training, cuda_kernels():
-        train_pass(model.train(), config, META)
+        train_pass(model.train(), config, META, critic=critic)
     prompt = config.data.max_prompt_length
     with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
         _hidden(model.eval(), make_layout([(prompt, ())], META, model.dtype), prompt)
@@ -130,11 +145,23 @@ def _rehearse(config: RunConfig) -> ModelBytes:
     )
 
 
+def _reference_bytes(config: RunConfig) -> int:
+    if config.reference_model is None:
+        return 0
+    model = skeleton(config.reference_model)
+    if config.model.freeze_vision_tower:
+        freeze_vision_tower(model)
+    averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
+    averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
+    return nbytes([*model.parameters(), *model.buffers()]) + averages
+
+
 # --- passes --------------------------------------------------------------------------------------
 
 
-def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
-    """Forward and backward over a full micro-batch: every token's logits, and images in the place of every prompt."""
+def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: bool = False) -> None:
+    """Forward and backward over a full micro-batch: every token's logits, or its value, and images in the place of
+    every prompt."""
     tokens, data = config.batch.tokens_per_microbatch, config.data
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
@@ -143,6 +170,9 @@ def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     layout = make_layout(groups, device, model.dtype)  # with its bias it is there until the end, as a micro-batch is
     packed = layout.places
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
+    if critic:
+        model.value_head(chosen_from.float()).sum().backward()
+        return
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
     head = OutputHead(model, temperature=config.rollout.temperature, banned=banned)

@@ -11,7 +11,7 @@ import transformers
 
 from asyncrl.errors import UserError
 from asyncrl.models import output_head
-from asyncrl.models.output_head import Entropy, OutputHead, TokenOutputs, check_head
+from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,11 +29,11 @@ class Made:
         self.linear.weight.grad = torch.zeros_like(self.linear.weight)
         self.hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
         self.targets = torch.randint(4, VOCABULARY, (TOKENS,))
+        model = SimpleNamespace(get_output_embeddings=lambda: self.linear, config=SimpleNamespace())
+        self.head = OutputHead(model, temperature=0.7, banned=torch.tensor([1, 3]))
 
     def run(self, entropy: Entropy) -> TokenOutputs:
-        model = SimpleNamespace(get_output_embeddings=lambda: self.linear, config=SimpleNamespace())
-        head = OutputHead(model, temperature=0.7, banned=torch.tensor([1, 3]))
-        outputs = head(self.hidden, self.targets, entropy=entropy)
+        outputs = self.head(self.hidden, self.targets, entropy=entropy)
         loss = outputs.logprobs.sum()
         if outputs.entropies is not None and outputs.entropies.requires_grad:
             loss = loss + outputs.entropies.sum()
@@ -61,6 +61,30 @@ def test_chunks_change_memory_and_not_the_numbers(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(made.hidden.grad, whole.hidden.grad)
     torch.testing.assert_close(made.linear.weight.grad, whole.linear.weight.grad)
     assert peak < (COPIES + 1.5 * (entropy == "gradient")) * 16 * VOCABULARY * 4 + 3 * made.linear.weight.nbytes
+    assert peak < most / 5
+
+
+def test_the_exact_kl_to_another_model_holds_few_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    for tokens_per_chunk in (TOKENS, 16):
+        monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCABULARY)
+        made, others = Made(), Made()
+        torch.nn.init.normal_(others.linear.weight)
+        other = OtherStates(others.head, torch.randn(TOKENS, WIDTH))
+        with LiveBytes("cpu", known=[made.linear.weight, others.linear.weight, made.hidden, other.hidden]) as live:
+            kl = made.head(made.hidden, made.targets, other=other).other_kl
+            assert kl is not None
+            kl.sum().backward()
+        assert made.hidden.grad is not None
+        results.append((kl, made.hidden.grad, live.peak))
+    (expected, gradient, most), (kl, chunked, peak) = results
+    assert torch.equal(kl, expected)
+    assert torch.equal(chunked, gradient)
+    ours, theirs = (
+        each.head.distributions(hidden).exp() for each, hidden in ((made, made.hidden), (others, other.hidden))
+    )
+    pointwise = torch.where(ours > 0, ours * (ours / theirs).log(), 0.0)
+    torch.testing.assert_close(kl, pointwise.sum(-1))
     assert peak < most / 5
 
 

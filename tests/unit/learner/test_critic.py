@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.diagnostics import explained_variance
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs
+from asyncrl.models.output_head import hidden_states
 from asyncrl.models.processing import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
+from learner.training.packing import build_micro_batch
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT
@@ -90,6 +96,7 @@ def test_a_critic_comes_back_bit_for_bit(make_config: MakeConfig, tmp_path: Path
     actor, critic, batch = engines(config)
     step = LearnerStep(actor, config, critic)
     step(batch, 0)
+    (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
     actor.save(tmp_path)
     again = Critic(config, 1)
@@ -98,3 +105,36 @@ def test_a_critic_comes_back_bit_for_bit(make_config: MakeConfig, tmp_path: Path
     assert all(torch.equal(now, weights(again)[name]) for name, now in weights(critic).items())
     assert critic.sleep() > 0
     critic.wake()
+
+
+def reward_model(config: RunConfig, folder: Path, labels: int = 1, **described: Any) -> Path:
+    """The policy's own weights with a head that scores sequences, as transformers saves it."""
+    shutil.copytree(config.model.path, folder)
+    (file,) = folder.glob("*.safetensors")
+    score = torch.linspace(-1, 1, 64 * labels).view(labels, 64)
+    save_file({**load_file(file), "score.weight": score}, file, metadata={"format": "pt"})
+    described = {**json.loads((folder / "config.json").read_text()), **described}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_a_critic_begins_with_the_head_of_a_reward_model(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = reward_model(make_config(), tmp_path / "reward")
+    config = make_config(**SETTINGS | {"critic": {"path": str(folder)}})
+    check_inputs(config, "learner")
+    _, critic, batch = engines(config)
+    micro_batch = build_micro_batch(critic.model, batch.train_groups, critic.device)
+    states = hidden_states(critic.model, micro_batch.inputs)[micro_batch.predict_from]
+    scores = states @ torch.linspace(-1, 1, 64)
+    assert scores.detach().abs().min() > 0
+    torch.testing.assert_close(critic.values(micro_batch), scores)
+
+
+def test_what_cannot_be_a_critic_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    of_two = make_config(**SETTINGS | {"critic": {"path": str(reward_model(make_config(), tmp_path / "two", 2))}})
+    with pytest.raises(UserError, match=r"score.weight has the shape \(2, 64\).*name a reward model of one label"):
+        engines(of_two)
+    other = reward_model(make_config(), tmp_path / "other", model_type="qwen2_5_vl", image_token_id=7)
+    said = r"critic.path is .*: model_type is qwen2_5_vl there and qwen2_vl here; image_token_id is 7 there"
+    with pytest.raises(UserError, match=said):
+        check_inputs(make_config(**SETTINGS | {"critic": {"path": str(other)}}), "learner")

@@ -17,7 +17,7 @@ from asyncrl.config.methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
-from asyncrl.models.output_head import Entropy, TokenOutputs
+from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
@@ -74,8 +74,8 @@ class KeepTokenGradients(KeepGradients):
     with_entropy: list[bool]
     """Whether it computed entropies."""
 
-    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy=entropy)
+    def forward(self, micro_batch: MicroBatch, **asked: Any) -> TokenOutputs:
+        outputs = super().forward(micro_batch, **asked)
         self.passes.append(outputs.logprobs.requires_grad)
         self.with_entropy.append(outputs.entropies is not None)
         if outputs.logprobs.requires_grad:
@@ -234,6 +234,11 @@ def test_only_recomputing_costs_a_forward_pass(
     assert engine.with_entropy == engine.passes, "entropies are for the report, which reads those of the training pass"
 
 
+def test_a_token_baseline_costs_one_forward_pass(make_config: MakeConfig) -> None:
+    _, engine, _ = one_step(make_config(batch=WHOLE, algorithm={"adv_estimator": "optimal_token_baseline"}))
+    assert engine.passes == [False, True]
+
+
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"selections": ["m2po"]})
     engine, batch = prepared(config)
@@ -248,8 +253,8 @@ class BadLogprob(TorchEngine):
 
     calls = 0
 
-    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy=entropy)
+    def forward(self, micro_batch: MicroBatch, **asked: Any) -> TokenOutputs:
+        outputs = super().forward(micro_batch, **asked)
         self.calls += 1
         if self.calls == 2:
             outputs.logprobs[0] = float("nan")
@@ -259,8 +264,8 @@ class BadLogprob(TorchEngine):
 class BadGradient(TorchEngine):
     """Every micro-batch has a finite loss and an infinite gradient."""
 
-    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy=entropy)
+    def forward(self, micro_batch: MicroBatch, **asked: Any) -> TokenOutputs:
+        outputs = super().forward(micro_batch, **asked)
         outputs.logprobs.register_hook(lambda gradient: gradient / 0.0)
         return outputs
 

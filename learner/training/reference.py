@@ -1,0 +1,114 @@
+"""The reference policy: what the KL terms keep the policy near.
+
+It is a frozen copy of the model it begins with, which may be set to the policy now and then (ProRL, arXiv 2505.24864)
+or follow it as a moving average. Of a model with adapters it is the model without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_model, save_model
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models.output_head import OtherStates
+from asyncrl.models.published import architecture_fingerprint
+from learner.training.engine import TorchEngine
+from learner.training.master_weights import MasterWeights
+from learner.training.packing import MicroBatch
+
+WEIGHTS_FILE = "reference.safetensors"
+AVERAGES_FILE = "averages.pt"
+FOLDER = "reference"
+"""Its files in a checkpoint, where it moves."""
+
+
+class Reference(TorchEngine):
+    """A reference policy with weights of its own: it scores, and is never stepped nor published."""
+
+    def __init__(self, config: RunConfig):
+        assert config.reference_model is not None
+        super().__init__(config.model_copy(update={"model": config.reference_model}), config.learner.optim, 1)
+        self._settings = config.reference
+        self._compares_distributions = config.algorithm.kl_estimator == "full"
+
+    def _make_optimizer(self) -> None:
+        """There is none. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self._settings.moves else []
+        self._moving: list[torch.nn.Parameter] = trained
+        self.masters = MasterWeights(self.model if self._settings.ema else torch.nn.Module())
+        self.model.requires_grad_(False)
+
+    def check_fits(self, actor: TorchEngine) -> None:
+        """Raise UserError where it cannot be compared with the policy as the settings say, or cannot become it."""
+        where = f"reference.path is {self._config.model.path!r}"
+        if self._settings.moves and architecture_fingerprint(self.model) != architecture_fingerprint(actor.model):
+            raise UserError(
+                f"{where}, a model of another size than the policy, and can neither be set to it nor follow it. Leave "
+                "reference.reset_every_steps and reference.ema out"
+            )
+        sizes = [engine.model.get_output_embeddings().weight.shape[0] for engine in (self, actor)]
+        if self._compares_distributions and sizes[0] != sizes[1]:
+            raise UserError(
+                f"{where}, with a vocabulary of {sizes[0]}, and the policy's is {sizes[1]}: algorithm.kl_estimator "
+                "full sums over both. Set algorithm.kl_estimator=k3"
+            )
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """[n] of the trained tokens."""
+        return self.forward(micro_batch).logprobs
+
+    @torch.no_grad()
+    def other_states(self, micro_batch: MicroBatch) -> OtherStates:
+        """Its states before the trained tokens, for a comparison of whole distributions."""
+        return OtherStates(self.head, self.states(micro_batch))
+
+    @torch.no_grad()
+    def follow(self, actor: TorchEngine, step: int) -> None:
+        """Move as the settings say, after the policy's `step`-th step, from 1."""
+        every, ema = self._settings.reset_every_steps, self._settings.ema
+        if every and step % every == 0:
+            for mine, policys in zip(self._moving, actor.trained, strict=True):
+                mine.copy_(policys)
+        if ema:
+            for mine, policys in zip(self.masters.stepped(), actor.masters.stepped(), strict=True):
+                mine.lerp_(policys, 1 - ema)
+            self.masters.round_into_parameters()
+
+    def save(self, folder: Path) -> None:
+        """Save its weights, and the moving averages that they are the rounded values of."""
+        self._sleeper.check_awake()
+        save_model(self.model, str(folder / WEIGHTS_FILE))
+        torch.save(self.masters.state_dict(), folder / AVERAGES_FILE)
+
+    def load(self, folder: Path) -> None:
+        load_model(self.model, folder / WEIGHTS_FILE)
+        averages = torch.load(folder / AVERAGES_FILE, map_location=self.device, weights_only=True)
+        self.masters.load_state_dict(averages, folder)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.masters.copies()
+
+
+class WithoutAdapters:
+    """The reference policy of a model with adapters: the same weights, adapters off. It takes no memory and never
+    moves."""
+
+    def __init__(self, actor: TorchEngine):
+        self._actor = actor
+
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """[n] of the trained tokens."""
+        with self._actor.reference():
+            return self._actor.forward(micro_batch).logprobs
+
+    def other_states(self, micro_batch: MicroBatch) -> OtherStates:
+        """Its states before the trained tokens; adapters never reach the output layer."""
+        with self._actor.reference():
+            return OtherStates(self._actor.head, self._actor.states(micro_batch))
