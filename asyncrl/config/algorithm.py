@@ -226,8 +226,8 @@ class PapoConfig(Section):
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of KL(policy || policy with masked images) per token, which is made larger; 0 is off (in the paper 0.02,
-    and 0.01 without a KL to a reference). Costs a second pass. Tokens of prompts without images have no such term.
-    metrics.jsonl has the KL as `kl_prcp`: where it jumps, the loss is gamed."""
+    and 0.01 without a KL to a reference). Costs a second pass and its memory. Tokens of prompts without images have no
+    such term. metrics.jsonl has the KL as `kl_prcp`: where it jumps, the loss is gamed."""
     entropy_coeff: float = Field(default=0.03, ge=0)
     """Weight of the entropies with images as they are and masked, which are made smaller: without it the KL grows by
     what the policy makes of masked images alone."""

@@ -176,10 +176,16 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
     head = OutputHead(model, temperature=config.rollout.temperature, banned=banned)
-    entropy = "gradient" if config.algorithm.entropy_coeff else "value"
+    papo = config.algorithm.papo if config.algorithm.papo.kl_coef else None
+    entropy = "gradient" if config.algorithm.entropy_coeff or (papo and papo.entropy_coeff) else "value"
     outputs = head(chosen_from, torch.zeros_like(packed), entropy=entropy)
     assert outputs.entropies is not None
-    (outputs.logprobs.sum() - outputs.entropies.sum()).backward()
+    loss = outputs.logprobs.sum() - outputs.entropies.sum()
+    if papo:  # the pass with masked images is there at the same time
+        masked = _hidden(model, layout, image_tokens)[0, packed]
+        found = head(masked, torch.zeros_like(packed), entropy="gradient" if papo.entropy_coeff else "none")
+        loss = loss + found.logprobs.sum() + (0.0 if found.entropies is None else found.entropies.sum())
+    loss.backward()
 
 
 def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.Tensor:

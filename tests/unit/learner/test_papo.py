@@ -15,6 +15,7 @@ from asyncrl.config.algorithm import PapoConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import blacken_patches
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.tools.memory_plan.rehearsal import rehearse
 from learner.training.batch import Batch, make_batch
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -86,3 +87,8 @@ def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Call
         assert torch.equal(ours, theirs), "a step that is made again sees the same patches"
         assert group.prompt.pixel_values is not None
         assert not torch.equal(ours, group.prompt.pixel_values)
+
+
+def test_the_memory_of_the_second_pass_is_planned(make_config: Callable[..., RunConfig]) -> None:
+    plain = rehearse(make_config()).passing
+    assert rehearse(make_config(algorithm={"papo": {"kl_coef": 0.01}})).passing > 1.5 * plain
