@@ -1,7 +1,7 @@
 """Held-out accuracy of every algorithm on the digit task: one row for each overlay of configs/algorithms.
 
-    python -m benchmarks.algorithm_table --folder FOLDER [--algorithms rloo gspo] [--seeds 1 2 3] [--jobs 2] [--print]
-        [key=value ...]
+    python -m benchmarks.algorithm_table [key=value ...] --folder FOLDER [--algorithms rloo gspo] [--seeds 1 2 3]
+        [--jobs 2] [--print]
 
 Every run starts from the demo's warm start and has the demo's length, unless an override for every run says otherwise
 (`trainer.max_steps=100`). With one optimiser step per batch the policy does not move between its log-probs and its
