@@ -160,12 +160,13 @@ OF_TRL = {
     },
     "loss_type: cispo\nepsilon_high: 5.0\nscale_rewards: batch\nuse_vllm: true\nper_device_train_batch_size: 4\n"
     "gradient_accumulation_steps: 4\nsteps_per_generation: 8\ntop_entropy_quantile: 0.2\n"
+    "mask_truncated_completions: true\n"
     "off_policy_mask_threshold: 0.5\nreward_funcs: [json.tool.main]\nreward_weights: [2.0]": {
         "algorithm.policy_loss": "cispo",
         "algorithm.clip_ratio_low": 1.0,
         "algorithm.clip_ratio_high": 4.0,
         "algorithm.adv_estimator": "lite_ppo",
-        "algorithm.selections": ["top_entropy"],
+        "algorithm.selections": ["overlong", "top_entropy"],
         "algorithm.top_entropy_fraction": 0.2,
         "algorithm.correction.kind": "sequence_mis",
         "algorithm.correction.upper": 3.0,
@@ -175,12 +176,15 @@ OF_TRL = {
         "rollout.engine": "vllm",
         "reward.functions": [{"function": "json.tool:main", "weight": 2.0}],
     },
-    "loss_type: dr_grpo\nscale_rewards: none\nuse_vllm: true\nvllm_importance_sampling_mode: token_truncate": {
+    "loss_type: dr_grpo\nscale_rewards: none\nbeta: 0.04\nuse_vllm: true\n"
+    "vllm_importance_sampling_mode: token_truncate": {
         "algorithm.policy_loss": "ppo",
         "algorithm.norm_adv_by_std": False,
         "algorithm.clip_ratio_high": 0.2,
         "algorithm.correction.kind": "token_tis",
         "algorithm.correction.cap": 3.0,
+        "algorithm.kl_loss_coef": 0.04,
+        "algorithm.kl_estimator": "k3_unbiased",
     },
 }
 

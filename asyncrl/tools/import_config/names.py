@@ -67,6 +67,18 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
             "loss_agg_mode seq-mean-token-sum-norm", "seq-mean-token-sum-norm", "", "seq-mean-token-sum-norm", "dr_grpo"
         ),
     ),
+    "`actor.kl_loss_type` of RLLaVA and verl, `algorithm.kl_penalty` of EasyR1 (and of all in the reward)": (
+        Name("kl_estimator k1", "kl", "kl", "kl, k1"),
+        Name("kl_estimator abs", "abs", "abs", "abs"),
+        Name("kl_estimator k2", "mse", "mse", "mse, k2"),
+        Name("kl_estimator k3", "low_var_kl", "low_var_kl", "low_var_kl, k3", "`use_bias_correction_kl: false`"),
+        Name("kl_estimator k1+", "kl+", "", "kl+, k1+"),
+        Name("kl_estimator k3+", "low_var_kl+", "", "low_var_kl+, k3+"),
+        Name("kl_estimator k3_unbiased", trl="`use_bias_correction_kl: true`, its default"),
+        Name("kl_estimator full", "full", "full", "full"),
+        Name("kl_loss_coef", "`actor.kl_loss_coef`", "`kl_coef` and `use_kl_loss`", "`actor.kl_loss_coef`", "`beta`"),
+        Name("kl_reward_coef", "`kl_ctrl.kl_coef`", "`kl_coef`", "`kl_ctrl.kl_coef`"),
+    ),
     "`actor.tis_imp_ratio_cap` of RLLaVA and EasyR1, `algorithm.rollout_correction` of verl, arguments of TRL": (
         Name(
             "correction.kind token_tis",
@@ -85,6 +97,7 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
         Name("correction.masks [{kind: sequence}]", verl="`rollout_rs: seq_sum_k1`"),
         Name("correction.masks [{kind: geometric}]", verl="`rollout_rs: seq_mean_k1`"),
         Name("correction.masks [{kind: opsm}]", trl="`off_policy_mask_threshold`"),
+        Name("selections [overlong]", trl="`mask_truncated_completions`"),
         Name("selections [top_entropy]", trl="`top_entropy_quantile`"),
         Name("clip_ratio_c", "`clip_ratio_c`", "`clip_ratio_dual`", "`clip_ratio_c`", "`delta`, for every advantage"),
     ),

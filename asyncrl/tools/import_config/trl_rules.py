@@ -76,10 +76,32 @@ def epsilon_high(value: float, theirs: Values) -> Outcome:
     return becomes({"algorithm.clip_ratio_high": value})
 
 
-def top_entropy(value: float, _: Values) -> Outcome:
+def beta(value: float, theirs: Values) -> Outcome:
+    if not value:
+        return no_setting("off there")
+    estimator = "k3_unbiased" if theirs["use_bias_correction_kl"] else "k3"
+    return becomes({"algorithm.kl_loss_coef": value, "algorithm.kl_estimator": estimator}, "in the loss")
+
+
+def adaptive_entropy(ours: str) -> Rule:
+    off = no_setting("use_adaptive_entropy is off there")
+    return lambda value, theirs: becomes({ours: value}) if theirs.get("use_adaptive_entropy") else off
+
+
+def top_entropy(value: float, theirs: Values) -> Outcome:
     if value >= 1:
         return no_setting("off there")
-    return becomes({"algorithm.selections": ["top_entropy"], "algorithm.top_entropy_fraction": value}, "a selection")
+    settings = {"algorithm.selections": _selections(theirs), "algorithm.top_entropy_fraction": value}
+    return becomes(settings, "a selection")
+
+
+def truncated(value: bool, theirs: Values) -> Outcome:
+    return becomes({"algorithm.selections": _selections(theirs)}, "a selection") if value else no_setting("off there")
+
+
+def _selections(theirs: Values) -> list[str]:
+    chosen = ["overlong"] if theirs.get("mask_truncated_completions") else []
+    return chosen + (["top_entropy"] if theirs.get("top_entropy_quantile", 1.0) < 1 else [])
 
 
 def correction(value: str, theirs: Values) -> Outcome:
@@ -166,7 +188,6 @@ _SAME = {
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "min_p": "rollout.min_p",
-    "beta": "algorithm.kl_loss_coef",
     "delta": "algorithm.clip_ratio_c",
     "entropy_coef": "algorithm.entropy_coeff",
     "sapo_temperature_pos": "algorithm.sapo.tau_positive",
@@ -200,6 +221,14 @@ TRL_RULES: Mapping[str, Rule] = {
     "importance_sampling_level": read_with("loss_type"),
     "multi_objective_aggregation": read_with("scale_rewards"),
     "scale_rewards": scale_rewards,
+    "beta": beta,
+    "use_bias_correction_kl": read_with("beta"),
+    "sync_ref_model": only_one(False, "off", "reference.reset_every_steps and reference.ema move it in other ways"),
+    "use_adaptive_entropy": read_with("entropy_target"),
+    **{
+        f"entropy_{theirs}": adaptive_entropy(f"algorithm.entropy_control.{ours}")
+        for theirs, ours in (("target", "target"), ("coef_delta", "delta"), ("coef_min", "min"), ("coef_max", "max"))
+    },
     "epsilon": epsilon,
     "epsilon_high": epsilon_high,
     "top_entropy_quantile": top_entropy,
@@ -209,7 +238,7 @@ TRL_RULES: Mapping[str, Rule] = {
         f"vllm_importance_sampling_{key}": read_with("vllm_importance_sampling_mode")
         for key in ("correction", "clip_max", "clip_min", "cap")
     },
-    "mask_truncated_completions": only_one(False, "off", "a completion that was cut is scored like any other"),
+    "mask_truncated_completions": truncated,
     "repetition_penalty": one_value(1.0, "off", "the learner would not know of it"),
     "top_k": off_is_zero("rollout.top_k"),
     "dtype": other_values("model.dtype", DTYPES, "model.dtype is float32 or bfloat16"),
@@ -255,6 +284,7 @@ TRL_DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo",
     "importance_sampling_level": "token",
     "scale_rewards": "group",
+    "use_bias_correction_kl": True,
     "epsilon": 0.2,
     "use_vllm": False,
     "vllm_mode": "colocate",
