@@ -273,6 +273,17 @@ def online_filtering(value: Any, theirs: Values) -> Outcome:
     return becomes(settings, text, missing)
 
 
+def filter_groups(value: Any, theirs: Values) -> Outcome:
+    """verl's DAPO recipe: groups whose metric has spread are kept, and sampling goes on until a batch is full."""
+    if not value:
+        return no_setting("off there")
+    metric = theirs.get("algorithm.filter_groups.metric")
+    is_whole = metric in (None, "seq_reward", "seq_final_reward", "score")
+    missing = "" if is_whole else f"algorithm.filter_component: the name of the reward component {metric}"
+    text = "a dropped group's place goes to the next prompt at once, and what is left over to the next batch"
+    return becomes({"algorithm.filters": ["zero_variance"]}, text, missing)
+
+
 # --- turns and precision ----------------------------------------------------------------------------------
 
 

@@ -91,6 +91,7 @@ data.val_batch_size | all held-out rows are scored, as many at a time as the ser
 data.override_chat_template | put it into the model folder as chat_template.jinja
 data.num_workers data.filter_overlong_prompts_workers | rows are measured once, by as many threads as there are cores
 trainer.max_try_make_batch | a run stops where a pass over the data, and 20 batches, leave no group (algorithm.filters)
+algorithm.filter_groups.max_num_gen_batches | a run stops where a pass over the data, and 20 batches, leave no group
 actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
@@ -121,6 +122,7 @@ algorithm.kl_ctrl.kl_coef | algorithm.use_kl_in_reward
 actor.kl_loss_type | actor.kl_loss_coef
 actor.model.use_peft | actor.model.lora_r
 algorithm.filter_key algorithm.filter_low algorithm.filter_high | algorithm.online_filtering
+algorithm.filter_groups.metric | algorithm.filter_groups.enable
 trainer.outputs_dir trainer.save_checkpoint_path | trainer.experiment_name
 reward.reward_function_kwargs reward.score_function_kwargs | the reward function
 """
@@ -174,6 +176,7 @@ DERIVED: dict[str, Rule] = {
     "data.val_image_dir": derived.validation_images,
     "algorithm.kl_coef": derived.kl_loss,
     "algorithm.online_filtering": derived.online_filtering,
+    "algorithm.filter_groups.enable": derived.filter_groups,
     "algorithm.lam": derived.both_lambdas,
     "actor.policy_loss.clip_cov_ratio": derived.marked_share("clip_cov"),
     "actor.policy_loss.kl_cov_ratio": derived.marked_share("kl_cov"),
