@@ -34,6 +34,7 @@ from rollout_server.engines.base import (
     FailedRequest,
     GenerationRequest,
     InferenceEngine,
+    SeenPrompt,
     VideoFrames,
     kv_versions_column,
 )
@@ -107,6 +108,13 @@ class GroupProducer:
                 seed=ticket.seed,
                 sampling=ticket.sampling,
                 orders=ticket.orders,
+                seen={
+                    images: SeenPrompt(
+                        prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
+                        tuple(bytes(blobs[digest]) for digest in images),
+                    )
+                    for images in {order.images for order in ticket.orders if order.images}
+                },
                 images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
                 videos=tuple(
                     VideoFrames(tuple(bytes(blobs[digest]) for digest in video.frame_hashes), video.fps)
@@ -152,8 +160,9 @@ class GroupProducer:
 
     def _joined(self, group: _GroupInProgress, generated_at: float, scores: Mapping[int, Score]) -> Group:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
-        prefixes = [len(group.request.prefix(c.index)) for c in ordered]
-        records = [trajectory_record(c, scores[c.index], n) for c, n in zip(ordered, prefixes, strict=True)]
+        request = group.request
+        prefixes = [len(request.prefix(c.index)) for c in ordered]
+        records = [trajectory_record(request, c, scores[c.index]) for c in ordered]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
         sampled = [np.arange(length) >= n for length, n in zip(lengths, prefixes, strict=True)]
         prompt = group.request.prompt
@@ -186,8 +195,10 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
     )
 
 
-def trajectory_record(completion: Completion, score: Score, prefix: int = 0) -> TrajectoryRecord:
-    """A failed reward is a status with its kind; it is never a score of 0. `prefix`: tokens that were not sampled."""
+def trajectory_record(request: GenerationRequest, completion: Completion, score: Score) -> TrajectoryRecord:
+    """A failed reward is a status with its kind; it is never a score of 0."""
+    prefix, length = len(request.prefix(completion.index)), len(completion.token_ids)
+    seen = request.seen_by(completion.index).prompt.image_hashes
     if score.status == "ok":
         truncated = completion.finish_reason is not FinishReason.STOP
         status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.FINISHED
@@ -200,7 +211,8 @@ def trajectory_record(completion: Completion, score: Score, prefix: int = 0) -> 
         error_message=score.error_message,
         rewards=score.components,
         reward=score.reward,
-        turns=(Turn(start=prefix, end=len(completion.token_ids)),) if prefix < len(completion.token_ids) else (),
+        image_hashes=seen if request.images_of(completion.index) else (),
+        turns=(Turn(start=prefix, end=length),) if prefix < length else (),
     )
 
 

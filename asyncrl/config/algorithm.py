@@ -237,6 +237,21 @@ class PapoConfig(Section):
     """Side of a square, in pixels of the image as it is given."""
 
 
+class NoisyRolloutConfig(Section):
+    """Trajectories that see distorted images and are trained on the clean ones (NoisyRollout, arXiv 2504.13055)."""
+
+    rows: int = Field(default=0, ge=0)
+    """Trajectories of each group that see the distorted images; 0 distorts none."""
+    steps: int = Field(default=500, gt=0, le=1000)
+    """Steps of forward diffusion, of 1,000, when the run begins."""
+    schedule: Literal["sigmoid", "linear"] = "sigmoid"
+    """How the steps fall to 0 over the run."""
+    steepness: float = Field(default=30.0, gt=0)
+    """Of the sigmoid."""
+    midpoint: float = Field(default=2 / 3, ge=0, le=1)
+    """Share of the run at which the sigmoid is a half."""
+
+
 class AlgorithmConfig(Section):
     """Keys that are left out take the defaults of the chosen `adv_estimator` and `policy_loss`, where these have their
     own (docs/algorithms.md), and those below elsewhere."""
@@ -273,6 +288,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     papo: PapoConfig = PapoConfig()
     entropy_control: EntropyControlConfig = EntropyControlConfig()
+    noisy_rollout: NoisyRolloutConfig = NoisyRolloutConfig()
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Weight in the loss of KL(policy || reference) per token. The reference policy is that of the `reference`
     section."""
@@ -424,6 +440,11 @@ class AlgorithmConfig(Section):
                     f"{name} needs the {NEEDS[need]}, but algorithm.proximal is {self.proximal}. "
                     "Set algorithm.proximal=recompute"
                 )
+        if self.noisy_rollout.rows and self.proximal != "recompute":
+            raise ValueError(
+                f"algorithm.noisy_rollout.rows is {self.noisy_rollout.rows}, and algorithm.proximal {self.proximal} "
+                "uses log-probs of the engine, which saw other images. Set algorithm.proximal=recompute"
+            )
         if missing := sorted(self.needs & NOT_THERE):
             raise ValueError(
                 f"algorithm.adv_estimator {self.adv_estimator} needs {' and '.join(NEEDS[need] for need in missing)}, "

@@ -86,6 +86,11 @@ def number_problems(config: RunSections) -> list[str]:
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
             f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
+    if algorithm.noisy_rollout.rows > batch.group_size:
+        problems.append(
+            f"algorithm.noisy_rollout.rows ({algorithm.noisy_rollout.rows}) is more than batch.group_size "
+            f"({batch.group_size}). Set it to half of that"
+        )
     return problems
 
 

@@ -99,6 +99,8 @@ def _order_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     """Check that completions begin with what their orders put there, of which no policy sampled anything."""
     starts = np.cumsum(group.lengths) - group.lengths
     for index, order in enumerate(ticket.orders):
+        if group.trajectories[index].image_hashes != order.images:
+            yield f"the engine saw other images for completion {index} than those of its order"
         count, start, length = len(order.prefix), int(starts[index]), int(group.lengths[index])
         if not count:
             continue

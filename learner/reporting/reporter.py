@@ -272,7 +272,7 @@ class Reporter:
 def _named(order: TrajectoryOrder) -> str:
     """Name what a trajectory was asked for besides being sampled."""
     begins = f"begins with {len(order.prefix)} tokens that were put there" * bool(order.prefix)
-    return ", ".join(filter(None, ("greedy" * order.greedy, begins)))
+    return ", ".join(filter(None, ("greedy" * order.greedy, begins, "saw distorted images" * bool(order.images))))
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

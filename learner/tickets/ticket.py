@@ -76,6 +76,12 @@ class ReceivedGroup:
         return (self.group.loss_mask == 1) & ~np.repeat(self.is_baseline, self.group.lengths)
 
     @cached_property
+    def is_noisy(self) -> np.ndarray:
+        """[group_size] bool: trajectories that were sampled from other images than the prompt's."""
+        orders = self.ticket.orders
+        return np.array([bool(order.images) for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
+
+    @cached_property
     def is_demonstration(self) -> np.ndarray:
         """[group_size] bool: trajectories of which no token was sampled."""
         prefixes = np.array([len(order.prefix) for order in self.ticket.orders]) if self.ticket.orders else 0

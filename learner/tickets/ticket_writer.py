@@ -18,7 +18,8 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
-from asyncrl.models.row_survey import BadRow, RowSurvey, measure_row, overlong, usable_rows
+from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
+from learner.tickets.noisy_rollout import noisy_images
 from learner.tickets.ticket import PreparedTicket
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
@@ -109,13 +110,32 @@ class TicketWriter:
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """Write the training ticket of a position in the data order."""
         prompt = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
-        size, orders = self.config.trajectories_per_group, self._orders()
-        return self._prepare(prompt, slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders)
+        rendered, measured = prompt
+        noisy = noisy_images(
+            rendered,
+            slot,
+            self.config.algorithm.noisy_rollout,
+            seed=self.config.trainer.seed,
+            total_steps=self.config.total_steps(self.num_train_rows),
+        )
+        if noisy:
+            rendered = RenderedPrompt(rendered.prompt, {**rendered.blobs, **noisy})
+            check_message(rendered, self.config.network.max_message_mib)
+        size, orders = self.config.trajectories_per_group, self._orders(tuple(noisy))
+        return self._prepare(
+            (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders
+        )
 
-    def _orders(self) -> tuple[TrajectoryOrder, ...]:
-        """Wishes for the trajectories of a training group, none where all are sampled; a greedy one is the last."""
-        greedy = self.config.trajectories_per_group - self.config.batch.group_size
-        return (*[NO_ORDER] * self.config.batch.group_size, TrajectoryOrder(greedy=True)) if greedy else ()
+    def _orders(self, noisy: tuple[str, ...]) -> tuple[TrajectoryOrder, ...]:
+        """Wishes for the trajectories of a training group, none where all are sampled. The last ones that are trained
+        see the images with these hashes; behind them is a greedy one."""
+        orders = [NO_ORDER] * self.config.batch.group_size
+        if noisy:
+            rows = self.config.algorithm.noisy_rollout.rows
+            orders[-rows:] = [TrajectoryOrder(images=noisy)] * rows
+        if self.config.trajectories_per_group > self.config.batch.group_size:
+            orders.append(TrajectoryOrder(greedy=True))
+        return tuple(orders) if any(order != NO_ORDER for order in orders) else ()
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""

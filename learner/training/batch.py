@@ -50,6 +50,8 @@ class Batch:
     """[B] int64 group of each row."""
     is_baseline: torch.Tensor
     """[B] bool: greedy rows, which are scored and not trained."""
+    is_noisy: torch.Tensor
+    """[B] bool: rows that were sampled from other images than those that they are trained on."""
     row_start: np.ndarray
     """[B] where each row's tokens begin in the [M] columns."""
     behaviour_logprobs: torch.Tensor
@@ -92,6 +94,12 @@ class Batch:
     @property
     def has_masked_images(self) -> bool:
         return any(group.prompt.masked_pixel_values is not None for group in self.train_groups)
+
+    @cached_property
+    def noisy(self) -> torch.Tensor:
+        """[N] bool: tokens of noisy rows. What the engine reports of them is of another prompt: the proximal policy
+        stands for the behaviour's, so that nothing is corrected."""
+        return self.is_noisy[self.trained.row]
 
     def places(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Places among the `N` trained tokens of those of a micro-batch."""
@@ -157,6 +165,7 @@ def make_batch(
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
         is_baseline=torch.from_numpy(np.concatenate([item.is_baseline for item in received])),
+        is_noisy=torch.from_numpy(np.concatenate([item.is_noisy for item in received])),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
@@ -203,6 +212,8 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         described["accuracy"] = described[f"reward/{accuracy_component}"]
+    if batch.is_noisy.any():
+        described["noisy/reward"] = float(batch.scores[batch.is_noisy].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
     for number, record, is_out in zip(batch.groups.tolist(), everyone, is_baseline, strict=True):
         if record.reward is not None and not is_out:

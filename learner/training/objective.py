@@ -126,10 +126,11 @@ class Objective:
         assert outputs.entropies is not None
         place = decided.batch.places(micro_batch.row, micro_batch.column)
         behaviour = decided.batch.behaviour_logprobs[decided.batch.trained.flat[place]].to(device)
+        proximal = self._proximal(outputs.logprobs, behaviour, place, decided)
         tokens = PolicyTokens(
             logprobs=outputs.logprobs,
-            proximal_logprobs=self._proximal(outputs.logprobs, behaviour, place, decided),
-            behaviour_logprobs=behaviour,
+            proximal_logprobs=proximal,
+            behaviour_logprobs=torch.where(decided.batch.noisy[place].to(device), proximal, behaviour),
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
             marked=None if selected.marked is None else selected.marked[place].to(device),

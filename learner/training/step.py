@@ -129,6 +129,9 @@ class LearnerStep:
             "values": "critic" in algorithm.needs,
         }
         scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
+        behaviour = batch.behaviour_logprobs[batch.trained.flat]
+        if scored.proximal_logprobs is not None:
+            behaviour = torch.where(batch.noisy, scored.proximal_logprobs, behaviour)
         trajectories = Trajectories(
             scores=batch.scores,
             components=batch.components,
@@ -137,7 +140,7 @@ class LearnerStep:
             is_truncated=batch.is_truncated,
             expert=batch.expert,
             row=batch.trained.row,
-            behaviour_logprobs=batch.behaviour_logprobs[batch.trained.flat],
+            behaviour_logprobs=behaviour,
             component_weights={component_name(f): f.weight for f in self.config.reward.functions},
             proximal_logprobs=scored.proximal_logprobs,
             entropies=scored.entropies,
@@ -220,6 +223,7 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
     moved = decided.scored.proximal_logprobs is None
     columns: dict[str, torch.Tensor] = {
         "place": part.place,
+        "noisy": decided.batch.noisy[part.place],
         "learner": part.tokens.logprobs.detach() if moved else part.tokens.proximal_logprobs,
         "behaviour": part.tokens.behaviour_logprobs,
         "staleness": decided.version - decided.versions(part.place),
@@ -269,12 +273,14 @@ def _report(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Means of the columns, and the off-policyness of the step. `columns` is used up."""
     if not columns:
         return {}
-    _, learner, behaviour, staleness = (columns.pop(name) for name in ("place", "learner", "behaviour", "staleness"))
+    names = ("noisy", "learner", "behaviour", "staleness")
+    noisy, learner, behaviour, staleness = (columns.pop(name) for name in names)
+    del columns["place"]
     clipped = [values for name, values in columns.items() if name.startswith("clip_fraction")]
     columns["clip_fraction"] = np.sum(clipped, axis=0) if clipped else np.zeros_like(learner)
-    fractions = {name: columns[name] for name in FRACTIONS}
+    fractions = {name: columns[name][~noisy] for name in FRACTIONS}
     means = {name: float(values.mean()) for name, values in columns.items()}
-    return means | off_policy_report(learner, behaviour, staleness, fractions)
+    return means | off_policy_report(learner[~noisy], behaviour[~noisy], staleness[~noisy], fractions)
 
 
 def _split_evenly(groups: Sequence[TrainGroup], parts: int) -> list[Sequence[TrainGroup]]:

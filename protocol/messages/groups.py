@@ -51,6 +51,8 @@ class TrajectoryRecord(Wire):
     reward: float | None = None
     """Weighted sum of the components; None unless the status is scored."""
     turns: Many[Turn]
+    image_hashes: Many[ContentHash] = ()
+    """Content hash of each image that the engine saw in place of the prompt's, as its order has it."""
 
 
 class GroupTimings(Wire):

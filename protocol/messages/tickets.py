@@ -119,6 +119,9 @@ class TrajectoryOrder(Wire):
     """[K] token ids that the completion begins with, put there and not sampled: their loss mask and log-prob are 0, and
     their version is the one that was current then. They count in `max_new_tokens`. A stop token at their end makes them
     the whole completion: a demonstration."""
+    images: Many[ContentHash] = ()
+    """Content hashes of images that the engine sees in place of the prompt's, one for each and as large; none: the
+    prompt's own. Their bytes travel with the ticket. The reward sees the prompt's."""
 
 
 NO_ORDER = TrajectoryOrder()
@@ -145,6 +148,11 @@ class Ticket(Wire):
         if self.orders and len(self.orders) != self.group_size:
             raise ValueError(f"{where}: {len(self.orders)} orders for {self.group_size} trajectories")
         for index, order in enumerate(self.orders):
+            if len(order.images) not in (0, len(self.prompt.image_hashes)):
+                raise ValueError(
+                    f"{where}: trajectory {index} has {len(order.images)} images in place of "
+                    f"{len(self.prompt.image_hashes)}"
+                )
             if len(order.prefix) > sampling.max_new_tokens:
                 raise ValueError(
                     f"{where}: trajectory {index} begins with {len(order.prefix)} tokens, over max_new_tokens "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import nan
 from typing import Protocol
 
@@ -31,6 +31,14 @@ class VideoFrames:
 
 
 @dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with other images than the request's."""
+
+    prompt: MeasuredPrompt
+    images: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """Sample `group_size` completions of one prompt."""
 
@@ -47,13 +55,24 @@ class GenerationRequest:
     orders: tuple[TrajectoryOrder, ...] = ()
     """One for each completion, or none: each begins with its order's prefix, and the most probable token follows each
     time where the order says greedy."""
+    seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
+    """The prompt with the images that orders have in place of its own, by their content hashes."""
 
-    @property
-    def encoded_prompt(self) -> EncodedPrompt:
-        """The prompt with its pixels. Raises BadStateError where it was only measured."""
-        if not isinstance(self.prompt, EncodedPrompt):
+    def images_of(self, index: int) -> tuple[str, ...]:
+        """Content hashes of the images that completion `index` sees in place of the prompt's."""
+        return self.orders[index].images if self.orders else ()
+
+    def seen_by(self, index: int) -> SeenPrompt:
+        """What completion `index` is sampled from."""
+        images = self.images_of(index)
+        return self.seen[images] if images else SeenPrompt(self.prompt, self.images)
+
+    def encoded_prompt(self, index: int) -> EncodedPrompt:
+        """The prompt of a completion with its pixels. Raises BadStateError where it was only measured."""
+        prompt = self.seen_by(index).prompt
+        if not isinstance(prompt, EncodedPrompt):
             raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
-        return self.prompt
+        return prompt
 
     def prefix(self, index: int) -> tuple[int, ...]:
         """Token ids that completion `index` begins with."""

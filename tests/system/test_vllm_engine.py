@@ -15,12 +15,12 @@ import torch
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
-from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
+from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.start import engine_arguments
 from rollout_server.weights.staging import ArrivedWeights
-from tests.rigs.policies import gaps, moved, picture
+from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
 
 pytestmark = NEEDS_VLLM
@@ -34,17 +34,17 @@ def fresh(vllm_rig: Rig) -> Rig:
     return vllm_rig
 
 
+async def all_of(engine: HFEngine, requests: list[GenerationRequest]) -> dict[tuple[int, int], Completion]:
+    await engine.start()
+    try:
+        return {(c.request_id, c.index): c for c in await complete_all(engine, requests)}
+    finally:
+        await engine.close()
+
+
 def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completion]:
-    engine = HFEngine(rig.config, rig.processor)
-
-    async def complete() -> dict[int, Completion]:
-        await engine.start()
-        try:
-            return {c.request_id: c async for c in engine.generate(requests)}
-        finally:
-            await engine.close()
-
-    return rig.run(complete())
+    done = rig.run(all_of(HFEngine(rig.config, rig.processor), requests))
+    return {request_id: completion for (request_id, _), completion in done.items()}
 
 
 # --- sampling -------------------------------------------------------------------------------
@@ -99,6 +99,36 @@ def test_equal_seeds_give_equal_completions_whoever_else_runs(fresh: Rig) -> Non
     assert [both[900, i].token_ids.tolist() for i in range(3)] == completions
     everything = completions + [both[901, i].token_ids.tolist() for i in range(3)]
     assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
+
+
+def test_orders_are_followed_as_the_hf_engine_follows_them(fresh: Rig) -> None:
+    plain = fresh.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
+    other, hint = encoded_prompt(fresh.processor, QUESTION, picture(9)), (21, 22, 23)
+    orders = (
+        TrajectoryOrder(),
+        TrajectoryOrder(prefix=hint),
+        TrajectoryOrder(prefix=(31, 7)),
+        TrajectoryOrder(greedy=True),
+        TrajectoryOrder(greedy=True, prefix=hint, images=other.image_hashes),
+    )
+    seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
+    request = dataclasses.replace(plain, request_id=700, orders=orders, seen=seen)
+    ours = {**fresh.sample(plain), **fresh.sample(request)}
+    assert ours[700, 0].token_ids.tolist() == ours[plain.request_id, 0].token_ids.tolist()
+    assert ours[700, 2].token_ids.tolist() == [31, 7]
+    hf = HFEngine(fresh.config, fresh.processor)
+    theirs = fresh.run(all_of(hf, [request]))
+    for index, order in enumerate(orders):
+        done, count = ours[700, index], len(order.prefix)
+        assert tuple(done.token_ids[:count].tolist()) == order.prefix
+        assert not done.logprobs[:count].any()
+        assert len(done.token_ids) <= 16
+        if order.greedy:
+            assert done.token_ids.tolist() == theirs[700, index].token_ids.tolist()
+            assert np.abs(done.logprobs - theirs[700, index].logprobs).max() < FP32
+        elif index != 2:
+            policies = dict.fromkeys(done.versions.tolist(), fresh.initial)
+            assert gaps(fresh.config, policies, request, done)[count:].max() < FP32
 
 
 def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
@@ -146,10 +147,13 @@ class DecodeBatch:
 
     def _prefill_prompts(self, rows: Sequence[DecodeRow]) -> tuple[Prefilled, list[int]]:
         """Compute each distinct prompt of [N] rows once, with its images. Returns them, and [N] which is each row's."""
-        requests = list({id(row.request): row.request for row in rows}.values())
-        place = {id(request): index for index, request in enumerate(requests)}
-        prefilled = prefill(self.model, [request.encoded_prompt for request in requests], self.device)
-        return prefilled, [place[id(row.request)] for row in rows]
+        keys = [(id(row.request), row.request.images_of(row.index)) for row in rows]
+        distinct: dict[Any, EncodedPrompt] = {}
+        for key, row in zip(keys, rows, strict=True):
+            if key not in distinct:
+                distinct[key] = row.request.encoded_prompt(row.index)
+        place = {key: number for number, key in enumerate(distinct)}
+        return prefill(self.model, list(distinct.values()), self.device), [place[key] for key in keys]
 
     @torch.inference_mode()
     def join(self, joining: Joining) -> list[DecodeRow]:

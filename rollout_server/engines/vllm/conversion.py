@@ -14,7 +14,7 @@ from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import MeasuredPrompt
 from protocol.messages import FinishReason
-from rollout_server.engines.base import Completion, GenerationRequest, VideoFrames
+from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames
 
 
 def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
@@ -44,27 +44,28 @@ async def engine_input_of(llm: Any, prompt: dict[str, Any]) -> Any:
     return engine_input
 
 
-async def to_engine_input(request: GenerationRequest, llm: Any, prefix: Sequence[int] = ()) -> Any:
-    """The prompt and a completion's prefix as vLLM's engine takes them: expanded, with pixels; checked against our own
-    processor's."""
-    encoded = request.prompt
+async def to_engine_input(request: GenerationRequest, llm: Any, index: int = 0) -> Any:
+    """The prompt and prefix of completion `index` as vLLM's engine takes them: expanded, with pixels; checked against
+    our own processor's."""
+    seen, prefix = request.seen_by(index), request.prefix(index)
+    encoded = seen.prompt
     ids = encoded.token_ids if encoded.unexpanded_ids is None else encoded.unexpanded_ids
     prompt: dict[str, Any] = {"prompt_token_ids": [*ids.tolist(), *prefix]}
     if request.images or request.videos:
-        prompt |= await asyncio.to_thread(_media, request)
+        prompt |= await asyncio.to_thread(_media, request, seen)
     engine_input = await engine_input_of(llm, prompt)
-    check_alignment(request.prompt, engine_input, prefix)
+    check_alignment(encoded, engine_input, prefix)
     return engine_input
 
 
-def _media(request: GenerationRequest) -> dict[str, Any]:
+def _media(request: GenerationRequest, seen: SeenPrompt) -> dict[str, Any]:
     """Images and videos, known by their content already: vLLM need not hash the pixels again."""
     where = f"row {request.prompt.row_id}"
     data: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
-    if request.images:
-        data["image"] = [decode_image(encoded, where) for encoded in request.images]
-        names["image"] = list(request.prompt.image_hashes)
+    if seen.images:
+        data["image"] = [decode_image(encoded, where) for encoded in seen.images]
+        names["image"] = list(seen.prompt.image_hashes)
     if request.videos:
         data["video"] = [_frames(video, where) for video in request.videos]
         # Where tokens stand in time depends on the rate, and what vLLM keeps of a prefix on that.

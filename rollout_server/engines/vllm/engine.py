@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -133,12 +133,15 @@ class VLLMEngine:
         self.check_alive()
         tasks: list[asyncio.Task[Completion | FailedRequest]] = []
         whole: list[Completion] = []
-        for request, by_prefix in zip(requests, inputs, strict=True):
-            for index in range(request.group_size) if not isinstance(by_prefix, FailedRequest) else ():
+        for request, prepared in zip(requests, inputs, strict=True):
+            if isinstance(prepared, FailedRequest):
+                continue
+            for index in range(request.group_size):
                 if (completion := request.demonstration(index, self._version)) is not None:
                     whole.append(completion)
                 else:  # in work from here on, before any runs: the engine may not fall asleep in between
-                    tasks.append(self._begin(request, index, by_prefix[request.prefix(index)]))
+                    start = request.prefix(index), request.images_of(index)
+                    tasks.append(self._begin(request, index, prepared[start]))
         try:
             for completion in whole:
                 yield completion
@@ -149,13 +152,13 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
 
-    async def _inputs_of(self, request: GenerationRequest) -> Any:
-        """vLLM's inputs by the prefixes behind which something is sampled, or the reason why there are none."""
-        places = range(request.group_size)
-        prefixes = {request.prefix(i) for i in places if request.finish_reason(request.prefix(i)) is None}
+    async def _inputs_of(self, request: GenerationRequest) -> Mapping[Any, Any] | FailedRequest:
+        """vLLM's inputs by prefix and images of the completions that are sampled, or the reason why there are none."""
+        sampled = [i for i in range(request.group_size) if request.finish_reason(request.prefix(i)) is None]
+        starts = {(request.prefix(index), request.images_of(index)): index for index in sampled}
         try:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
-            return {prefix: await to_engine_input(request, self._llm, prefix) for prefix in prefixes}
+            return {start: await to_engine_input(request, self._llm, index) for start, index in starts.items()}
         except Exception as error:
             return FailedRequest(request.request_id, error)
 

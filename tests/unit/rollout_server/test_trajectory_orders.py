@@ -84,7 +84,7 @@ def test_orders_are_followed_and_other_rows_are_sampled_as_before(
             assert gaps(config, [initial], request_of_row, completion)[count:].max() < 1e-4
             if order.greedy:
                 load_published(model, initial.items())
-                logits = fresh_logits(model, request.prompt, ids[:-1])
+                logits = fresh_logits(model, request.encoded_prompt(index), ids[:-1])
                 logits[:, list(processor.placeholder_ids)] = -torch.inf
                 assert ids[count:] == logits.argmax(-1)[count:].tolist()
 
