@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -67,15 +68,18 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     arguments = parser.parse_intermixed_args()
     runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
+    failed: list[str] = []
     if not arguments.print:
         wanted = [
             Run((("algorithm", name),), seed, ("evaluation.every_steps=0", name))
             for seed in arguments.seeds
             for name in arguments.algorithms
         ]
-        runs.make(wanted, arguments.jobs, read)
+        failed = runs.make(wanted, arguments.jobs, read)
     if runs.measured():
         print_table(runs.measured())
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

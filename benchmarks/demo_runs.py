@@ -59,19 +59,31 @@ class DemoRuns:
             return []
         return [json.loads(line) for line in self._lines.read_text().splitlines()]
 
-    def make(self, wanted: Sequence[Run], jobs: int, read: Callable[[Path], dict[str, Any]]) -> None:
-        """Make the runs that are not measured yet. `read`: what a run's line says of its folder."""
+    def make(self, wanted: Sequence[Run], jobs: int, read: Callable[[Path], dict[str, Any]]) -> list[str]:
+        """Make the runs that are not measured yet. `read`: what a run's line says of its folder.
+
+        A run that fails does not end the others; what is wrong with each is returned, and it is tried again next time.
+        """
         done = {line["name"] for line in self.measured()}
         missing = [run for run in wanted if run.name not in done]
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(self._prepare, sorted({run.seed for run in missing})))
-            list(pool.map(lambda run: self._run(run, read), missing))
+            problems = pool.map(lambda run: self._try(run, read), missing)
+            return [problem for problem in problems if problem]
 
     def _prepare(self, seed: int) -> None:
         """Data of a seed beside the demo's warm start, unless they are there."""
         folder = self.warm_starts / f"seed-{seed}"
         if not (folder / "config.yaml").is_file():
             self._call(["-m", "asyncrl.demo.prepare", "--folder", str(folder), "--seed", str(seed)], f"prepare-{seed}")
+
+    def _try(self, run: Run, read: Callable[[Path], dict[str, Any]]) -> str:
+        try:
+            self._run(run, read)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{run.name} failed: {error}", flush=True)
+            return f"{run.name}: {error}"
+        return ""
 
     def _run(self, run: Run, read: Callable[[Path], dict[str, Any]]) -> None:
         start, run_dir = self.warm_starts / f"seed-{run.seed}", self.folder / run.name
@@ -118,6 +130,7 @@ def read_run(run_dir: Path, skip: int, means: Sequence[str], maxima: Sequence[st
     """Accuracy at the end, and of the steps after the first `skip` (the pipeline is full by then) means and maxima."""
     evaluation = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[-1])
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    full = steps[skip:] or steps
     return {
         "accuracy": evaluation["accuracy"],
         "rows": evaluation["rows"],
@@ -125,7 +138,7 @@ def read_run(run_dir: Path, skip: int, means: Sequence[str], maxima: Sequence[st
         "reward_last_10": mean(step["reward/mean"] for step in steps[-10:]),
         "entropy_last_10": mean(step["entropy"] for step in steps[-10:] if "entropy" in step),
         "train_s": sum(step["step_s"] for step in steps),
-        **{_column(key): mean(step.get(key, 0.0) for step in steps[skip:]) for key in means},
+        **{_column(key): mean(step.get(key, 0.0) for step in full) for key in means},
         **{_column(key): max(step[key] for step in steps if key in step) for key in maxima},
     }
 

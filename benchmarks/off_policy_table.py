@@ -10,6 +10,7 @@ FOLDER/runs.jsonl are skipped, so that the table can be continued (benchmarks/de
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
@@ -114,13 +115,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     arguments = parser.parse_intermixed_args()
     runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
+    failed: list[str] = []
     if not arguments.print:
         wanted = [
             run_of(arm, s, seed) for seed in arguments.seeds for arm in arguments.arms for s in arguments.staleness
         ]
-        runs.make(wanted, arguments.jobs, read)
+        failed = runs.make(wanted, arguments.jobs, read)
     if runs.measured():
         print_table(runs.measured())
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
