@@ -16,8 +16,9 @@ import numpy as np
 from asyncrl.config.sections import RolloutConfig
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.rewards.pool import RewardPool, Score
+from asyncrl.rewards.pool import GroupScoring, RewardPool
 from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.score import Score
 from protocol.messages import (
     FinishReason,
     Group,
@@ -52,6 +53,7 @@ class _GroupInProgress:
     blobs: Mapping[str, bytes]
     """Encoded media of its prompt by content hash."""
     started_at: float
+    scoring: GroupScoring
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
     generated: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -81,6 +83,7 @@ class GroupProducer:
                     request=request,
                     blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
                     started_at=started_at,
+                    scoring=self._rewards.group(ticket.group_size),
                 )
         tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
             asyncio.create_task(self._generate(progress)),
@@ -147,8 +150,10 @@ class GroupProducer:
             self._processor.decode(completion.token_ids),
             group.blobs,
             "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
+            num_tokens=len(completion.token_ids),
+            max_tokens=group.ticket.sampling.max_new_tokens,
         )
-        return completion.index, await self._rewards.score(sample)
+        return completion.index, await group.scoring.score(completion.index, sample)
 
     async def _finish(self, group: _GroupInProgress) -> Group | TicketFailed:
         try:

@@ -27,6 +27,22 @@ PRODUCTION = (
         "Bytes that rewards printed beyond the 8 KiB per sample that go to the log.",
         "0",
     ),
+    _counter(
+        "judge_requests",
+        "requests",
+        "Requests to LLM judges: answered, cached (answered before), tried again, and failed for good.",
+        "failed 0, retried few",
+        "component",
+        "outcome",
+    ),
+    _counter(
+        "judge_tokens",
+        "tokens",
+        "Tokens of prompts and of replies that the judge's endpoint has counted: what it costs.",
+        "as planned",
+        "component",
+        "kind",
+    ),
     _gauge(
         "held_groups",
         "groups",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import psutil
@@ -83,6 +83,14 @@ class ServerExporter:
         phase = "asleep" if is_asleep else "awake"
         for name, nbytes in memory_by_state(self._device()).items():
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
+
+    def rewarded(self, dropped_bytes: int, counts: Mapping[tuple[str, str], float]) -> None:
+        """Update the totals of the reward pool at a heartbeat. `counts`: by component and `requests/answered`, ..."""
+        self.metrics.raise_to("reward_output_dropped_bytes_total", dropped_bytes)
+        for (component, counted), total in counts.items():
+            what, _, which = counted.partition("/")
+            label = {"requests": "outcome", "tokens": "kind"}[what]
+            self.metrics.raise_to(f"judge_{what}_total", total, component=component, **{label: which})
 
     def stopped(self, kind: str) -> None:
         self.metrics["stopped"].labels(kind=kind).set(1)

@@ -254,7 +254,7 @@ class RolloutServer:
             self.exporter.beat(
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
-            self.exporter.metrics.raise_to("reward_output_dropped_bytes_total", self.rewards.output_dropped_bytes)
+            self.exporter.rewarded(self.rewards.output_dropped_bytes, self.rewards.counts)
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     @property

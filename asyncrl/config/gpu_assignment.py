@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.run_sections import RunSections
+from asyncrl.config.sections import component_name
 from asyncrl.errors import UserError
 
 GPUS_VARIABLE = "ASYNCRL_GPUS"
@@ -40,9 +41,9 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     """Assign `count` GPUs. The learner's comes first; servers that find too few of the others share GPUs evenly.
 
     A device that is named with its number is taken as it is, by all servers. In sync mode, and for cuda_ipc, all
-    processes are on one GPU.
+    processes are on one GPU. The GPU of a reward model is left to it where there are others.
     """
-    rollout = config.rollout
+    rollout, kept = config.rollout, reward_gpus(config)
     learner_works, servers_work = (
         meant_device(name, cuda=count > 0) != "cpu" for name in (config.learner.device, rollout.device)
     )
@@ -50,7 +51,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     width = rollout.tensor_parallel_size
     learner_named, rollout_named = _number(config.learner.device), _number(rollout.device)
     named = () if rollout_named is None else tuple(range(rollout_named, rollout_named + width))
-    free = [gpu for gpu in range(count) if gpu not in named]
+    free = [gpu for gpu in range(count) if gpu not in named and gpu not in kept]
     if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
         free = list(named)
     mine = (next((gpu for gpu in (learner_named, *free) if gpu is not None), 0),) if learner_works else ()
@@ -59,7 +60,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     elif named:
         theirs = [named]
     else:
-        others = [gpu for gpu in range(count) if gpu not in mine]
+        others = [gpu for gpu in range(count) if gpu not in mine and gpu not in kept]
         pool = others if len(others) >= width else [*others, *mine]
         theirs = [tuple(pool[first : first + width]) for first in range(0, len(pool) - width + 1, width)] or [mine]
     return GpuAssignment(
@@ -67,16 +68,32 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     )
 
 
+def reward_gpus(config: RunSections) -> dict[int, str]:
+    """GPUs that reward models name with their number, and the name of the component."""
+    models = (part for part in config.reward.functions if part.function == "reward_model")
+    named = ((_number(str(part.kwargs.get("device", ""))), component_name(part)) for part in models)
+    return {gpu: name for gpu, name in named if gpu is not None}
+
+
 def _number(name: str) -> int | None:
     """The number in a device's name; None where it names none."""
     _, _, number = name.partition(":")
-    return int(number) if number else None
+    return int(number) if number.isdecimal() else None
 
 
 def check_assignment(config: RunSections, gpus: Sequence[str]) -> GpuAssignment:
     """Assign the GPUs. Raises UserError where two processes would work on one GPU at the same time, each as if it had
     all of it."""
     assigned = assign_gpus(config, len(gpus))
+    in_use = {*assigned.learner, *(gpu for theirs in assigned.servers for gpu in theirs)}
+    for gpu, name in reward_gpus(config).items():
+        if gpu in in_use and not config.gpu_memory.budget_gib:
+            raise UserError(
+                f"the reward model {name} is on GPU {gpu}, which the run works on, too "
+                f"({describe_assignment(assigned, gpus)}), and gpu_memory.budget_gib is 0: the others would take all "
+                "of its memory. Set gpu_memory.budget_gib to what the reward model leaves, or its device to another GPU"
+                " or cpu"
+            )
     together = assigned.is_shared_with_learner or assigned.servers_per_gpu > 1
     if not together or config.trainer.mode == "sync" or config.gpu_memory.budget_gib:
         return assigned

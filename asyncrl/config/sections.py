@@ -5,6 +5,7 @@ The text below a field is also its line in `asyncrl config-reference`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -156,23 +157,30 @@ class DataConfig(Section):
 
 class RewardFunctionConfig(Section):
     function: str
-    """Built-in name (see asyncrl/rewards/builtin.py), `file.py:function` or `package.module:function`, which takes a
-    RewardSample or, as in TRL, `completions` and columns as lists, and returns a number or a dict of them."""
+    """Built-in name (docs/rewards.md), `file.py:function` or `package.module:function`, which takes a RewardSample or,
+    as in TRL, `completions` and columns as lists, and returns a number or a dict of them."""
     weight: float = 1.0
     """Weight of this component in the sum."""
     name: str = ""
     """Name of the curve, and key of the number in a returned dict; empty means the function's own name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of the function."""
+    group: bool = False
+    """Call it once with all completions of a prompt, when the last is there: it takes a list of RewardSamples, or TRL's
+    lists, and returns a list."""
+    shapes: str = ""
+    """Name of a component above, or `sum` for the weighted sum of all above: the function gets its value as `score`,
+    and what it returns takes the place of it in the sum."""
 
 
 class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...]
-    """Components; their weighted sum is the reward."""
+    """Components; their weighted sum is the reward. One that another one shapes is only shown."""
     accuracy: str = ""
     """Component reported as held-out accuracy; empty means the first."""
     timeout_s: float = Field(default=15.0, gt=0)
-    """Longest time for all components of one sample; then its worker is killed and the trajectory is `timed_out`."""
+    """Longest time for all components of one sample, or of one group; then its worker is killed and the trajectory is
+    `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
     memory_limit_mib: int = Field(default=2048, gt=0)
@@ -187,7 +195,19 @@ class RewardConfig(Section):
             raise ValueError(f"two reward components have one name: {names}. Set `name` on one of them")
         if self.accuracy and self.accuracy not in names:
             raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
+        _shaped(self.functions)
         return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each component in the sum: 0 for one in whose place another one counts."""
+        counting, _ = _shaped(self.functions)
+        return dict.fromkeys(self.component_names, 0.0) | counting
+
+    @property
+    def shaped(self) -> dict[str, dict[str, float]]:
+        """The weighted components whose sum each component shapes, by its name; empty for one that shapes none."""
+        return _shaped(self.functions)[1]
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -201,6 +221,34 @@ class RewardConfig(Section):
 def component_name(function: RewardFunctionConfig) -> str:
     """The curve's name: the given one, or what stands after the last `:` of the function."""
     return function.name or function.function.rsplit(":", 1)[-1]
+
+
+def _shaped(functions: Sequence[RewardFunctionConfig]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Weights of the components that count in the sum, and what each component shapes. Raises ValueError."""
+    counting: dict[str, float] = {}
+    shaped: dict[str, dict[str, float]] = {}
+    for function in functions:
+        name, target = component_name(function), function.shapes
+        if target == "sum":
+            shaped[name], counting = counting, {}
+        else:
+            shaped[name] = {target: 1.0} if target else {}
+        if not shaped[name] and target:
+            raise ValueError(f"reward component {name!r} shapes the sum of the components above it, and there are none")
+        if target and target != "sum":
+            if target not in counting:
+                choices = f"it can shape {', '.join([*counting, 'sum'])}" if counting else "there are none"
+                raise ValueError(
+                    f"reward component {name!r} shapes {target!r}, which is no component above it that still counts in "
+                    f"the sum: {choices}"
+                )
+            if counting.pop(target) not in (0.0, 1.0):
+                raise ValueError(
+                    f"reward component {name!r} takes the place of {target!r} in the sum, so the weight of {target!r} "
+                    f"would be lost: give it to {name!r}"
+                )
+        counting[name] = function.weight
+    return counting, shaped
 
 
 class RolloutConfig(Section):

@@ -222,7 +222,7 @@ def survey_rows(
     missing = [index for index, known in enumerate(facts) if known is None]
     is_sample = sample > 0 and not cache.is_complete
     if is_sample:
-        missing = missing[:: -(-len(missing) // sample)]
+        missing = missing[:: max(1, -(-len(missing) // sample))]  # none, where a survey was broken off at its end
     refused: dict[int, str] = {}
 
     def examine(item: tuple[int, Mapping[str, Any] | UserError]) -> RowFacts | UserError:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.shaping import OF_GROUPS, SHAPING
 
 _NUMBER = re.compile(
     r"(?:(?<![\w).])[-+])?"  # a sign, but not the minus of `5-3`
@@ -100,7 +101,7 @@ def regex_match(sample: RewardSample, *, pattern: str, full: bool = False) -> fl
     return float(bool((re.fullmatch if full else re.search)(pattern, sample.completion)))
 
 
-BUILTIN_REWARDS: dict[str, Callable[..., float]] = {
+BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "contains": contains,
     "number_match": number_match,
@@ -108,7 +109,11 @@ BUILTIN_REWARDS: dict[str, Callable[..., float]] = {
     "boxed_match": boxed_match,
     "format_think": format_think,
     "regex_match": regex_match,
+    **SHAPING,
+    **OF_GROUPS,
 }
+SERVICES = {"reward_model": "asyncrl.models.reward_model", "llm_judge": "asyncrl.rewards.judge"}
+"""Components that are no functions but processes of their own, by the module that is run."""
 
 
 def _answers(sample: RewardSample) -> list[str]:

@@ -1,14 +1,20 @@
-"""Messages between pool and worker: MessagePack maps, one behind the other.
+"""Messages between pool and a process that scores: MessagePack maps, one behind the other.
 
-once        to worker   {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", ...}]}
+once        to process  {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", ...}]}, or of a
+                        reward model or a judge {"name", "settings"}
             to pool     {"ready": True} or {"ready": False, "message"}
-per sample  to worker   {"id", "sample"}
-            to pool     {"begun"} before each component: its index, by which a killed worker's culprit is named
-                        {"id", "seconds", "components"}, on failure also {"error_kind", "error_message"}
+per request to process  {"id", "row", "completions", "scores", "components"}: fields that the samples share and those of
+                        each, components so far of each (None for one that failed), names of the wanted ones
+            to pool     {"begun"} before each component: its name, by which a killed worker's culprit is named
+                        {"id", "seconds", "rows"}: per completion {"components"}, or {"failed", "error_kind",
+                        "error_message"}; of a judge also {"counts"}
 """
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from typing import Any, BinaryIO
 
 import msgpack
@@ -27,3 +33,33 @@ def pack(message: dict[str, Any]) -> bytes:
 def unpacker(stream: BinaryIO | None = None, max_bytes: int = 0) -> msgpack.Unpacker:
     """Iterate over the messages of an unbuffered stream until it closes, or of the bytes that are fed."""
     return msgpack.Unpacker(stream, max_buffer_size=max_bytes, unicode_errors="surrogatepass", strict_map_key=False)
+
+
+# --- in a process that scores ----------------------------------------------------------------------
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the pipes away from stdin and stdout, so that prints of user code go to the log (stderr)."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # else a killed worker's prints are lost
+
+    def close_in_forks() -> None:
+        os.close(incoming)
+        os.close(outgoing)
+
+    os.register_at_fork(after_in_child=close_in_forks)
+    return os.fdopen(incoming, "rb", buffering=0), os.fdopen(outgoing, "wb")
+
+
+def send(outgoing: BinaryIO, message: dict[str, Any]) -> None:
+    outgoing.write(pack(message))
+    outgoing.flush()
+
+
+def failed_row(component: str, kind: str, message: str) -> dict[str, str]:
+    """A completion's part of a reply, where it failed."""
+    return {"failed": component, "error_kind": kind, "error_message": message}

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
-import time
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asyncrl.config.sections import RewardConfig, component_name
-from asyncrl.errors import BadStateError
-from asyncrl.plugins import read_source
-from asyncrl.rewards import channel
+from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import check_rewards, locate
-from asyncrl.rewards.worker_process import SHOWN_BYTES, WorkerDied, WorkerProcess
+from asyncrl.rewards.score import Failure, Row, Score, Scorer
+from asyncrl.rewards.service import Service
+from asyncrl.rewards.spec import check_rewards
+from asyncrl.rewards.worker_pool import WorkerPool, closed
+from asyncrl.rewards.worker_process import SHOWN_BYTES
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Score:
-    """The outcome of one sample. `components` and `reward` are filled only where the status is `ok`."""
-
-    status: Literal["ok", "timed_out", "error"]
-    error_kind: str = ""
-    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type or reward_crash."""
-    error_message: str = ""
-    """Names the component and, where there is one, the file and line."""
-    components: dict[str, float] = field(default_factory=dict)
-    """Each component before weighting."""
-    reward: float | None = None
-    """The weighted sum."""
-    seconds: float = 0.0
-    """Time on this sample in the worker, waiting for a free worker not included."""
+class _Stage:
+    scorer: Scorer
+    names: list[str]
+    """Its components, in the order of `reward.functions`."""
 
 
 class RewardPool:
-    """`reward.workers` processes that score samples, for the event loop that called `start()`.
+    """Processes that score samples, for the event loop that called `start()`.
 
     Example:
         pool = RewardPool(config.reward)
@@ -48,18 +37,21 @@ class RewardPool:
         score = await pool.score(RewardSample(completion="4", answer="4"))
         await pool.close()
 
-    Samples wait in order of arrival; the caller bounds how many there are. The workers end with the
+    Samples wait in order of arrival; the caller bounds how many there are. The processes end with the
     thread that runs the loop, also where it is killed.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._names = config.component_names
-        self._setup = b""
-        self._ids = itertools.count(1)
-        self._idle: asyncio.Queue[WorkerProcess | Exception] = asyncio.Queue()
-        self._workers: set[WorkerProcess] = set()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._workers = WorkerPool(config, self._count_dropped)
+        self._services = {
+            component_name(part): Service(part, self._count_dropped)
+            for part in config.functions
+            if part.function in SERVICES
+        }
+        late = _needing_the_group(config)
+        self._early = self._stages([name for name in config.component_names if name not in late])
+        self._late = self._stages([name for name in config.component_names if name in late])
         self.errors: Counter[str] = Counter()
         """Failed samples so far by error kind."""
         self.output_dropped_bytes = 0
@@ -67,100 +59,94 @@ class RewardPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the workers, each with all functions loaded. Raises UserError where they cannot be."""
-        self._setup = _setup_message(self._config)
-        starting = [self._add_worker() for _ in range(self._config.workers)]
-        results = await asyncio.gather(*starting, return_exceptions=True)
-        failures = [result for result in results if result is not None]
-        if failures:
-            await self.close()
-            raise failures[0]
+        """Start the processes, with all functions loaded. Raises UserError where they cannot be."""
+        check_rewards(self._config)
+        results = await asyncio.gather(*(scorer.start() for scorer in self._scorers()), return_exceptions=True)
+        for failure in results:
+            if failure is not None:
+                await self.close()
+                raise failure
 
     async def score(self, sample: RewardSample) -> Score:
-        """Score one sample; failures of the reward are in the returned Score.
+        """Score one sample, as a group of its own; failures of the reward are in the returned Score.
 
-        Raises BadStateError if a worker that was lost could not be started again, RuntimeError after `close()`.
+        Raises BadStateError if a process that was lost could not be started again, RuntimeError after `close()`.
         """
-        sample_id = next(self._ids)
-        frame = channel.pack({"id": sample_id, "sample": vars(sample)})
-        score = await self._score_on(await self._idle_worker(), sample_id, frame)
-        if score.status != "ok":
-            self.errors[score.error_kind] += 1
-            level = logging.WARNING if self.errors[score.error_kind] == 1 else logging.DEBUG
-            logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
-        return score
+        return await self.group(1).score(0, sample)
+
+    def group(self, size: int) -> GroupScoring:
+        """The scoring of one prompt's completions, of which there will be `size`."""
+        return GroupScoring(self, size)
+
+    async def run_early(self, sample: RewardSample) -> tuple[Row, float]:
+        """The components that need no other completion, and their seconds."""
+        rows, seconds = await self._run(self._early, [sample], [{}])
+        return rows[0], seconds
+
+    async def run_late(self, samples: Sequence[RewardSample], rows: Sequence[Row]) -> tuple[list[Row], float]:
+        """The components that need the whole group, added to those that are known."""
+        return await self._run(self._late, samples, rows)
+
+    @property
+    def needs_groups(self) -> bool:
+        return bool(self._late)
+
+    def scored(self, sample: RewardSample, row: Row, seconds: float) -> Score:
+        """The sum of the components, or the failure, which is counted."""
+        if not isinstance(row, Failure):
+            reward = sum(weight * row[name] for name, weight in self._config.weights.items())
+            if math.isfinite(reward):
+                return Score("ok", components=row, reward=reward, seconds=seconds)
+            row = Failure("reward_nan", f"the weighted sum of {row} is {reward}")
+        self.errors[row.kind] += 1
+        level = logging.WARNING if self.errors[row.kind] == 1 else logging.DEBUG
+        logger.log(level, "row %s, %s: %s", sample.row_id, row.kind, row.message)
+        return Score(row.status, row.kind, row.message, seconds=seconds)
+
+    @property
+    def counts(self) -> dict[tuple[str, str], float]:
+        """What judges have counted so far, by component and name."""
+        return {
+            (component, name): number
+            for component, service in self._services.items()
+            for name, number in service.counts.items()
+        }
 
     async def close(self) -> None:
-        """Kill the workers and everything that they started; a pending `score()` raises RuntimeError."""
+        """Kill the processes and everything that they started; a pending `score()` raises RuntimeError."""
         self._closed = True
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
-        self._workers.clear()
-        self._idle.put_nowait(_closed())
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers()))
 
-    async def _idle_worker(self) -> WorkerProcess:
-        while True:
-            worker = await self._idle.get()
-            if self._closed or isinstance(worker, Exception):
-                failure = worker if isinstance(worker, Exception) and not self._closed else _closed()
-                self._idle.put_nowait(failure)  # for the next sample that waits
-                raise failure
-            if worker.alive:
-                return worker
-            logger.warning("reward worker %d ended while it was idle; starting another", worker.pid)
-            self._replace(worker)
-
-    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes) -> Score:
-        started = time.perf_counter()
-        healthy = False
-        try:
-            reply = await worker.ask(frame, self._config.timeout_s)
-            if reply.get("id") != sample_id:
-                raise WorkerDied("it answered another sample")
-            score = self._from_reply(reply)
-            healthy = score.error_kind != "reward_memory"  # such a worker ends itself
-            return score
-        except TimeoutError:
-            return self._timed_out(self._begun(worker), time.perf_counter() - started)
-        except WorkerDied as died:
+    async def _run(
+        self, stages: Sequence[_Stage], samples: Sequence[RewardSample], rows: Sequence[Row]
+    ) -> tuple[list[Row], float]:
+        known, seconds = list(rows), 0.0
+        for stage in stages:
+            if all(isinstance(row, Failure) for row in known):
+                break
             if self._closed:
-                raise _closed() from None
-            message = f"reward component {self._begun(worker)!r} lost its worker: {died}"
-            return Score("error", "reward_crash", message, seconds=time.perf_counter() - started)
-        finally:  # also when cancelled: the worker is then still busy with this sample
-            if healthy:
-                self._idle.put_nowait(worker)
-            elif not self._closed:
-                self._replace(worker)
+                raise closed()
+            reply = await stage.scorer.score(samples, known, stage.names)
+            seconds += reply.seconds
+            for i, (before, gained) in enumerate(zip(known, reply.rows, strict=True)):
+                if not isinstance(before, Failure):
+                    known[i] = gained if isinstance(gained, Failure) else before | gained
+        return known, seconds
 
-    def _begun(self, worker: WorkerProcess) -> str:
-        """Name of the component that the worker began last for its sample."""
-        return "(none begun)" if worker.begun is None else self._names[worker.begun]
+    def _stages(self, names: Sequence[str]) -> list[_Stage]:
+        stages: list[_Stage] = []
+        for name in names:
+            scorer: Scorer = self._services.get(name, self._workers)
+            if stages and stages[-1].scorer is scorer:
+                stages[-1].names.append(name)
+            else:
+                stages.append(_Stage(scorer, [name]))
+        return stages
 
-    def _from_reply(self, reply: dict[str, Any]) -> Score:
-        seconds, values, kind = reply["seconds"], reply["components"], reply.get("error_kind", "")
-        failed_at = self._names[len(values)] if kind else ""
-        if seconds > self._config.timeout_s:  # it came back just before it would have been killed
-            return self._timed_out(failed_at or self._names[-1], seconds)
-        if kind:
-            message = f"reward component {failed_at!r}: {reply.get('error_message')}"
-            return Score("error", kind, message, seconds=seconds)
-        reward = sum(part.weight * values[component_name(part)] for part in self._config.functions)
-        if not math.isfinite(reward):
-            return Score("error", "reward_nan", f"the weighted sum of {values} is {reward}", seconds=seconds)
-        return Score("ok", components=values, reward=reward, seconds=seconds)
-
-    def _timed_out(self, name: str, seconds: float) -> Score:
-        limit = f"{self._config.timeout_s:g} s (reward.timeout_s)"
-        message = f"reward component {name!r} was not done after {limit}"
-        return Score("timed_out", "reward_timeout", message, seconds=seconds)
-
-    async def _add_worker(self) -> None:
-        worker = await WorkerProcess.start(self._setup, self._count_dropped)
-        self._workers.add(worker)
-        self._idle.put_nowait(worker)
+    def _scorers(self) -> list[Scorer]:
+        """Those that have anything to do."""
+        used = {id(stage.scorer): stage.scorer for stage in [*self._early, *self._late]}
+        return list(used.values())
 
     def _count_dropped(self, nbytes: int) -> None:
         if not self.output_dropped_bytes:
@@ -171,41 +157,57 @@ class RewardPool:
             )
         self.output_dropped_bytes += nbytes
 
-    def _replace(self, worker: WorkerProcess) -> None:
-        task = asyncio.create_task(self._stop_and_start(worker))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
 
-    async def _stop_and_start(self, worker: WorkerProcess) -> None:
-        try:
-            await worker.stop()
-            self._workers.discard(worker)
-            await self._add_worker()
-        except Exception as error:  # any error must reach the samples that wait for a worker
-            self._idle.put_nowait(BadStateError(f"a lost reward worker could not be started again: {error}"))
+class GroupScoring:
+    """Scores the completions of one prompt: each as it comes and, where a component asks for the whole group, all of
+    them when the last is there.
+
+    Example:
+        group = pool.group(2)
+        scores = await asyncio.gather(group.score(0, first), group.score(1, second))
+    """
+
+    def __init__(self, pool: RewardPool, size: int) -> None:
+        self._pool = pool
+        self._size = size
+        self._early: dict[int, tuple[RewardSample, Row, float]] = {}
+        self._complete = asyncio.Event()
+        self._late: asyncio.Task[tuple[list[Row], float]] | None = None
+
+    async def score(self, index: int, sample: RewardSample) -> Score:
+        """The score of the completion at `index` of the group; await all of them together. Raises as the pool's."""
+        row, seconds = await self._pool.run_early(sample)
+        if not self._pool.needs_groups:
+            return self._pool.scored(sample, row, seconds)
+        self._early[index] = sample, row, seconds
+        if len(self._early) == self._size:
+            samples, rows, _ = zip(*(self._early[i] for i in range(self._size)), strict=True)
+            self._late = asyncio.create_task(self._pool.run_late(samples, rows))
+            self._late.add_done_callback(lambda late: late.cancelled() or late.exception())  # all may be cancelled
+            self._complete.set()
+        await self._complete.wait()
+        assert self._late is not None
+        rows, more_seconds = await asyncio.shield(self._late)
+        return self._pool.scored(sample, rows[index], seconds + more_seconds)
+
+
+def _needing_the_group(config: RewardConfig) -> set[str]:
+    """Components that see all completions of a prompt, or shape one that does."""
+    needing: set[str] = set()
+    for part in config.functions:
+        name = component_name(part)
+        if part.group or needing & set(config.shaped[name]):
+            needing.add(name)
+    return needing
 
 
 async def try_loading(config: RewardConfig) -> None:
-    """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded."""
-    pool = RewardPool(config.model_copy(update={"workers": 1}))
-    await pool.start()
-    await pool.close()
+    """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded.
 
-
-def _setup_message(config: RewardConfig) -> bytes:
-    """The workers' first message. It holds the user's files as they are now: edits change no running run."""
+    Reward models and judges are checked, but not started: their files and settings are looked at.
+    """
     check_rewards(config)
-    components = []
-    for component in config.functions:
-        located = locate(component.function)
-        entry = {"name": component_name(component), "kwargs": component.kwargs, "function": component.function}
-        entry |= {"path": "", "package": "", "source": b""}
-        if located is not None:
-            source = read_source(located.path)
-            entry |= {"function": located.name, "path": str(located.path), "package": located.package, "source": source}
-        components.append(entry)
-    return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
-
-
-def _closed() -> RuntimeError:
-    return RuntimeError("the reward pool is closed")
+    if any(part.function not in SERVICES for part in config.functions):
+        workers = WorkerPool(config.model_copy(update={"workers": 1}), lambda _: None)
+        await workers.start()
+        await workers.close()

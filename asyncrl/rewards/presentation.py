@@ -18,7 +18,13 @@ def plain_text(message: ChatMessage) -> str:
 
 
 def sample_of(
-    prompt: Prompt, completion: str, blobs: Mapping[str, bytes], finish_reason: Literal["stop", "length"]
+    prompt: Prompt,
+    completion: str,
+    blobs: Mapping[str, bytes],
+    finish_reason: Literal["stop", "length"],
+    *,
+    num_tokens: int,
+    max_tokens: int,
 ) -> RewardSample:
     """The sample that rewards get for a completion. `blobs` are the prompt's images and frames by hash."""
     messages = [{"role": message.role, "content": plain_text(message)} for message in prompt.messages]
@@ -32,4 +38,6 @@ def sample_of(
         videos=[[blobs[digest] for digest in video.frame_hashes] for video in prompt.videos],
         row_id=prompt.row_id,
         finish_reason=finish_reason,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
     )

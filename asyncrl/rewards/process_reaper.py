@@ -11,16 +11,38 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
+import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import BinaryIO
 
 import psutil
+
+from asyncrl.rewards import channel
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 COLLECT_EVERY_MS = 1000
 """Between looks at orphans of the worker that have ended."""
+
+
+def run_guarded(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
+    """Be a worker: call `serve` with the pipes from and to the pool, below a reaper, and end with it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fork_guarded()
+    incoming, outgoing = channel.take_pipes()
+    code = 0
+    try:
+        serve(incoming, outgoing)
+    except BaseException:  # ends the worker, which the pool reports; the log has the whole traceback
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # threads and exit handlers of user code must not hold the worker
 
 
 def fork_guarded() -> None:

@@ -34,4 +34,12 @@ class RewardSample:
     row_id: str = ""
     """Names the row: `<file or dataset>:<index>`."""
     finish_reason: Literal["stop", "length"] = "stop"
-    """`length`: the completion was cut at `data.max_response_length`."""
+    """`length`: the completion was cut at `max_tokens`."""
+    num_tokens: int = 0
+    """Tokens of the completion, the one that stopped it included."""
+    max_tokens: int = 0
+    """Most tokens that it could have (`data.max_response_length`); 0 where there was no limit."""
+
+
+OF_THE_COMPLETION = ("completion", "finish_reason", "num_tokens", "max_tokens")
+"""Fields in which the samples of one group differ; the others are the row's."""

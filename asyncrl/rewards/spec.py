@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import plugins
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
-from asyncrl.rewards.builtin import BUILTIN_REWARDS
-from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.builtin import BUILTIN_REWARDS, SERVICES
+from asyncrl.rewards.calls import check_call
+from asyncrl.rewards.shaping import OF_GROUPS
 
 if TYPE_CHECKING:
     from asyncrl.config.sections import RewardConfig
@@ -28,7 +28,7 @@ def load_reward(function: str) -> Callable[..., Any]:
 
 def locate(function: str) -> plugins.UserFunction | None:
     """File and name of the user's function, or None for a known built-in."""
-    return plugins.locate(function, BUILTIN_REWARDS, SETTING)
+    return plugins.locate(function, [*BUILTIN_REWARDS, *SERVICES], SETTING)
 
 
 def check_rewards(config: RewardConfig) -> None:
@@ -37,55 +37,21 @@ def check_rewards(config: RewardConfig) -> None:
     `RewardPool.start` goes further: it loads them in its workers.
     """
     for component in config.functions:
-        located = locate(component.function)
+        name = component.function
+        if name in SERVICES:
+            from asyncrl.rewards.service_settings import check_service  # pydantic, which workers do without
+
+            check_service(component)
+            continue
+        if name in OF_GROUPS and not component.group:
+            raise UserError(f"reward {name} compares the completions of a group. Add `group: true` to its entry")
+        located = locate(name)
         if located is None:
-            check_call(BUILTIN_REWARDS[component.function], component.function, component.kwargs)
+            if component.group and name not in OF_GROUPS:
+                raise UserError(f"reward {name} scores one completion at a time. Remove `group` from its entry")
+            check_call(BUILTIN_REWARDS[name], name, component.kwargs, shapes=bool(component.shapes))
         else:
             _check_names(located.path, located.name)
-
-
-def call_reward(function: Callable[..., Any], sample: RewardSample, kwargs: Mapping[str, Any]) -> Any:
-    """`function(sample, **kwargs)`; one with a parameter `completions` is called as TRL does.
-
-    That is with lists, of one completion here: `prompts` and `completions` (texts), `images`, `answer`, and the row's
-    columns by name, as far as the function takes them. It returns a list.
-    """
-    parameters = _parameters(function)
-    if "completions" not in parameters:
-        return function(sample, **kwargs)
-    known = {"prompts": sample.prompt, "images": sample.images, "answer": sample.answer, **sample.columns}
-    lists = {name: [value] for name, value in known.items()} | {"completions": [sample.completion], **kwargs}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    returned = function(**{name: value for name, value in lists.items() if takes_all or name in parameters})
-    if not isinstance(returned, Sequence) or len(returned) != 1:
-        raise TypeError(f"expected a list of one reward for one completion, got {returned!r:.100}")
-    return returned[0]
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C have none
-        return {}
-
-
-def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
-    """Raise UserError if `function(sample, **kwargs)` cannot be called, or for `completions` with these kwargs."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have none
-        return
-    try:
-        if "completions" in signature.parameters:  # which columns the rows have is seen when it is called
-            signature.bind_partial(**kwargs)
-        else:
-            signature.bind(None, **kwargs)
-    except TypeError as error:
-        known = list(signature.parameters)[1:]
-        near = "".join(did_you_mean(key, known) for key in kwargs if key not in known)
-        raise UserError(
-            f"reward {name}{signature} cannot be called with a sample and kwargs {kwargs}: {error}.{near}"
-        ) from error
 
 
 def _check_names(path: Path, name: str) -> None:

@@ -1,21 +1,19 @@
 """The worker process: `python -m asyncrl.rewards.worker`, started by `worker_process.py` only.
 
-Loads every configured function once, then scores one sample after another until its stdin closes.
+Loads every configured function once, then answers one request after another until its stdin closes.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import numbers
 import os
 import random
 import resource
-import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -24,8 +22,9 @@ from asyncrl.errors import UserError
 from asyncrl.plugins import function_of, load_module, one_line, shorten
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
+from asyncrl.rewards.calls import call_group_reward, call_reward, check_call
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import call_reward, check_call
+from asyncrl.rewards.score import samples_of
 
 
 @dataclass(frozen=True)
@@ -35,26 +34,39 @@ class Component:
     kwargs: dict[str, Any]
     file: str
     """The user's file, for naming lines in it; empty for a built-in."""
+    group: bool
+    """It is called once with all samples of a request."""
+    shapes: dict[str, float]
+    """Weighted components whose sum it gets as `score`; empty where it gets none."""
+
+
+@dataclass
+class Row:
+    """One completion and its components so far."""
+
+    sample: RewardSample
+    known: dict[str, float] | None
+    """None where it has failed."""
+    dicts: list[tuple[Component, Mapping[str, Any]]] = field(default_factory=list)
+    """Dicts that functions returned, each with the component that it was called for."""
+    gained: dict[str, float] = field(default_factory=dict)
+    failure: dict[str, str] = field(default_factory=dict)
+
+    def score_for(self, component: Component) -> float | None:
+        """What the component shapes; None where this has failed."""
+        known = None if self.known is None or self.failure else self.known | self.gained
+        return None if known is None else sum(weight * known[name] for name, weight in component.shapes.items())
+
+    def fail(self, component: Component, failed: ComponentFailed) -> None:
+        """Keep the first failure."""
+        if not self.failure:
+            self.failure = channel.failed_row(component.name, failed.kind, str(failed))
 
 
 class ComponentFailed(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    process_reaper.fork_guarded()
-    incoming, outgoing = _take_channel()
-    code = 0
-    try:
-        serve(incoming, outgoing)
-    except BaseException:  # ends the worker, which the pool reports; the log has the whole traceback
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)  # threads and exit handlers of user code must not hold the worker
 
 
 def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
@@ -65,40 +77,23 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     try:
         components = _load(setup)
     except UserError as error:
-        _send(outgoing, {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)})
+        channel.send(outgoing, {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)})
         return
-    _send(outgoing, {"ready": True})
+    channel.send(outgoing, {"ready": True})
     for request in messages:
         reply = _score(request, components, outgoing)
-        _send(outgoing, reply)
-        if reply.get("error_kind") == "reward_memory":
+        channel.send(outgoing, reply)
+        if any(row.get("error_kind") == "reward_memory" for row in reply["rows"]):
             return  # what filled the memory may still be held; the pool starts a fresh worker
 
 
-def _take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pipes away from stdin and stdout, so that prints of user code go to the log (stderr)."""
-    incoming, outgoing = os.dup(0), os.dup(1)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # else a killed worker's prints are lost
-
-    def close_in_forks() -> None:
-        os.close(incoming)
-        os.close(outgoing)
-
-    os.register_at_fork(after_in_child=close_in_forks)
-    return os.fdopen(incoming, "rb", buffering=0), os.fdopen(outgoing, "wb")
-
-
-def _load(setup: dict[str, Any]) -> list[Component]:
+def _load(setup: dict[str, Any]) -> dict[str, Component]:
     limit = setup["memory_limit_mib"] << 20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     modules: dict[str, ModuleType] = {}  # two functions of one file share its globals
-    components = []
+    components: dict[str, Component] = {}
     for entry in setup["components"]:
         path = entry["path"]
         if not path:
@@ -107,8 +102,9 @@ def _load(setup: dict[str, Any]) -> list[Component]:
             if path not in modules:
                 modules[path] = load_module(Path(path), entry["source"], entry["package"])
             function = function_of(modules[path], entry["function"])
-        check_call(function, entry["function"], entry["kwargs"])
-        components.append(Component(entry["name"], function, entry["kwargs"], path))
+        check_call(function, entry["function"], entry["kwargs"], shapes=bool(entry["shapes"]))
+        name = entry["name"]
+        components[name] = Component(name, function, entry["kwargs"], path, entry["group"], entry["shapes"])
     return components
 
 
@@ -121,44 +117,86 @@ def _limit_mib() -> int:
     return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
 
 
-def _score(request: dict[str, Any], components: list[Component], outgoing: BinaryIO) -> dict[str, Any]:
+def _score(request: dict[str, Any], components: dict[str, Component], outgoing: BinaryIO) -> dict[str, Any]:
     me = os.getpid()
-    sample = RewardSample(**request["sample"])
-    reply: dict[str, Any] = {"id": request["id"], "components": {}}
-    dicts: list[tuple[Component, Mapping[str, Any]]] = []
+    rows = [Row(sample, known) for sample, known in zip(samples_of(request), request["scores"], strict=True)]
     started = time.perf_counter()
-    for index, component in enumerate(components):
-        _send(outgoing, {"begun": index})
+    for name in request["components"]:
+        channel.send(outgoing, {"begun": name})
         try:
-            reply["components"][component.name] = _run(component, sample, dicts)
-        except ComponentFailed as failed:
-            reply |= {"error_kind": failed.kind, "error_message": str(failed)}
-            break
+            (_run_group if components[name].group else _run_each)(components[name], rows)
         finally:
             if os.getpid() != me:  # the reward forked, and this is the copy; the original answers
                 os._exit(0)
-    reply["seconds"] = time.perf_counter() - started
-    return reply
+    seconds = time.perf_counter() - started
+    return {
+        "id": request["id"],
+        "seconds": seconds,
+        "rows": [row.failure or {"components": row.gained} for row in rows],
+    }
 
 
-def _run(component: Component, sample: RewardSample, dicts: list[tuple[Component, Mapping[str, Any]]]) -> float:
+def _run_each(component: Component, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.known is not None and not row.failure:
+            try:
+                row.gained[component.name] = _run(component, row)
+            except ComponentFailed as failed:
+                row.fail(component, failed)
+
+
+def _run_group(component: Component, rows: Sequence[Row]) -> None:
+    """One call for all rows; where it fails, it fails all of them. A row's own number may be bad by itself."""
+    samples = [row.sample for row in rows]
+    returned: Sequence[Any] = [_alike(component, row) for row in rows]
+    try:
+        if None in returned:
+            kwargs = component.kwargs | _score_argument(component, [row.score_for(component) for row in rows])
+            with _user_code(component, samples):
+                returned = call_group_reward(component.function, samples, kwargs)
+    except ComponentFailed as failed:
+        for row in rows:
+            row.fail(component, failed)
+        return
+    for row, value in zip(rows, returned, strict=True):
+        try:
+            row.gained[component.name] = _finite(component, row, value)
+        except ComponentFailed as failed:
+            row.fail(component, failed)
+
+
+def _run(component: Component, row: Row) -> float:
     """The component's finite number. Raises ComponentFailed for everything else that can happen in user code.
 
-    A function that returns a dict is called once for all its components; `dicts` are those of the sample.
+    A function that returns a dict is called once for all its components.
     """
-    alike = (
-        values for other, values in dicts if (other.function, other.kwargs) == (component.function, component.kwargs)
-    )
+    returned: Any = _alike(component, row)
+    if returned is None:
+        kwargs = component.kwargs | _score_argument(component, row.score_for(component))
+        with _user_code(component, [row.sample]):
+            returned = call_reward(component.function, row.sample, kwargs)
+    return _finite(component, row, returned)
+
+
+def _alike(component: Component, row: Row) -> Mapping[str, Any] | None:
+    """The dict that the same function with the same arguments has returned for this row, if any."""
+    call = (component.function, component.kwargs, component.shapes)
+    alike = (values for other, values in row.dicts if (other.function, other.kwargs, other.shapes) == call)
+    return next(alike, None)
+
+
+def _score_argument(component: Component, score: Any) -> dict[str, Any]:
+    return {"score": score} if component.shapes else {}
+
+
+@contextmanager
+def _user_code(component: Component, samples: Sequence[RewardSample]) -> Iterator[None]:
+    """Raises ComponentFailed in place of whatever user code raises."""
     # A reward that draws random numbers must not depend on which worker scored what before.
-    random.seed(f"{sample.row_id}\0{sample.completion}".encode("utf-8", "surrogatepass"))
+    texts = "\0".join(sample.completion for sample in samples)
+    random.seed(f"{samples[0].row_id}\0{texts}".encode("utf-8", "surrogatepass"))
     try:
-        returned = next(alike, None)
-        if returned is None:
-            returned = call_reward(component.function, sample, component.kwargs)
-        if isinstance(returned, Mapping):
-            dicts.append((component, returned))
-            returned = _of_name(returned, component.name)
-        value = _number(returned)
+        yield
     except ComponentFailed:
         raise
     except MemoryError as error:
@@ -168,6 +206,15 @@ def _run(component: Component, sample: RewardSample, dicts: list[tuple[Component
         ) from None
     except BaseException as error:  # also SystemExit: user code must not decide about this process
         raise ComponentFailed("reward_exception", one_line(error, component.file)) from None
+
+
+def _finite(component: Component, row: Row, returned: Any) -> float:
+    """The number that was returned for a row, by itself or in a dict. Raises ComponentFailed."""
+    with _user_code(component, [row.sample]):  # the object's own methods
+        if isinstance(returned, Mapping):
+            row.dicts.append((component, returned))
+            returned = _of_name(returned, component.name)
+        value = _number(returned)
     if not math.isfinite(value):
         raise ComponentFailed("reward_nan", f"returned {value}, which is not a finite number")
     return value
@@ -197,10 +244,5 @@ def _number(returned: Any) -> float:
         raise ComponentFailed("reward_nan", "returned an integer too large for a float") from None
 
 
-def _send(outgoing: BinaryIO, message: dict[str, Any]) -> None:
-    outgoing.write(channel.pack(message))
-    outgoing.flush()
-
-
 if __name__ == "__main__":
-    main()
+    process_reaper.run_guarded(serve)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """Scores one sample at a time. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
+    """A process that scores. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_dropped: Callable[[int], None]) -> None:
         assert process.stdin is not None
@@ -48,27 +48,34 @@ class WorkerProcess:
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._messages = channel.unpacker(max_bytes=channel.MAX_REPLY_BYTES)
-        self.begun: int | None = None
-        """Index of the component that the worker began last for the latest sample."""
+        self.begun = ""
+        """Name of the component that the worker began last for the latest request; empty before the first."""
         self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, setup: bytes, on_dropped: Callable[[int], None]) -> WorkerProcess:
+    async def start(
+        cls,
+        setup: bytes,
+        on_dropped: Callable[[int], None],
+        module: str = "asyncrl.rewards.worker",
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> WorkerProcess:
         """Start a process and send it the packed first message. Raises UserError.
 
         `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.worker"),
+            *(sys.executable, "-m", module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is the pool's business
-            env=_environment(),
+            env=_environment() | dict(environment or {}),
         )
         worker = cls(process, on_dropped)
         try:
-            await worker._load(setup)
+            await worker._load(setup, timeout_s)
         except BaseException:
             await worker.stop()
             raise
@@ -85,15 +92,34 @@ class WorkerProcess:
 
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
         """Send one packed message and return the reply. Raises TimeoutError, WorkerDied."""
-        self.begun = None
-        self._left_to_show = SHOWN_BYTES
-        self._stdin.write(frame)
-        reading = asyncio.create_task(self._read_reply())
+        self.send(frame)
+        reading = asyncio.create_task(self.receive())
         try:
             await asyncio.wait({reading}, timeout=timeout_s)
             return await asyncio.wait_for(reading, LATE_REPLY_S)
         finally:
             reading.cancel()
+
+    def send(self, frame: bytes) -> None:
+        """Send one packed message. Its reply is received."""
+        self.begun = ""
+        self._left_to_show = SHOWN_BYTES
+        self._stdin.write(frame)
+
+    async def receive(self) -> dict[str, Any]:
+        """The next reply. Raises WorkerDied."""
+        while True:
+            try:
+                for message in self._messages:
+                    if "begun" not in message:
+                        return message
+                    self.begun = str(message["begun"])
+                received = await self._stdout.read(1 << 16)
+                self._messages.feed(received)
+            except (TypeError, ValueError, msgpack.UnpackException) as error:
+                raise WorkerDied(f"it sent a malformed reply ({error})") from None
+            if not received:
+                raise WorkerDied(await self._how_it_ended())
 
     async def stop(self) -> None:
         """Return once the worker and all that it started are gone."""
@@ -101,12 +127,12 @@ class WorkerProcess:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
 
-    async def _load(self, setup: bytes) -> None:
+    async def _load(self, setup: bytes, timeout_s: float) -> None:
         try:
-            reply = await self.ask(setup, START_TIMEOUT_S)
+            reply = await self.ask(setup, timeout_s)
         except TimeoutError:
             raise UserError(
-                f"the reward functions were not loaded after {START_TIMEOUT_S:.0f} s. What do they import?"
+                f"the reward functions were not loaded after {timeout_s:.0f} s. What do they import?"
             ) from None
         except WorkerDied as died:
             raise UserError(
@@ -115,20 +141,6 @@ class WorkerProcess:
             ) from None
         if not reply.get("ready"):
             raise UserError(str(reply.get("message")))
-
-    async def _read_reply(self) -> dict[str, Any]:
-        while True:
-            try:
-                for message in self._messages:
-                    if "begun" not in message:
-                        return message
-                    self.begun = message["begun"]
-                received = await self._stdout.read(1 << 16)
-                self._messages.feed(received)
-            except (TypeError, ValueError, msgpack.UnpackException) as error:
-                raise WorkerDied(f"it sent a malformed reply ({error})") from None
-            if not received:
-                raise WorkerDied(await self._how_it_ended())
 
     async def _how_it_ended(self) -> str:
         try:

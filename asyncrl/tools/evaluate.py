@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -79,8 +79,15 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
         chunk = [rendered for rendered in rows[start : start + per_batch] for _ in range(size)]
         texts = _generate(model, processor, chunk, prefix, sampling, has_vision(hf_config))
         samples += [
-            sample_of(rendered.prompt, text, rendered.blobs, reason)
-            for rendered, (text, reason) in zip(chunk, texts, strict=True)
+            sample_of(
+                rendered.prompt,
+                text,
+                rendered.blobs,
+                "stop" if ended else "length",
+                num_tokens=num_tokens,
+                max_tokens=config.data.max_response_length,
+            )
+            for rendered, (text, ended, num_tokens) in zip(chunk, texts, strict=True)
         ]
     return samples
 
@@ -93,8 +100,8 @@ def _generate(
     prefix: str,
     sampling: dict[str, Any],
     vision: bool,
-) -> list[tuple[str, Literal["stop", "length"]]]:
-    """Text of each completion, and whether it ended by itself."""
+) -> list[tuple[str, bool, int]]:
+    """Text of each completion, whether it ended by itself, and its number of tokens."""
     texts = [processor.render(rendered.prompt) + prefix for rendered in rows]
     blobs = {digest: data for rendered in rows for digest, data in rendered.blobs.items()}
     arguments = media_arguments([rendered.prompt for rendered in rows], blobs) if vision else {}
@@ -104,21 +111,25 @@ def _generate(
     ).to(model.device)
     output = model.generate(**inputs, **sampling)
     tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
-    ended = (completions == tokenizer.eos_token_id).any(dim=1).tolist()
+    stops = completions == tokenizer.eos_token_id
+    ended, before = stops.any(dim=1).tolist(), (stops.cumsum(dim=1) == 0).sum(dim=1).tolist()
     decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return [(prefix + text, "stop" if stop else "length") for text, stop in zip(decoded, ended, strict=True)]
+    return [(prefix + text, stop, n + stop) for text, stop, n in zip(decoded, ended, before, strict=True)]
 
 
 async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> EvaluationScores:
     """`samples`: those of a row one after the other."""
-    pool = RewardPool(config.reward)
+    pool, size = RewardPool(config.reward), config.evaluation.group_size
     await pool.start()
     try:
-        scores = await asyncio.gather(*(pool.score(sample) for sample in samples))
+        groups = [pool.group(size) for _ in range(len(samples) // size)]
+        scores = await asyncio.gather(
+            *(groups[number // size].score(number % size, sample) for number, sample in enumerate(samples))
+        )
     finally:
         await pool.close()
     if all(score.reward is None for score in scores):
         raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
-    size, name = config.evaluation.group_size, config.reward.accuracy_component
+    name = config.reward.accuracy_component
     known = [None if score.reward is None else (score.components[name], score.reward) for score in scores]
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])

@@ -13,7 +13,7 @@ from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts
 from asyncrl.models.published import fingerprint_of
-from asyncrl.rewards.pool import Score
+from asyncrl.rewards.score import Score
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import ticket_seed
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
@@ -138,7 +138,14 @@ class OneForAll:
 
     output_dropped_bytes = 0
 
-    async def score(self, sample: Any) -> Score:
+    @property
+    def counts(self) -> dict[tuple[str, str], float]:
+        return {}
+
+    def group(self, size: int) -> OneForAll:
+        return self
+
+    async def score(self, index: int, sample: Any) -> Score:
         return Score("ok", components={"exact_match": 1.0}, reward=1.0)
 
 

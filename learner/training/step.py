@@ -24,7 +24,6 @@ from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import component_name
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from learner.training.batch import Batch
@@ -141,7 +140,7 @@ class LearnerStep:
             expert=batch.expert,
             row=batch.trained.row,
             behaviour_logprobs=behaviour,
-            component_weights={component_name(f): f.weight for f in self.config.reward.functions},
+            component_weights=self.config.reward.weights,
             proximal_logprobs=scored.proximal_logprobs,
             entropies=scored.entropies,
             squared_probabilities=scored.squared_probabilities,

@@ -25,3 +25,26 @@ def make_digits(folder: Path, *, rl_rows: int = 64) -> Path:
     rows = ["--sft-rows", "64", "--rl-rows", str(rl_rows), "--eval-rows", "16"]
     data.main(["--out", str(folder), *rows])
     return folder
+
+
+def make_tiny_classifier(folder: Path, *, labels: int = 1) -> Path:
+    """A Qwen2 sequence classifier of 64 positions with random weights, its tokenizer and chat template."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    from asyncrl.demo import model
+
+    tokenizer = model.build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_labels=labels,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -217,7 +217,9 @@ def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
         "  actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean \\\n"
         "  algorithm.filter_groups.enable=true algorithm.filter_groups.metric=score \\\n"
         "  actor_rollout_ref.actor.clip_ratio_high=0.4 actor_rollout_ref.actor.fsdp_config.param_offload=true \\\n"
-        '  custom_reward_function.path=score.py custom_reward_function.name=f trainer.test_freq=5 "$@"\n'
+        "  custom_reward_function.path=score.py custom_reward_function.name=f trainer.test_freq=5 \\\n"
+        "  reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128 \\\n"
+        '  reward_model.overlong_buffer.penalty_factor=0.5 "$@"\n'
     )
     done = imported(Path("run.sh"))
     expected = {
@@ -232,10 +234,13 @@ def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
         "evaluation.every_steps": 5,
     }
     assert {key: done.settings.get(key) for key in expected} == expected
+    penalty = {"function": "soft_overlong", "weight": 0.5, "kwargs": {"buffer": 128}}
+    assert done.settings["reward.functions"][1:] == [penalty]
     assert verdicts(done)["actor_rollout_ref.actor.fsdp_config.param_offload"] == "no counterpart"
     assert not done.lost
     assert main(["import-config", "run.sh", "-o", "ours.yaml"]) == 0, capsys.readouterr()
     assert load_reward("ours_reward.py:overall")(RewardSample(completion="four")) == 0.5
+    assert "soft_overlong" in Path("ours.yaml").read_text()
 
 
 def test_every_name_in_the_table_is_a_setting_of_ours() -> None:

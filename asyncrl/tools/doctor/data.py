@@ -11,15 +11,22 @@ from itertools import islice
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.sections import DataConfig, component_name
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
+from asyncrl.models.folder import model_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import RowSurvey, survey_rows
-from asyncrl.rewards.pool import RewardPool, Score
+from asyncrl.models.weight_files import weight_files
+from asyncrl.rewards.builtin import SERVICES
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.service_settings import RewardModelSettings, service_settings
+from asyncrl.rewards.spec import check_rewards
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
+from asyncrl.tools.numbers import size
 
 COMPARED_ROWS = 64
 """Rows whose text is looked at for a template that forgets the question."""
@@ -119,6 +126,8 @@ NOTHING = "nothing"
 
 
 def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+    check_rewards(config.reward)
+    yield from _reward_models(config)
     scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
     failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
     for name, score in failed:
@@ -143,6 +152,19 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         yield Finding("reward", value, "warning", fix)
 
 
+def _reward_models(config: RunConfig) -> Iterator[Finding]:
+    """What the memory plan does not know of: every rollout server has the weights of each reward model once."""
+    for part in config.reward.functions:
+        settings = service_settings(part) if part.function in SERVICES else None
+        if isinstance(settings, RewardModelSettings):
+            nbytes = sum(file.stat().st_size for file in weight_files(model_folder(settings.model)))
+            each = f", for each of {config.rollout.servers} servers" if config.rollout.servers > 1 else ""
+            value = (
+                f"{component_name(part)}: {size(nbytes)} of weights on {settings.device}{each}; the plan is without it"
+            )
+            yield Finding("reward model", value, "note")
+
+
 def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[RenderedPrompt, dict[str, object]]]:
     for index in range(min(len(rows), ROWS_TRIED)):
         row = dict(rows[index])
@@ -153,7 +175,8 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
 
 
 async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
-    """Score up to three completions per row: the answer, an empty text, the demonstration if it has one."""
+    """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
+    processor = PromptProcessor(config.model)
     pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await pool.start()
     try:
@@ -162,8 +185,21 @@ async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[st
             completions = {"the answer": str(rendered.prompt.answer), NOTHING: ""}
             if row.get(key):
                 completions[key] = str(row[key])
-            for name, text in completions.items():
-                scored[name].append(await pool.score(sample_of(rendered.prompt, text, rendered.blobs, "stop")))
+            samples = [
+                sample_of(
+                    rendered.prompt,
+                    text,
+                    rendered.blobs,
+                    "stop",
+                    num_tokens=len(processor.tokenize(text)) + 1,
+                    max_tokens=config.data.max_response_length,
+                )
+                for text in completions.values()
+            ]
+            group = pool.group(len(samples))
+            scores = await asyncio.gather(*(group.score(i, sample) for i, sample in enumerate(samples)))
+            for name, score in zip(completions, scores, strict=True):
+                scored[name].append(score)
         return scored
     finally:
         await pool.close()

@@ -372,7 +372,12 @@ def reward_function(value: Any, theirs: Values) -> Outcome:
     kwargs = {key.split("_kwargs.", 1)[1]: given for key, given in theirs.items() if key.startswith(arguments)}
     if kwargs:
         entry["kwargs"] = kwargs
-    return becomes({"reward.functions": [entry]}, "called through an adapter, which takes `overall`")
+    entries, text = [entry], "called through an adapter, which takes `overall`"
+    if theirs.get("reward.overlong_buffer.enable"):  # DAPO's soft penalty of length
+        factor, buffer = (theirs.get(f"reward.overlong_buffer.{key}", 1.0) for key in ("penalty_factor", "len"))
+        entries.append({"function": "soft_overlong", "weight": factor, "kwargs": {"buffer": buffer}})
+        text += "; with soft_overlong"
+    return becomes({"reward.functions": entries}, text)
 
 
 def reward_type(value: Any, _: Values) -> Outcome:

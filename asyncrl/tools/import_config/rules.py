@@ -237,10 +237,11 @@ SECTIONS: Mapping[str, Rule] = {
         derived.lost("a completion is one turn") if value else derived.no_setting("as here")
     ),
     "reward.model.": lambda value, _: (
-        derived.lost("a reward is a function, not a model: docs/bring-your-own.md")
+        derived.lost("name it in reward.functions: {function: reward_model, kwargs: {path: ...}} (docs/rewards.md)")
         if value
         else derived.no_setting("off there")
     ),
+    "reward.overlong_buffer.": derived.read_with("the reward function"),
     "reward.reward_function_kwargs.": derived.read_with("the reward function"),
     "reward.score_function_kwargs.": derived.read_with("the reward function"),
 }

@@ -34,6 +34,12 @@ trainer.total_training_steps trainer.max_steps
 trainer.default_local_dir trainer.save_checkpoint_path
 trainer.max_actor_ckpt_to_keep trainer.save_limit
 reward_model.enable reward.model.enable
+reward_model.overlong_buffer.enable reward.overlong_buffer.enable
+reward_model.overlong_buffer.len reward.overlong_buffer.len
+reward_model.overlong_buffer.penalty_factor reward.overlong_buffer.penalty_factor
+reward_model.reward_kwargs.overlong_buffer_cfg.enable reward.overlong_buffer.enable
+reward_model.reward_kwargs.overlong_buffer_cfg.len reward.overlong_buffer.len
+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor reward.overlong_buffer.penalty_factor
 """
 OTHER_NAMES: Mapping[str, str] = {
     theirs: known for theirs, _, known in (line.partition(" ") for line in _OTHER_NAMES.strip().splitlines())

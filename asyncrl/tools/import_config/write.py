@@ -145,8 +145,7 @@ def overall(sample: RewardSample, **kwargs: Any) -> float:
 
 
 def component(sample: RewardSample, key: str, **kwargs: Any) -> float:
-    # `response_length` (in tokens) is not known here: a function that asks for it fails, and is counted as failed.
-    row = {{"response": sample.completion, "ground_truth": sample.answer}}
+    row = {{"response": sample.completion, "response_length": sample.num_tokens, "ground_truth": sample.answer}}
     {call}
     return float(scores[key])
 '''
@@ -168,10 +167,10 @@ def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
     entries = done.settings.get("reward.functions")
     if not entries:
         return done, {}
-    [entry] = entries
+    entry, *others = entries
     theirs = done.theirs.values
     kind = "function" if theirs.get("reward.score_function") else str(theirs.get("reward.reward_type"))
     call = _CALLS.get(kind, _CALLS["as its file says"])
     text = _ADAPTER.format(function=entry["function"], name=path, call=call)
-    functions = [{**entry, "function": f"{path}:overall"}]
+    functions = [{**entry, "function": f"{path}:overall"}, *others]
     return replace(done, settings={**done.settings, "reward.functions": functions}), {path: text}

@@ -21,8 +21,8 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
+from asyncrl.rewards.calls import call_reward
 from asyncrl.rewards.presentation import sample_of
-from asyncrl.rewards.spec import call_reward
 
 COLOURS = ("red", "green", "blue", "white", "black")
 
@@ -313,7 +313,7 @@ def test_an_answer_reaches_the_reward_by_the_name_of_its_column_too() -> None:
     prompt = PromptRenderer(config).render({"prompt": "q", "solution": "4", "level": 3}, "d:0").prompt
     assert prompt.answer == "4"
     assert prompt.columns == {"solution": "4", "level": 3}
-    sample = sample_of(prompt, "4", {}, "stop")
+    sample = sample_of(prompt, "4", {}, "stop", num_tokens=2, max_tokens=8)
     assert call_reward(lambda completions, solution: [float(completions == solution)], sample, {}) == 1.0
     prompt = PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": "q", "answer": "4"}, "d:0").prompt
     assert prompt.columns == {}, "not twice under one name"

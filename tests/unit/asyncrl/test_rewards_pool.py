@@ -17,8 +17,9 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.rewards.pool import RewardPool, Score
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Score
 from tests.rigs.tiny import ROOT
 from tests.rigs.waiting import wait_until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.rewards.pool import RewardPool
 from benchmarks.staleness.workload import OneForAll
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Goodbye, Group, TicketFailed
@@ -57,6 +59,39 @@ def test_a_group_leaves_when_it_is_finished_whatever_else_runs(make_config: Make
         return [first.ticket_id, *[group.ticket_id async for group in groups]]
 
     assert asyncio.run(scenario()) == [ticket.ticket_id for ticket in tickets.tickets]
+
+
+def test_a_groups_rewards_see_all_of_it_and_its_lengths(make_config: MakeConfig) -> None:
+    functions = [
+        {"function": "regex_match", "name": "any", "kwargs": {"pattern": ""}},
+        {"function": "cosine_length", "shapes": "any"},
+        {"function": "relative_length", "group": True, "shapes": "cosine_length"},
+    ]
+    config = make_config(rollout={"engine": "scripted"}, reward={"functions": functions, "workers": 1})
+    processor = PromptProcessor(config.model)
+    tickets = written(config, processor, 2)
+
+    async def scenario() -> list[Group | TicketFailed]:
+        rewards = RewardPool(config.reward)
+        await rewards.start()
+        try:
+            producer = GroupProducer(ScriptedEngine(config, processor), rewards, processor, "s")
+            return [group async for group in producer.produce(tickets.tickets, tickets.blobs)]
+        finally:
+            await rewards.close()
+
+    groups = asyncio.run(scenario())
+    assert len(groups) == 2
+    for group in groups:
+        assert isinstance(group, Group)
+        lengths = group.lengths.tolist()
+        spread = max(lengths) - min(lengths)
+        for record, length in zip(group.trajectories, lengths, strict=True):
+            cosine = 0.75 + 0.25 * math.cos(math.pi * length / config.data.max_response_length)
+            added = (0.5 - (length - min(lengths)) / spread) if spread else 0.0
+            added = added if cosine >= 1.0 else min(0.0, added)
+            assert record.rewards["cosine_length"] == pytest.approx(cosine)
+            assert record.reward == pytest.approx(cosine + added)
 
 
 def test_an_engine_that_makes_its_own_pixels_gets_prompts_without(

@@ -1,0 +1,143 @@
+"""The process of a learned reward model, `python -m asyncrl.models.reward_model`: a sequence classifier's scores.
+
+Prompt and completion are one conversation in the model's own chat template. Samples that wait are computed together.
+Images stand as `<image>` in the text: classifiers here read text only.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from asyncrl.errors import UserError
+from asyncrl.plugins import one_line
+from asyncrl.rewards import channel, process_reaper
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import samples_of
+from asyncrl.rewards.service_settings import RewardModelSettings
+
+
+class RewardModel:
+    def __init__(self, settings: RewardModelSettings) -> None:
+        """Load the model. Raises UserError."""
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from asyncrl.models.devices import compute_in_full_float32, resolve_device
+        from asyncrl.models.folder import model_folder
+
+        torch.set_num_threads(settings.cpu_threads)
+        compute_in_full_float32()
+        self._settings = settings
+        self._device = resolve_device(settings.device, "kwargs.device of the reward model")
+        folder = model_folder(settings.model)
+        code = {"trust_remote_code": settings.trust_remote_code}
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._tokenizer.padding_side = "right"
+        auto = "float32" if self._device.type == "cpu" else "bfloat16"
+        dtype = getattr(torch, auto if settings.dtype == "auto" else settings.dtype)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, **code
+        )
+        if report["missing_keys"]:
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise UserError(f"{folder} has no weights for {missing}: its scores would be noise. Is it a reward model?")
+        self._model: Any = model.to(self._device).eval()
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id  # where a sequence ends
+        text = self._model.config.get_text_config()
+        self._longest: int = settings.max_length or getattr(text, "max_position_embeddings", None) or 1 << 30
+
+    def encode(self, sample: RewardSample) -> list[int]:
+        """Token ids of the conversation. Raises ValueError where it is too long, jinja2's errors where the template
+        refuses it."""
+        messages = [*sample.messages, {"role": "assistant", "content": sample.completion}]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) > self._longest:
+            raise ValueError(f"prompt and completion have {len(ids)} tokens, and the model takes {self._longest}")
+        return ids
+
+    def scores(self, rows: Sequence[list[int]]) -> list[float | None]:
+        """Scores of token sequences; None where the device's memory does not suffice even for one alone."""
+        import torch
+
+        from asyncrl.models.devices import free_caches, is_out_of_memory
+
+        try:
+            with torch.inference_mode():
+                padded = self._tokenizer.pad({"input_ids": list(rows)}, return_tensors="pt").to(self._device)
+                logits = self._model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
+                label = self._settings.label
+                chosen = logits[:, 0] if label is None else logits.float().softmax(-1)[:, label]
+                return chosen.float().tolist()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_caches(self._device)
+        if len(rows) == 1:
+            return [None]
+        half = len(rows) // 2
+        return [*self.scores(rows[:half]), *self.scores(rows[half:])]
+
+
+def _answers(model: RewardModel, name: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The replies to some requests, of one completion each, computed in one batch."""
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = [{} for _ in requests]
+    encoded: dict[int, list[int]] = {}
+    for i, request in enumerate(requests):
+        try:
+            encoded[i] = model.encode(samples_of(request)[0])
+        except Exception as error:  # of this sample alone
+            rows[i] = channel.failed_row(name, "reward_exception", one_line(error))
+    for i, score in zip(encoded, model.scores(list(encoded.values())) if encoded else [], strict=True):
+        if score is None:
+            rows[i] = channel.failed_row(name, "reward_memory", f"no memory for {len(encoded[i])} tokens on its device")
+        elif score != score or score in (float("inf"), float("-inf")):
+            rows[i] = channel.failed_row(name, "reward_nan", f"the model's score is {score}")
+        else:
+            rows[i] = {"components": {name: score}}
+    seconds = time.perf_counter() - started
+    ids = [request["id"] for request in requests]
+    return [{"id": id, "seconds": seconds, "rows": [row]} for id, row in zip(ids, rows, strict=True)]
+
+
+def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    messages = channel.unpacker(incoming)
+    setup = next(messages, None)
+    if setup is None:
+        return
+    settings = RewardModelSettings(**setup["settings"])
+    try:
+        model = RewardModel(settings)
+    except Exception as error:
+        text = str(error) if isinstance(error, UserError) else one_line(error)
+        channel.send(outgoing, {"ready": False, "message": f"reward {setup['name']}: {text}"})
+        return
+    channel.send(outgoing, {"ready": True})
+    waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
+
+    def read() -> None:
+        for message in messages:
+            waiting.put(message)
+        waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (request := waiting.get()) is not None:
+        batch = [request]
+        while len(batch) < settings.batch and not waiting.empty():
+            more = waiting.get()
+            if more is None:
+                return
+            batch.append(more)
+        for reply in _answers(model, setup["name"], batch):
+            channel.send(outgoing, reply)
+
+
+if __name__ == "__main__":
+    process_reaper.run_guarded(serve)

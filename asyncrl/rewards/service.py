@@ -1,0 +1,148 @@
+"""A process that computes one component for many samples at a time, a reward model or a judge, seen from the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
+from asyncrl.config.sections import RewardFunctionConfig, component_name
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.rewards import channel
+from asyncrl.rewards.builtin import SERVICES
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
+from asyncrl.rewards.service_settings import RewardModelSettings, service_settings
+from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 900.0
+"""Seconds for a reward model's weights to be read and moved to its device."""
+GRACE_S = 5.0
+"""Seconds that a process gets beyond a sample's time limit to say by itself that it was too long."""
+
+
+class Service:
+    """One process, started again when it is lost. Requests wait for one of its places in order of arrival."""
+
+    def __init__(self, component: RewardFunctionConfig, on_dropped: Callable[[int], None]) -> None:
+        self._component = component
+        self._name = component_name(component)
+        self._settings = service_settings(component)
+        self._on_dropped = on_dropped
+        self._places = asyncio.Semaphore(self._settings.in_flight)
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: asyncio.Task[WorkerProcess] | None = None
+        """Start of the newest process."""
+        self._reading: asyncio.Task[None] | None = None
+        self.counts: Counter[str] = Counter()
+        """Sums of what the process counts: requests and tokens of a judge."""
+        self._closed = False
+
+    async def start(self) -> None:
+        self._process = asyncio.create_task(self._start())
+        await self._process
+
+    async def score(self, samples: Sequence[RewardSample], rows: Sequence[Row], names: Sequence[str]) -> StageReply:
+        request_id = next(self._ids)
+        request = {"id": request_id, **request_of(samples, rows, names)}
+        async with self._places:
+            started = time.perf_counter()
+            kind, message = "reward_timeout", f"was not done after {self._settings.timeout_s:g} s (its timeout_s)"
+            process = await self._running()
+            answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+            try:
+                process.send(channel.pack(request))
+                async with asyncio.timeout(self._settings.timeout_s + GRACE_S):
+                    reply = await answer
+                self.counts.update(reply.get("counts", {}))
+                return StageReply(rows_of(reply), reply["seconds"])
+            except TimeoutError:  # it is stuck, and so is whatever else it has in work
+                logger.warning("reward %s: its process is stuck, and is killed", self._name)
+                await process.stop()
+            except WorkerDied as died:
+                kind, message = "reward_crash", f"lost its process: {died}"
+            finally:
+                self._answers.pop(request_id, None)
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            failure = Failure(kind, f"reward component {self._name!r} {message}")
+            return StageReply([failure] * len(samples), time.perf_counter() - started)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._process is not None:
+            self._process.cancel()  # where it still starts
+            with suppress(asyncio.CancelledError, Exception):
+                await (await self._process).stop()
+        if self._reading is not None:
+            await self._reading
+
+    async def _running(self) -> WorkerProcess:
+        """The process, or its successor where it is lost. Raises BadStateError where there can be none."""
+        assert self._process is not None, "started"
+        while True:
+            start = self._process
+            try:
+                process = await asyncio.shield(start)
+            except UserError as error:
+                raise BadStateError(
+                    f"the lost process of reward {self._name} could not be started again: {error}"
+                ) from None
+            if process.alive:
+                return process
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            if self._process is start:
+                logger.warning("reward %s lost its process; starting another", self._name)
+                self._process = asyncio.create_task(self._restart(process))
+
+    async def _restart(self, lost: WorkerProcess) -> WorkerProcess:
+        await lost.stop()
+        if self._reading is not None:
+            await self._reading  # it fails what the lost one had in work, and nothing of its successor's
+        return await self._start()
+
+    async def _start(self) -> WorkerProcess:
+        settings, environment = self._settings.model_dump(), {}
+        if isinstance(self._settings, RewardModelSettings):
+            environment, settings["device"] = _own_gpu(self._settings.device, self._name)
+        setup = channel.pack({"name": self._name, "settings": settings})
+        module = SERVICES[self._component.function]
+        process = await WorkerProcess.start(setup, self._on_dropped, module, environment, LOAD_TIMEOUT_S)
+        self._reading = asyncio.create_task(self._read(process))
+        return process
+
+    async def _read(self, process: WorkerProcess) -> None:
+        """Hand replies to those that wait for them, until the process ends."""
+        try:
+            while True:
+                reply = await process.receive()
+                answer = self._answers.get(reply["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        except WorkerDied as died:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(died)
+
+
+def _own_gpu(device: str, name: str) -> tuple[dict[str, str], str]:
+    """Environment and device by which a process sees the GPU of that number alone, among all that the launcher has."""
+    number, gpus = device.partition(":")[2], listed_gpus(os.environ.get(GPUS_VARIABLE, ""))
+    if not number or not gpus:
+        return {}, device
+    if int(number) >= len(gpus):
+        raise UserError(
+            f"reward {name}: kwargs.device is {device}, but the run has {len(gpus)} GPU(s), numbered from 0"
+        )
+    return {"CUDA_VISIBLE_DEVICES": gpus[int(number)]}, "cuda:0"
