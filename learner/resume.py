@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
-from operator import getitem
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,9 @@ def lasting_settings(
     if config.algorithm.noisy_rollout.rows:  # these decide which images a ticket's trajectories see
         settings |= {f"algorithm.noisy_rollout.{key}": value for key, value in config.algorithm.noisy_rollout}
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
+    if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's orders put in place
+        names = [key for key in all_keys() if key.startswith("algorithm.demonstrations.")]
+        settings |= {name: attrgetter(name)(config) for name in (*names, "data.target_key", "data.max_response_length")}
     if adapter is not None:
         settings |= {
             "model.lora.rank": adapter.rank,

@@ -31,7 +31,9 @@ that you leave out, in the file or, where an override names the method, on the c
 aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off-policy corrections
 (`algorithm.correction.*`); what does not fit together is refused at the start, with the reason. Formulas: `s` is the
 score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
-to the proximal policy. Each function is in `asyncrl/algorithms/`, and your own is named as `file.py:function`
+to the proximal policy. A policy loss that needs `demonstrations` learns from `data.target_key` as well: the rows'
+demonstrations are members of their groups (`algorithm.demonstrations.*`); a group of a row without one is sampled
+alone. Each function is in `asyncrl/algorithms/`, and your own is named as `file.py:function`
 ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py` from the functions themselves."""
 OVERLAYS = """## One word for a whole method
 

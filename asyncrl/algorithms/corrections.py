@@ -9,7 +9,7 @@ of the whole trajectory, given to each of its tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,12 @@ def correct(
     as token ratio, its product over the trajectory, or its geometric mean: `*_tis` is min(ratio, cap) (truncated
     importance sampling, as in decoupled PPO, arXiv 2505.24298), `*_mis` and `icepop` are the ratio within [lower,
     upper] and 0 elsewhere (IcePop: arXiv 2510.18855).
+    Expert tokens have weight 1, are never masked and take no part in their trajectory's ratio.
     """
+    if tokens.expert is not None and tokens.expert.any():
+        sampled = ~tokens.expert
+        chosen = {name: dropped[sampled] for name, dropped in selected.items()}
+        return _spread(correct(replace(tokens.of_tokens(sampled), expert=None), config, chosen), sampled)
     differences = tokens.proximal_logprobs - tokens.behaviour_logprobs
     weights, truncated, rejected = _weigh(differences, tokens.row, config)
     masked_by = {} if rejected is None else {config.kind: rejected}
@@ -59,6 +64,22 @@ def correct(
     for dropped in masked_by.values():
         masked = masked | dropped
     return Correction(torch.where(masked, 0.0, weights), truncated & ~masked, masked, masked_by)
+
+
+def _spread(correction: Correction, sampled: torch.Tensor) -> Correction:
+    """The correction of the sampled tokens, given to all: nothing happens to the others. [N] bool"""
+
+    def everywhere(values: torch.Tensor, otherwise: float) -> torch.Tensor:
+        spread = torch.full(sampled.shape, otherwise, dtype=values.dtype, device=values.device)
+        spread[sampled] = values
+        return spread
+
+    return Correction(
+        everywhere(correction.weights, 1),
+        everywhere(correction.truncated, False),
+        everywhere(correction.masked, False),
+        {name: everywhere(dropped, False) for name, dropped in correction.masked_by.items()},
+    )
 
 
 def _weigh(

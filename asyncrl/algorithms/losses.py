@@ -15,6 +15,7 @@ from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean, sequence_ratio
 from asyncrl.algorithms.registration import policy_loss
 from asyncrl.config.algorithm import AlgorithmConfig, PapoConfig
+from asyncrl.config.methods import method_of
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
@@ -27,7 +28,9 @@ class PolicyLoss:
     token_loss: torch.Tensor
     """[N]"""
     indicators: Mapping[str, torch.Tensor]
-    """[N] bool each; their means are reported under these names."""
+    """[N] bool each; their means over sampled tokens are reported under these names."""
+    supervised_weight: torch.Tensor | None = None
+    """[N] detached weight of -log p at expert tokens, for the report; other tokens' values mean nothing."""
 
 
 LossFunction = Callable[[PolicyTokens, AlgorithmConfig], PolicyLoss]
@@ -274,18 +277,23 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     return ValueLoss(0.5 * torch.maximum(plain, near), near > plain)
 
 
-def token_weights(row: torch.Tensor, mode: str, *, max_response_length: int) -> torch.Tensor:
-    """[N] weight of each trainable token of the whole update; `row` [N] is its trajectory.
+def token_weights(
+    row: torch.Tensor, mode: str, *, max_response_length: int, group: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N] weight of each trainable token of the whole update; `row` [N] is its trajectory, `group` [N] its group.
 
     token-mean: 1/N. seq-mean-token-mean: 1/(rows * length of the row). seq-mean-token-sum: 1/rows.
-    seq-mean-token-sum-norm: 1/(rows * max_response_length) (Dr. GRPO, arXiv 2503.20783). Rows without trainable
-    tokens do not count.
+    seq-mean-token-sum-norm: 1/(rows * max_response_length) (Dr. GRPO, arXiv 2503.20783). prompt-mean:
+    1/(groups * tokens of the group). Rows without trainable tokens do not count.
 
     The weights are fixed before the batch is cut into micro-batches: the loss is a plain sum and does not depend on
     micro-batching, packing or the number of learners.
     """
     if mode == "token-mean":
         return torch.full(row.shape, 1.0 / max(len(row), 1))
+    if mode == "prompt-mean":
+        assert group is not None
+        row, mode = group, "seq-mean-token-mean"  # the same, of groups
     lengths = torch.bincount(row)
     rows = max(int((lengths > 0).sum()), 1)
     if mode == "seq-mean-token-mean":
@@ -295,3 +303,17 @@ def token_weights(row: torch.Tensor, mode: str, *, max_response_length: int) -> 
     if mode == "seq-mean-token-sum-norm":
         return torch.full(row.shape, 1.0 / (rows * max_response_length))
     raise ValueError(f"unknown loss_agg_mode {mode!r}")
+
+
+def update_weights(
+    row: torch.Tensor, group: torch.Tensor, expert: torch.Tensor, config: AlgorithmConfig, *, max_response_length: int
+) -> torch.Tensor:
+    """[N] weight of each trained token of the whole update: `loss_agg_mode` of what was sampled, and for the others
+    (`expert` [N] bool) the mean over themselves, unless the policy loss shares one denominator between them."""
+    loss = method_of("policy_loss", config.policy_loss)
+    apart = torch.zeros_like(expert) if loss and loss.shares_denominator else expert
+    weights = torch.full(row.shape, 1.0 / max(int(apart.sum()), 1))
+    weights[~apart] = token_weights(
+        row[~apart], config.loss_agg_mode, group=group[~apart], max_response_length=max_response_length
+    )
+    return weights

@@ -8,7 +8,7 @@ learner's policy at the start of the step, is exact and costs a forward pass whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -20,7 +20,7 @@ SMALLEST_PROBABILITY = 1e-10
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Trainable tokens of whole trajectories: what losses and corrections see of a micro-batch. All [N], fp32."""
+    """Trained tokens of whole trajectories: what losses and corrections see of a micro-batch. All [N], fp32."""
 
     logprobs: torch.Tensor
     """Target policy, with gradient."""
@@ -33,6 +33,19 @@ class PolicyTokens:
     """int64 trajectory of each token."""
     marked: torch.Tensor | None = None
     """bool: tokens of the selection that the loss names as its `marks` (`clip_cov`, `kl_cov`)."""
+    expert: torch.Tensor | None = None
+    """bool: tokens of demonstrations and hints, which no policy sampled: their behaviour log-prob is 0. None: none."""
+    entropies: torch.Tensor | None = None
+    """Target policy's, detached; nats."""
+    scores: torch.Tensor | None = None
+    """Score of each token's trajectory."""
+    version: int = 0
+    """Policy version that the step trains: its number of steps before, for schedules."""
+
+    def of_tokens(self, kept: torch.Tensor) -> PolicyTokens:
+        """These of the tokens alone. [N] bool"""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: c[kept] for name, c in columns.items() if isinstance(c, torch.Tensor)})
 
 
 def approximate_proximal(

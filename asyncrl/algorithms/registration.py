@@ -36,10 +36,15 @@ def policy_loss(
     defaults: Defaults | None = None,
     weighs_behaviour: bool = False,
     marks: str = "",
+    credits_demonstrations: bool = False,
+    shares_denominator: bool = False,
 ) -> Callable[[F], F]:
     """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`.
 
     `marks`: the selection whose tokens are `tokens.marked`: a built-in, or a function of the same file.
+    `credits_demonstrations`: they are members of their group, whose scores count in its statistics and which get an
+    advantage. `shares_denominator`: `loss_agg_mode` is over expert and sampled tokens together, not over the sampled
+    ones beside a mean over the expert ones.
     """
     return lambda function: function
 

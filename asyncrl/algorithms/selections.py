@@ -170,15 +170,20 @@ class Selections:
         }
 
     def __call__(self, t: Trajectories, credit: Credit) -> Selected:
-        """Tokens of demonstrations and hints are never chosen, and enter no statistic."""
+        """Tokens of demonstrations and hints are never chosen, and enter no statistic, but of selections that need
+        them."""
         sampled = torch.ones_like(t.row, dtype=torch.bool) if t.expert is None else ~t.expert
-        seen = t, credit
+        of_policy = t, credit
         if not sampled.all():
-            seen = t.only(sampled), Credit(credit.advantages[sampled])
+            of_policy = t.only(sampled), Credit(credit.advantages[sampled])
         chosen: dict[str, torch.Tensor] = {}
         for name in self._functions:
+            method = method_of("selection", name)
+            if method and "demonstrations" in method.needs:
+                chosen[name] = self._choose(name, t, credit)
+                continue
             chosen[name] = torch.zeros_like(sampled)
-            chosen[name][sampled] = self._choose(name, *seen)
+            chosen[name][sampled] = self._choose(name, *of_policy)
         kinds: dict[str, dict[str, torch.Tensor]] = {"loss": {}, "policy_loss": {}, "batch": {}}
         for name in self._config.selections:
             method = method_of("selection", name)

@@ -52,6 +52,8 @@ class Trajectories:
     """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
     is_truncated: torch.Tensor | None = None
     """[B] bool: rows that ended at the largest length and not by a stop token; None: there are none."""
+    is_demonstration: torch.Tensor | None = None
+    """[B] bool: rows of which no token was sampled; None: there are none."""
     expert: torch.Tensor | None = None
     """[N] bool: tokens of demonstrations and hints, which no policy sampled; None: there are none."""
     proximal_logprobs: torch.Tensor | None = None
@@ -88,6 +90,17 @@ class Trajectories:
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name in OF_TOKENS}
         return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
 
+    def of_policy(self) -> Trajectories:
+        """What a policy sampled: without expert tokens, and without the scores of demonstrations."""
+        if self.expert is None or self.is_demonstration is None:
+            return self
+        unscored = self.is_demonstration
+        return replace(
+            self.only(~self.expert),
+            scores=torch.where(unscored, torch.nan, self.scores),
+            components={name: torch.where(unscored, torch.nan, c) for name, c in self.components.items()},
+        )
+
     def share(self, rows: torch.Tensor) -> Credit:
         """Give every token of a row the row's advantage: [B] -> credit."""
         return Credit(rows[self.row])
@@ -112,6 +125,12 @@ class Credit:
     """[N]"""
     returns: torch.Tensor | None = None
     """[N] targets of the critic, where there is one."""
+
+    def spread(self, kept: torch.Tensor) -> Credit:
+        """The credit of these tokens, and 0 for the others. [N] bool"""
+        advantages = torch.zeros(kept.shape, dtype=self.advantages.dtype)
+        advantages[kept] = self.advantages
+        return Credit(advantages)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from asyncrl.config.demonstrations import ChordConfig, DemonstrationConfig, HptConfig, SrftConfig
 from asyncrl.config.methods import NEEDS, Method, method_of, methods
 from asyncrl.config.sections import Section
 from asyncrl.config.suggest import did_you_mean
@@ -266,9 +267,10 @@ class AlgorithmConfig(Section):
     pass_k: int = Field(default=4, gt=0)
     """k of `adv_estimator: passk_training`."""
     success_score: float = 1.0
-    """Score from which `passk_training` takes a trajectory for right."""
+    """Score from which `passk_training`, `hpt` and `srft` take a trajectory for right."""
     policy_loss: str = "ppo"
-    """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function` or `package.module:function`."""
+    """Name of a built-in (see asyncrl/algorithms/losses.py and hybrids.py) or `file.py:function` or
+    `package.module:function`."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
     """PPO clip range below 1."""
     clip_ratio_high: float = Field(default=0.28, gt=0)
@@ -280,9 +282,17 @@ class AlgorithmConfig(Section):
     kimi_tau: float = Field(default=0.1, ge=0)
     """Weight of the squared log-ratio of `policy_loss: kimi`."""
     covariance: CovarianceConfig = CovarianceConfig()
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    chord: ChordConfig = ChordConfig()
+    luffy_gamma: float = Field(default=0.1, gt=0)
+    """Probability at which `policy_loss: luffy` has half of its reward of a demonstration's token."""
+    uft_coef: float = Field(default=1e-3, ge=0)
+    """Weight of the hints' negative log-likelihood in `policy_loss: uft`."""
+    hpt: HptConfig = HptConfig()
+    srft: SrftConfig = SrftConfig()
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+    ] = "token-mean"
     """Aggregation of token losses to one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
@@ -419,6 +429,44 @@ class AlgorithmConfig(Section):
                 f"algorithm.kl_reward_coef is {self.kl_reward_coef:g}, but algorithm.adv_estimator {estimator.name} "
                 f"reads scores as they were given ({estimator.formula}): nothing can be taken from them. Set "
                 "algorithm.kl_loss_coef instead, or choose another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _demonstrations_fit(self) -> AlgorithmConfig:
+        loss, used = method_of("policy_loss", self.policy_loss), self.demonstrations.are_used
+        for method in self.chosen_methods:
+            if "demonstrations" in method.needs and not used:
+                raise ValueError(
+                    f"{method.name} needs {NEEDS['demonstrations']}, and there are none. "
+                    "Set algorithm.demonstrations.rows=1"
+                )
+        if used and (loss is None or "demonstrations" not in loss.needs):
+            able = ", ".join(name for name, each in methods("policy_loss").items() if "demonstrations" in each.needs)
+            raise ValueError(
+                f"algorithm.demonstrations asks for demonstrations, which algorithm.policy_loss {self.policy_loss} "
+                f"does not learn from. Choose one of {able}, or set algorithm.demonstrations.rows=0 and "
+                "algorithm.demonstrations.hints.segments=0"
+            )
+        if used and "critic" in self.needs:
+            raise ValueError(
+                f"algorithm.adv_estimator {self.adv_estimator} needs {NEEDS['critic']}, which is not trained on "
+                "demonstrations. Choose an estimator without one, such as grpo"
+            )
+        if self.demonstrations.rows and "zero_variance" in self.filters:
+            raise ValueError(
+                "algorithm.filters has zero_variance, which would drop the groups that have the most to learn from "
+                "their demonstration: those without a right completion. Leave that filter out, or set "
+                "algorithm.demonstrations.rows=0"
+            )
+        if self.kl_reward_coef and "success_gate" in self.selections:
+            raise ValueError(
+                f"algorithm.kl_reward_coef is {self.kl_reward_coef:g}, but the selection success_gate reads scores as "
+                "they were given. Set algorithm.kl_loss_coef instead"
+            )
+        if loss and (missing := sorted({*loss.defaults.get("selections", ())} - {*self.selections})):
+            raise ValueError(
+                f"algorithm.policy_loss {loss.name} needs the selection {missing[0]}. Add it to algorithm.selections"
             )
         return self
 

@@ -27,6 +27,7 @@ NEEDS: Mapping[str, str] = {
     "reference": "log-probs of the reference policy",
     "critic": "values of a critic",
     "greedy_row": "a greedy completion in every group, scored and not trained",
+    "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
 }
 """What a method may need besides scores, groups and behaviour log-probs."""
 
@@ -64,6 +65,10 @@ class Method:
     """Of TAKES_FROM, for a selection."""
     plain_scores: bool
     """Whether an estimator reads scores or components as they were given, so that no penalty may be in them."""
+    credits_demonstrations: bool
+    """Whether demonstrations are members of their group to a loss: in its statistics, with an advantage."""
+    shares_denominator: bool
+    """Whether a loss is aggregated over expert and sampled tokens together."""
     summary: str
     """First paragraph of the docstring."""
 
@@ -135,5 +140,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     marks=facts.get("marks", ""),
                     takes_from=facts.get("takes_from", "loss"),
                     plain_scores=facts.get("plain_scores", False),
+                    credits_demonstrations=facts.get("credits_demonstrations", False),
+                    shares_denominator=facts.get("shares_denominator", False),
                     summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
                 )

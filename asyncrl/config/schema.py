@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems
+from asyncrl.config.methods import method_of
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
 
@@ -60,6 +61,14 @@ def number_problems(config: RunSections) -> list[str]:
         problems.append(
             f"batch.group_size is {batch.group_size}: no group has spread, which data.curriculum.visits=greso goes by. "
             "Set batch.group_size=8"
+        )
+    loss = method_of("policy_loss", algorithm.policy_loss)
+    left, least = batch.group_size - algorithm.demonstrations.rows, 1 if loss and loss.credits_demonstrations else 2
+    if algorithm.demonstrations.rows and left < least:
+        problems.append(
+            f"batch.group_size is {batch.group_size} and algorithm.demonstrations.rows is "
+            f"{algorithm.demonstrations.rows}, which leaves {left} completions to sample: {algorithm.policy_loss} "
+            f"needs at least {least}. Raise the former or lower the latter"
         )
     if batch.prompts_per_step % algorithm.updates_per_batch:
         problems.append(

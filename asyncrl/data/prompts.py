@@ -24,6 +24,8 @@ class RenderedPrompt:
     prompt: Prompt
     blobs: Mapping[str, bytes]
     """Encoded bytes of images and frames by content hash."""
+    target: str = ""
+    """Text of the row's demonstration; empty where it has none."""
 
 
 class PromptRenderer:
@@ -49,7 +51,8 @@ class PromptRenderer:
             answer=self._answer(row, row_id),
             columns={k: v for k, v in row.items() if k not in keys and _is_wire_safe(v)},
         )
-        return RenderedPrompt(prompt, blobs)
+        target = row.get(config.target_key)
+        return RenderedPrompt(prompt, blobs, target if isinstance(target, str) else "")
 
     def _images(self, row: Mapping[str, Any], row_id: str) -> list[bytes]:
         value = row.get(self._config.image_key)

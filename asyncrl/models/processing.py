@@ -295,6 +295,16 @@ class PromptProcessor:
         with self._lock:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def tokenize_demonstration(self, text: str) -> list[int]:
+        """Token ids of a completion that says `text`: as the policy would sample it, with a stop token at its end."""
+        return [*self.tokenize(text), self.tokenizer.eos_token_id]
+
+    def starts_of_tokens(self, text: str) -> list[int]:
+        """Place in the text where each of its tokens begins, in characters. Any thread may call it."""
+        with self._lock:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [start for start, _ in encoded["offset_mapping"]]
+
     def decode(self, token_ids: np.ndarray) -> str:
         """Completion text for rewards and people; training never re-tokenises it."""
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)

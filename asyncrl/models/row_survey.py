@@ -79,6 +79,11 @@ class RowSurvey:
         return [i for i, facts in enumerate(self.facts) if facts and facts.tokens > self.max_prompt_length]
 
     @property
+    def num_without_target(self) -> int:
+        """Number of usable rows without a demonstration."""
+        return sum(not facts.has_target for index in self.usable if (facts := self.facts[index]))
+
+    @property
     def num_looked_at(self) -> int:
         """Number of rows that were looked at: all, or a sample."""
         return sum(facts is not None for facts in self.facts) + len(self.refused)
@@ -299,5 +304,9 @@ def _examine(
     seen = xxhash.xxh3_64(measured.token_ids.tobytes())
     seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
     return RowFacts(
-        len(measured.token_ids), measured.media_tokens, seen.hexdigest(), has_answer=rendered.prompt.answer is not None
+        len(measured.token_ids),
+        measured.media_tokens,
+        seen.hexdigest(),
+        has_answer=rendered.prompt.answer is not None,
+        has_target=bool(rendered.target),
     )

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "ASYNCRL_CACHE"
 WORTHWHILE_S = 1.0
 """A survey that took less is not kept."""
-_FORMAT = 3
+_FORMAT = 4
 _OF_THE_RUN = (
     *("train_files", "val_files", "max_train_rows", "max_val_rows"),  # of the rows themselves
-    *("shuffle", "on_bad_row", "max_prompt_length", "max_response_length", "target_key"),
+    *("shuffle", "on_bad_row", "max_prompt_length", "max_response_length"),
 )
-"""Settings that do not change what a row becomes; the last two matter where targets are checked."""
+"""Settings that do not change what a row becomes; the last one matters where targets are checked."""
 
 
 class RowFacts(NamedTuple):
@@ -44,6 +44,8 @@ class RowFacts(NamedTuple):
     """Equal for two rows whose prompts, images included, are the same to the model."""
     has_answer: bool
     """False where the answer is missing or null."""
+    has_target: bool
+    """False where the demonstration is missing or empty."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class SurveyCache:
         source = rows.fingerprint
         if source is None:
             return cls(None, media_keys)
-        left_out = set(_OF_THE_RUN[:-2] if checked else _OF_THE_RUN)
+        left_out = set(_OF_THE_RUN[:-1] if checked else _OF_THE_RUN)
         template = Path(config.format_prompt).read_text() if config.format_prompt else ""
         described = {
             "format": _FORMAT,

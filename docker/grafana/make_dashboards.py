@@ -158,6 +158,14 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"{L}critic_explained_variance", "explained variance"),
                     (f"{L}critic_loss", "loss"),
                 ),
+                chart(
+                    "Demonstrations",
+                    "short",
+                    (f"{L}supervised_loss", "part of the loss"),
+                    (f"{L}supervised_weight", "weight"),
+                    (f"{L}demonstration_logprob", "log-prob"),
+                    (f"{L}demonstration_tokens", "tokens"),
+                ),
                 chart("Gradient norm before clipping", "short", (f"{L}grad_norm", "norm"), logarithmic=True),
                 chart("Learning rate", "sci", (f"{L}learning_rate", "rate")),
                 chart(

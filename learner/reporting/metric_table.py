@@ -83,6 +83,10 @@ METRICS = (
     _gauge("reference_kl", "nats", "KL(learner || reference) per token, by algorithm.kl_estimator.", "rises slowly"),
     _gauge("kl_coefficient", "", "Weight of that KL in the loss, or else in the reward.", "constant, or moving slowly"),
     _gauge("entropy_coefficient", "", "Weight of the entropy bonus.", "constant, or moving slowly"),
+    _gauge("supervised_loss", "nats", "Part of the last step's loss that is of demonstrations.", "falls"),
+    _gauge("supervised_weight", "", "Weight of the demonstrations' negative log-likelihood.", "follows the method"),
+    _gauge("demonstration_tokens", "tokens", "Tokens of demonstrations and hints in an update.", "follows the method"),
+    _gauge("demonstration_logprob", "nats", "Mean log-prob of these tokens to the learner.", "rises"),
     _gauge("critic_loss", "", "Half the squared error of the critic's values, clipped.", "falls"),
     _gauge("critic_explained_variance", "ratio", "Variance of the returns that the critic's values explain.", "rises"),
     # off-policyness
@@ -221,6 +225,9 @@ GAUGE_OF_RECORD = {
     "baseline/missing": "baselines_missing",
     "kl_coef": "kl_coefficient",
     "entropy_coeff": "entropy_coefficient",
+    "loss/supervised": "supervised_loss",
+    "demonstrations/tokens": "demonstration_tokens",
+    "demonstrations/logprob": "demonstration_logprob",
     "critic/loss": "critic_loss",
     "critic/explained_variance": "critic_explained_variance",
     "mismatch_kl_k3": "mismatch_kl",
@@ -236,7 +243,7 @@ GAUGE_OF_RECORD = {
     for name in (
         *("accuracy", "zero_variance_groups", "loss", "grad_norm", "entropy", "reference_kl", "mismatch_kl_k1"),
         *("ratio_max", "logprob_diff_max", "clip_fraction", "mask_fraction", "truncation_fraction"),
-        *("length_bias", "lease_fence"),
+        *("length_bias", "lease_fence", "supervised_weight"),
     )
 }
 """Name in metrics.jsonl -> gauge."""

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.registration import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -115,8 +117,8 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
 
 
 def sampled_group(item: ReceivedGroup) -> SampledGroup:
-    """What filters and sources see of a group: without its greedy rows, which are not trained."""
-    rows = [row for row in range(len(item.group.trajectories)) if not item.ticket.order(row).greedy]
+    """What filters and sources see of a group: what the policy sampled, without greedy rows and demonstrations."""
+    rows = np.flatnonzero(~(item.is_baseline | item.is_demonstration)).tolist()
     lengths = item.group.lengths.tolist()
     return SampledGroup(
         item.ticket.prompt, [item.group.trajectories[row] for row in rows], [lengths[row] for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
+from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.noisy_rollout import noisy_images
 from learner.tickets.ticket import PreparedTicket
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
@@ -45,10 +47,12 @@ class TicketWriter:
         self.train = open_train(config.data)
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
+        self._demonstrations = Demonstrations(config, processor, stop_token_ids)
         self.train_survey = usable_rows(self.train, self.renderer, processor, config, "training")
         self.held_out_survey: RowSurvey | None = None
         if self.held_out is not None:
             self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config, "held-out")
+        check_targets(self.train_survey, config)
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
         self._sort_by = self._numbers(config.data.curriculum) if config.data.curriculum.order_by else None
@@ -103,6 +107,8 @@ class TicketWriter:
         for place in range(number):
             rendered, _ = self._measure(self.train, self._train_rows[place * self.num_train_rows // number])
             hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
+            if self.config.algorithm.demonstrations.are_used:
+                hashed.update(rendered.target.encode())
         if bad := self.train_survey.bad:
             hashed.update("\n".join(one.row_id for one in bad).encode())
         return hashed.hexdigest()
@@ -119,21 +125,23 @@ class TicketWriter:
             total_steps=self.config.total_steps(self.num_train_rows),
         )
         if noisy:
-            rendered = RenderedPrompt(rendered.prompt, {**rendered.blobs, **noisy})
+            rendered = replace(rendered, blobs={**rendered.blobs, **noisy})
             check_message(rendered, self.config.network.max_message_mib)
-        size, orders = self.config.trajectories_per_group, self._orders(tuple(noisy))
+        size, orders = self.config.trajectories_per_group, self._orders(rendered.target, slot, tuple(noisy))
         return self._prepare(
             (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders
         )
 
-    def _orders(self, noisy: tuple[str, ...]) -> tuple[TrajectoryOrder, ...]:
-        """Wishes for the trajectories of a training group, none where all are sampled. The last ones that are trained
-        see the images with these hashes; behind them is a greedy one."""
-        orders = [NO_ORDER] * self.config.batch.group_size
+    def _orders(self, target: str, slot: TicketSlot, noisy: tuple[str, ...]) -> tuple[TrajectoryOrder, ...]:
+        """Wishes for the trajectories of a training group, none where all are sampled. The last ones that are sampled
+        see the images with these hashes; behind them are the demonstrations, and a greedy one."""
+        size = self.config.batch.group_size
+        orders = [*(self._demonstrations.orders(target, slot, size) or [NO_ORDER] * size)]
         if noisy:
-            rows = self.config.algorithm.noisy_rollout.rows
-            orders[-rows:] = [TrajectoryOrder(images=noisy)] * rows
-        if self.config.trajectories_per_group > self.config.batch.group_size:
+            end = size - self.config.algorithm.demonstrations.rows
+            for index in range(max(0, end - self.config.algorithm.noisy_rollout.rows), end):
+                orders[index] = orders[index].model_copy(update={"images": noisy})
+        if self.config.trajectories_per_group > size:
             orders.append(TrajectoryOrder(greedy=True))
         return tuple(orders) if any(order != NO_ORDER for order in orders) else ()
 

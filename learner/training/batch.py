@@ -58,6 +58,8 @@ class Batch:
     """[M] fp32"""
     versions: np.ndarray
     """[M] int32"""
+    is_demonstration: torch.Tensor
+    """[B] bool: rows of which no token was sampled: a ticket's orders put all of them in place."""
     is_prefix: np.ndarray
     """[M] bool: tokens that a ticket's orders put in place: of demonstrations and hints."""
 
@@ -169,6 +171,7 @@ def make_batch(
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
+        is_demonstration=torch.from_numpy(np.concatenate([item.is_demonstration for item in received])),
         is_prefix=np.concatenate([item.is_prefix for item in received]),
     )
 
@@ -191,8 +194,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     groups = [item.group for item in batch.received]
     everyone = [record for group in groups for record in group.trajectories]
     is_baseline = np.concatenate([item.is_baseline for item in batch.received])
-    is_demonstration = np.concatenate([item.is_demonstration for item in batch.received])
-    is_sampled = ~(is_baseline | is_demonstration)
+    is_sampled = ~(is_baseline | batch.is_demonstration.numpy())
     statuses = Counter(record.status for record in everyone)
     lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
     staleness = version - batch.versions[np.concatenate([item.is_sampled for item in batch.received])]
@@ -222,4 +224,6 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     if is_baseline.any():
         described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
         described["baseline/reward"] = float(batch.scores[batch.is_baseline].nanmean())
+    if batch.is_prefix.any():
+        described["demonstrations/groups"] = float(sum(item.is_prefix.any() for item in batch.received))
     return described

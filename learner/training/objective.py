@@ -73,6 +73,8 @@ class MicroLoss:
     loss: torch.Tensor
     place: torch.Tensor
     """[n] places of its tokens among the batch's trained ones."""
+    weights: torch.Tensor
+    """[n] of the token losses in the update's loss."""
     tokens: PolicyTokens
     entropies: torch.Tensor
     policy: PolicyLoss
@@ -111,6 +113,7 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
+        self._has_experts = algorithm.demonstrations.are_used
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
     def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor) -> MicroLoss:
@@ -134,29 +137,36 @@ class Objective:
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
             marked=None if selected.marked is None else selected.marked[place].to(device),
+            expert=decided.batch.expert[place].to(device) if self._has_experts else None,
+            entropies=outputs.entropies.detach(),
+            scores=decided.batch.scores[micro_batch.row].to(device),
+            version=decided.version,
         )
         policy = self._loss(tokens, algorithm)
         dropped = {name: chosen[place].to(device) for name, chosen in selected.from_loss.items()}
         correction = correct(tokens, algorithm.correction, dropped)
         silent = decided.without_policy_loss[place].to(device)
         token_loss = torch.where(silent, 0.0, correction.weights * policy.token_loss)
+        of_policy = torch.zeros_like(token_loss)  # terms of a distribution that was sampled from
         if decided.coefficients.entropy_coeff:
-            token_loss = token_loss - decided.coefficients.entropy_coeff * outputs.entropies
+            of_policy = of_policy - decided.coefficients.entropy_coeff * outputs.entropies
         kl = outputs.other_kl
         if algorithm.kl_loss_coef and not is_exact:
             assert decided.scored.reference_logprobs is not None
             reference = decided.scored.reference_logprobs[place].to(device)
             kl = reference_kl(algorithm.loss_kl_estimator, outputs.logprobs, reference, behaviour)
         if kl is not None:
-            token_loss = token_loss + decided.coefficients.kl_loss_coef * kl
+            of_policy = of_policy + decided.coefficients.kl_loss_coef * kl
         perception = self._perception(roles.actor, micro_batch, outputs)
         if perception is not None:
-            token_loss = token_loss + perception.token_loss
+            of_policy = of_policy + perception.token_loss
+        token_loss = token_loss + (of_policy if tokens.expert is None else torch.where(tokens.expert, 0.0, of_policy))
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
-        loss = (weights[place].to(device) * torch.where(correction.masked, 0.0, token_loss)).sum()
+        weights = weights[place].to(device)
+        loss = (weights * torch.where(correction.masked, 0.0, token_loss)).sum()
         perception_kl = None if perception is None else perception.kl
-        return MicroLoss(loss, place, tokens, outputs.entropies, policy, correction, kl, perception_kl)
+        return MicroLoss(loss, place, weights, tokens, outputs.entropies, policy, correction, kl, perception_kl)
 
     def _perception(self, actor: TorchEngine, micro_batch: MicroBatch, outputs: TokenOutputs) -> PerceptionLoss | None:
         """PAPO's term, 0 at tokens after prompts without images; None where there is none."""

@@ -18,11 +18,12 @@ from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.controllers import Coefficients
 from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
 from asyncrl.algorithms.kl import penalise, reference_kl
-from asyncrl.algorithms.losses import token_weights, value_loss
+from asyncrl.algorithms.losses import update_weights, value_loss
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
-from asyncrl.algorithms.trajectories import Trajectories
+from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.methods import method_of
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
@@ -94,7 +95,8 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        return means | decided.selected.report() | self.coefficients.report(decided.coefficients) | _report(columns)
+        said = decided.selected.report() | self.coefficients.report(decided.coefficients)
+        return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 
     def _move_on(self, columns: Mapping[str, np.ndarray], decided: Decided) -> None:
         """Let the reference and the coefficients follow what the step has made and seen."""
@@ -137,6 +139,7 @@ class LearnerStep:
             group=batch.groups,
             is_baseline=batch.is_baseline,
             is_truncated=batch.is_truncated,
+            is_demonstration=batch.is_demonstration,
             expert=batch.expert,
             row=batch.trained.row,
             behaviour_logprobs=behaviour,
@@ -151,7 +154,7 @@ class LearnerStep:
         if reward_kl is not None:
             reward_kl = torch.where(batch.expert, 0.0, reward_kl)
             trajectories = penalise(trajectories, coefficients.kl_reward_coef * reward_kl)
-        credit = self.estimator(trajectories, algorithm)
+        credit = self._credit(trajectories)
         return Decided(
             batch=batch,
             version=version,
@@ -163,15 +166,30 @@ class LearnerStep:
             reward_kl=reward_kl,
         )
 
+    def _credit(self, trajectories: Trajectories) -> Credit:
+        """Give credit to what the policy sampled, and to demonstrations where the loss takes them as group members."""
+        algorithm = self.config.algorithm
+        loss = method_of("policy_loss", algorithm.policy_loss)
+        all_members = not algorithm.demonstrations.are_used or (loss is not None and loss.credits_demonstrations)
+        if all_members or trajectories.expert is None:
+            return self.estimator(trajectories, algorithm)
+        return self.estimator(trajectories.of_policy(), algorithm).spread(~trajectories.expert)
+
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str
     ) -> float:
         """Add up the gradients of one update over its micro-batches. Returns the loss."""
         total = 0.0
-        row, place = decided.batch.trained.row, decided.batch.places_of(groups)
-        weights = torch.zeros(len(row))
-        length = self.config.data.max_response_length
-        weights[place] = token_weights(row[place], self.config.algorithm.loss_agg_mode, max_response_length=length)
+        batch, place = decided.batch, decided.batch.places_of(groups)
+        row = batch.trained.row[place]
+        weights = torch.zeros(len(batch.trained.row))
+        weights[place] = update_weights(
+            row,
+            batch.groups[row],
+            batch.expert[place],
+            self.config.algorithm,
+            max_response_length=self.config.data.max_response_length,
+        )
         for number, micro_batch in enumerate(self.roles.micro_batches(groups), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 part = self.objective(self.roles, micro_batch, decided, weights)
@@ -240,6 +258,11 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
         columns["kl_prcp"] = torch.zeros_like(columns["entropy"])
         if part.perception_kl is not None:
             columns["kl_prcp"] = part.perception_kl.detach()
+    if part.tokens.expert is not None:
+        columns["expert"] = part.tokens.expert
+        columns["loss/supervised"] = part.weights * part.policy.token_loss.detach()
+        if part.policy.supervised_weight is not None:
+            columns["supervised_weight"] = part.weights * part.policy.supervised_weight
     return columns
 
 
@@ -268,9 +291,26 @@ def _trained_batch(columns: Mapping[str, np.ndarray], decided: Decided) -> Train
     return TrainedBatch((sums / counts).float().numpy(), logprobs, masked)
 
 
+def _take_supervised(columns: dict[str, np.ndarray], num_updates: int) -> dict[str, float]:
+    """Take the expert tokens out of the columns, and return what they add to an update: to its loss, and as weight of
+    their negative log-likelihood. Means over the updates."""
+    if "expert" not in columns:
+        return {}
+    expert = columns.pop("expert")
+    said = {"demonstrations/tokens": float(expert.sum() / num_updates)}
+    for name in ("loss/supervised", "supervised_weight"):
+        if name in columns:
+            said[name] = float(columns.pop(name)[expert].sum() / num_updates)
+    if expert.any():
+        said["demonstrations/logprob"] = float(columns["learner"][expert].mean())
+    for name, values in columns.items():
+        columns[name] = values[~expert]
+    return said
+
+
 def _report(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Means of the columns, and the off-policyness of the step. `columns` is used up."""
-    if not columns:
+    if not columns or not len(columns["learner"]):
         return {}
     names = ("noisy", "learner", "behaviour", "staleness")
     noisy, learner, behaviour, staleness = (columns.pop(name) for name in names)

@@ -1,4 +1,7 @@
-"""A batch of random completions without an engine, and a training engine that keeps gradients. For tests of a step."""
+"""A batch of random completions without an engine, and a training engine that keeps gradients. For tests of a step.
+
+Where tickets have orders, completions begin with what they put there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, make_batch
 from learner.training.engine import TorchEngine
-from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
+from protocol.messages import FinishReason, Group, GroupTimings, Ticket, TrajectoryRecord, TrajectoryStatus
 
 
 def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
@@ -54,8 +57,24 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
             trajectories=tuple(records),
             timings=GroupTimings(generate_s=0, reward_s=0),
         )
-        received.append(ReceivedGroup(item, group))
-    return make_batch(received, processor)
+        received.append(ReceivedGroup(item, _ordered(group, item.ticket, processor.tokenizer.eos_token_id)))
+    return make_batch(received, processor, demonstrations="demonstrations" in config.algorithm.needs)
+
+
+def _ordered(group: Group, ticket: Ticket, stop: int) -> Group:
+    """The group with the prefixes of its ticket's orders; behind a demonstration there is nothing."""
+    if not ticket.orders:
+        return group
+    names = ("token_ids", "loss_mask", "logprobs", "versions")
+    rows = zip(*(np.split(getattr(group, name), np.cumsum(group.lengths)[:-1]) for name in names), strict=True)
+    made: list[list[np.ndarray]] = []
+    for row, order in zip(rows, ticket.orders, strict=True):
+        count = len(order.prefix)
+        room = 0 if order.prefix[-1:] == (stop,) else ticket.sampling.max_new_tokens - count
+        put_in = (np.asarray(order.prefix), np.zeros(count), np.zeros(count), np.full(count, row[3][0]))
+        made.append([np.append(a, b[:room]).astype(b.dtype) for a, b in zip(put_in, row, strict=True)])
+    columns = {name: np.concatenate(parts) for name, parts in zip(names, zip(*made, strict=True), strict=True)}
+    return group.model_copy(update=columns | {"lengths": np.asarray([len(row[0]) for row in made], np.int32)})
 
 
 class KeepGradients(TorchEngine):

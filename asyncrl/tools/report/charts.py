@@ -81,6 +81,8 @@ CHARTS = {
         Chart("Dropped groups by reason", "dropped/(.+)", "so far", compared=0),
         Chart("KL to the reference", "reference_kl", "nats per token"),
         Chart("Learning rate", "lr: rate, critic/lr: critic's"),
+        Chart("Demonstrations", "demonstrations/logprob: log-prob, loss/supervised: part of the loss", floor=None),
+        Chart("Weight of demonstrations", "supervised_weight: of -log p"),
         Chart("Critic", "critic/explained_variance: explained variance, critic/loss: loss", floor=None),
     ),
     "Off-policyness": (

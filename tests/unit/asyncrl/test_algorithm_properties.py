@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import correct
-from asyncrl.algorithms.losses import token_weights
+from asyncrl.algorithms.losses import update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
@@ -97,7 +97,9 @@ def batches(draw: st.DrawFn, shortest: int = 0) -> Made:
 
 @cache
 def config_of(estimator: str, loss: str, mode: str) -> AlgorithmConfig:
-    chosen = "grpo" if methods("advantage")[estimator].needs & NOT_THERE else estimator
+    needs, of_loss = methods("advantage")[estimator].needs, methods("policy_loss")[loss].needs
+    refused = "critic" in needs and "demonstrations" in of_loss
+    chosen = "grpo" if needs & NOT_THERE or refused else estimator
     given: Any = {"adv_estimator": chosen, "policy_loss": loss, "loss_agg_mode": mode, "proximal": "recompute"}
     return AlgorithmConfig.model_validate(given | {"covariance": {"fraction": 0.3}, "pass_k": 2})
 
@@ -110,9 +112,12 @@ def estimate(name: str, made: Made, config: AlgorithmConfig | None = None) -> Cr
 def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
     """[N] gradient of an update's loss by its log-probs, in micro-batches of these rows (all in one by default)."""
     config, t = config_of(estimator, loss, mode), made.trajectories()
+    assert t.entropies is not None
+    is_hybrid = "demonstrations" in methods("policy_loss")[loss].needs
+    expert = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
     credit = estimate(estimator, made, config)
-    marked = Selections(config)(t, credit).marked
-    weights = token_weights(t.row, mode, max_response_length=5)
+    marked = Selections(config)(replace(t, expert=expert), credit).marked
+    weights = update_weights(t.row, t.group[t.row], expert, config, max_response_length=5)
     target, proximal, behaviour = (made.flat[:, column].clone() for column in range(3))
     target.requires_grad_()
     total = torch.zeros(())
@@ -125,6 +130,9 @@ def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Seq
             credit.advantages[here],
             t.row[here],
             None if marked is None else marked[here],
+            expert[here],
+            t.entropies[here],
+            t.scores[t.row[here]],
         )
         correction = correct(tokens, config.correction)
         token_loss = load_method("policy_loss", loss, "policy_loss")(tokens, config).token_loss
@@ -243,7 +251,8 @@ def test_gradients_agree_with_differences(name: str) -> None:
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         with patch.object(torch.Tensor, "detach", lambda own: moved if own is logprobs else detach(own)):
-            return loss(PolicyTokens(logprobs, proximal, behaviour, advantages, row, marked), config).token_loss
+            columns = (proximal, behaviour, advantages, row, marked, marked, -proximal, advantages)
+            return loss(PolicyTokens(logprobs, *columns), config).token_loss
 
     assert torch.autograd.gradcheck(value, (moved.clone().requires_grad_(),))
 

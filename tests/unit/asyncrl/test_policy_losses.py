@@ -35,7 +35,8 @@ def tokens(logprobs: torch.Tensor | None = None, **replaced: torch.Tensor) -> Po
     logprobs = flat(GIVEN["logp"]) if logprobs is None else logprobs
     columns: dict[str, Any] = {"proximal_logprobs": old, "behaviour_logprobs": old, "advantages": flat(GIVEN["adv"])}
     marked = torch.zeros(len(old), dtype=torch.bool)
-    return PolicyTokens(**({"logprobs": logprobs, "row": ROW, "marked": marked} | columns | replaced))
+    of_hybrids = {"expert": marked, "entropies": old.neg(), "scores": old.exp()}
+    return PolicyTokens(**({"logprobs": logprobs, "row": ROW, "marked": marked} | columns | of_hybrids | replaced))
 
 
 def loss_of(name: str, of: PolicyTokens, **settings: Any) -> tuple[PolicyLoss, AlgorithmConfig]:
@@ -168,9 +169,9 @@ def test_covariance_losses() -> None:
 # --- for every loss --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("chord_phi", "srft")])
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
-    """Where target, proximal and behaviour policy are one."""
+    """Where target, proximal and behaviour policy are one. chord_phi has a share of it, srft no advantages."""
     same = flat(GIVEN["old_logp"]).requires_grad_()
     found = gradient(name, tokens(same))
     close(found, -flat(GIVEN["adv"]), 1e-5)
@@ -182,9 +183,5 @@ def test_a_trajectory_of_another_row_changes_nothing(name: str) -> None:
     whole, _ = loss_of(name, tokens())
     for row in (0, 1):
         of_row = row == ROW
-        columns = {
-            key: getattr(tokens(), key)[of_row]
-            for key in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages", "marked")
-        }
-        alone, _ = loss_of(name, PolicyTokens(**columns, row=ROW[of_row]))
+        alone, _ = loss_of(name, tokens().of_tokens(of_row))
         close(alone.token_loss, whole.token_loss[of_row])
