@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.config.algorithm import NOT_THERE
 from asyncrl.config.explain import config_reference
 from asyncrl.config.methods import TAKES_FROM, Kind, methods
 from asyncrl.config.overlays import shipped_overlays
@@ -87,7 +86,7 @@ def _methods(kind: Kind, titles: tuple[str, str]) -> str:
         defaults = ", ".join(f"`{key}={_short(value)}`" for key, value in method.defaults.items())
         if kind == "selection":
             defaults = TAKES_FROM[method.takes_from]
-        needs = ", ".join(sorted(method.needs)) + (" (not there yet)" if method.needs & NOT_THERE else "")
+        needs = ", ".join(sorted(method.needs))
         needs += f"tokens of the selection `{method.marks}`" if method.marks else ""
         formula = method.formula.replace("|", "\\|")
         lines.append(f"| `{name}` | {method.summary.rstrip('.')} | {formula} | {needs} | {defaults} | {paper} |")

@@ -15,8 +15,6 @@ from asyncrl.config.suggest import did_you_mean
 Bounds = tuple[float, float]
 KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3_unbiased", "full"]
 
-NOT_THERE: frozenset[str] = frozenset()
-"""Needs of methods that nothing fulfils yet."""
 CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
 """Default cap of each truncated kind."""
 WEIGHT_BOUNDS: Mapping[str, Bounds] = {
@@ -492,11 +490,6 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.noisy_rollout.rows is {self.noisy_rollout.rows}, and algorithm.proximal {self.proximal} "
                 "uses log-probs of the engine, which saw other images. Set algorithm.proximal=recompute"
-            )
-        if missing := sorted(self.needs & NOT_THERE):
-            raise ValueError(
-                f"algorithm.adv_estimator {self.adv_estimator} needs {' and '.join(NEEDS[need] for need in missing)}, "
-                "which no learner has yet. Choose another estimator (docs/algorithms.md)"
             )
         loss = method_of("policy_loss", self.policy_loss)
         if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):

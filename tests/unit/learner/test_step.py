@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.config.algorithm import NOT_THERE
 from asyncrl.config.methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import output_head
@@ -50,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         name: {"adv_estimator": name}
         for name, method in methods("advantage").items()
-        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {*NOT_THERE, "critic", "greedy_row"}
+        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {"critic", "greedy_row"}
     },
 }
 WIDE: dict[str, dict[str, float]] = {
