@@ -53,7 +53,8 @@ class _GroupInProgress:
     blobs: Mapping[str, bytes]
     """Encoded media of its prompt by content hash."""
     started_at: float
-    scoring: GroupScoring
+    scoring: GroupScoring | None
+    """None: only its log-probs are asked for."""
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
     generated: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -83,7 +84,7 @@ class GroupProducer:
                     request=request,
                     blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
                     started_at=started_at,
-                    scoring=self._rewards.group(ticket.group_size),
+                    scoring=None if ticket.kind is TicketKind.PARITY else self._rewards.group(ticket.group_size),
                 )
         tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
             asyncio.create_task(self._generate(progress)),
@@ -143,7 +144,7 @@ class GroupProducer:
                 group.generated.set_result(time.monotonic())
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
-        if group.ticket.kind is TicketKind.PARITY:  # only its log-probs are asked for
+        if group.scoring is None:
             return completion.index, Score("ok", reward=0.0)
         sample = sample_of(
             group.ticket.prompt,

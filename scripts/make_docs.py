@@ -40,7 +40,7 @@ What a paper sets besides its function is in an overlay, a few lines of YAML in
 [configs/algorithms](../configs/algorithms). A word without `=` on the command line is the name of one of these, or the
 path of an overlay of your own; what comes later on the line counts:
 
-```text
+```bash
 asyncrl demo rloo
 asyncrl train base.yaml dapo learner.optim.lr=2e-6
 asyncrl train base.yaml mine.yaml

@@ -32,6 +32,8 @@ NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 NOT_RUN = {
     "make demo": "tests/system/test_demo.py",
     "make test": ".ci/run",
+    "asyncrl demo rloo": "tests/unit/learner/test_algorithm_overlays.py",
+    "asyncrl train base.yaml": "tests/unit/asyncrl/test_config_load.py",
     "asyncrl train runs/demo-1/grpo/config.yaml learner.optim": "README.md",
     "asyncrl train runs/mine/config.yaml --resume": "tests/system/test_resume.py",
     "asyncrl sync": "tests/system/test_sync.py",

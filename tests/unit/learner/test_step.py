@@ -36,7 +36,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{kind: {"correction": {"kind": kind}} for kind in KINDS},
     **{mask: {"correction": {"kind": "none", "masks": [{"kind": mask}]}} for mask in MASKS},
     **{mode: {"loss_agg_mode": mode} for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
-    **{name: {"correction": {"kind": "none"}, "selections": [name]} for name in methods("selection")},
+    **{
+        name: {"correction": {"kind": "none"}, "selections": [name]}
+        for name, method in methods("selection").items()
+        if "demonstrations" not in method.needs  # those come with their loss
+    },
     "all masks": {
         "correction": {"kind": "token_tis", "masks": [{"kind": mask} for mask in MASKS]},
         "selections": ["m2po"],
