@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import methods
 from tests.rigs.tiny import ROOT
 
@@ -28,12 +28,7 @@ def trajectories(scores: list[float], group: list[int], lengths: list[int] | Non
 
 
 def estimate(name: str, t: Trajectories, **settings: Any) -> Credit:
-    config = (
-        AlgorithmConfig(**settings)
-        if methods("advantage")[name].needs & NOT_THERE
-        else AlgorithmConfig(adv_estimator=name, **settings)
-    )
-    return load_method("advantage", name, "adv_estimator")(t, config)
+    return load_method("advantage", name, "adv_estimator")(t, AlgorithmConfig(adv_estimator=name, **settings))
 
 
 def close(got: torch.Tensor | None, expected: Any, tolerance: float = 1e-6) -> None:
