@@ -28,7 +28,7 @@ from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.methods import methods
 from asyncrl.tools.import_config.names import AGGREGATIONS
 
@@ -99,7 +99,7 @@ def batches(draw: st.DrawFn, shortest: int = 0) -> Made:
 def config_of(estimator: str, loss: str, mode: str) -> AlgorithmConfig:
     needs, of_loss = methods("advantage")[estimator].needs, methods("policy_loss")[loss].needs
     refused = "critic" in needs and "demonstrations" in of_loss
-    chosen = "grpo" if needs & NOT_THERE or refused else estimator
+    chosen = "grpo" if refused else estimator
     given: Any = {"adv_estimator": chosen, "policy_loss": loss, "loss_agg_mode": mode, "proximal": "recompute"}
     return AlgorithmConfig.model_validate(given | {"covariance": {"fraction": 0.3}, "pass_k": 2})
 
