@@ -12,17 +12,14 @@ Markdown, best first.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from asyncrl.config.overlays import shipped_overlays
-from benchmarks.demo_runs import DemoRuns, Run, read_run
+from benchmarks.demo_runs import Run, make_table, read_run, table_parser
 
-SEEDS = (1, 2, 3)
 MEASURED_FROM = 10
 """The pipeline is full from here on; means over a run's steps begin here."""
 MOST_SECONDS = 3600
@@ -58,28 +55,15 @@ def print_table(measured: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="results and logs")
-    parser.add_argument("--warm-starts", type=Path, default=None, help="seed-N of benchmarks/demo_seeds.py")
+    parser = table_parser(__doc__)
     parser.add_argument("--algorithms", nargs="+", choices=tuple(shipped_overlays()), default=tuple(shipped_overlays()))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--print", action="store_true", help="only print what has been measured")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     arguments = parser.parse_intermixed_args()
-    runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
-    failed: list[str] = []
-    if not arguments.print:
-        wanted = [
-            Run((("algorithm", name),), seed, ("evaluation.every_steps=0", name))
-            for seed in arguments.seeds
-            for name in arguments.algorithms
-        ]
-        failed = runs.make(wanted, arguments.jobs, read)
-    if runs.measured():
-        print_table(runs.measured())
-    if failed:
-        sys.exit("\n".join(failed))
+    wanted = [
+        Run((("algorithm", name),), seed, ("evaluation.every_steps=0", name))
+        for seed in arguments.seeds
+        for name in arguments.algorithms
+    ]
+    make_table(arguments, wanted, read, print_table, MOST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ first, or taken from the folder of `benchmarks/demo_seeds.py --folder`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from typing import Any
 from asyncrl.demo.prepare import GRPO
 
 ROOT = Path(__file__).parent.parent
+SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,31 @@ def _column(key: str) -> str:
     return {"staleness/mean": "staleness_mean", "staleness/max": "staleness_max", "idle/learner": "learner_idle"}.get(
         key, key
     )
+
+
+def table_parser(description: str | None) -> argparse.ArgumentParser:
+    """The command line that all tables have; `make_table` takes its arguments."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="results and logs")
+    parser.add_argument("--warm-starts", type=Path, default=None, help="seed-N of benchmarks/demo_seeds.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--print", action="store_true", help="only print what has been measured")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    return parser
+
+
+def make_table(
+    arguments: argparse.Namespace,
+    wanted: Sequence[Run],
+    read: Callable[[Path], dict[str, Any]],
+    print_table: Callable[[list[dict[str, Any]]], None],
+    most_seconds: float,
+) -> None:
+    """Make the runs that are missing, print the table of all, and exit with what failed."""
+    runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, most_seconds)
+    failed = [] if arguments.print else runs.make(wanted, arguments.jobs, read)
+    if runs.measured():
+        print_table(runs.measured())
+    if failed:
+        sys.exit("\n".join(failed))

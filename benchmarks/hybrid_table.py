@@ -10,11 +10,8 @@ the table can be continued (benchmarks/demo_runs.py). Prints Markdown, best firs
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from benchmarks.algorithm_table import MOST_SECONDS, SEEDS, print_table, read
-from benchmarks.demo_runs import DemoRuns, Run
+from benchmarks.algorithm_table import MOST_SECONDS, print_table, read
+from benchmarks.demo_runs import Run, make_table, table_parser
 
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("grpo",),
@@ -25,25 +22,15 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="results and logs")
-    parser.add_argument("--warm-starts", type=Path, default=None, help="seed-N of benchmarks/demo_seeds.py")
+    parser = table_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--print", action="store_true", help="only print what has been measured")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     arguments = parser.parse_intermixed_args()
-    runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
-    if not arguments.print:
-        wanted = [
-            Run((("algorithm", name),), seed, ("evaluation.every_steps=0", *METHODS[name]))
-            for seed in arguments.seeds
-            for name in arguments.methods
-        ]
-        runs.make(wanted, arguments.jobs, read)
-    if runs.measured():
-        print_table(runs.measured())
+    wanted = [
+        Run((("algorithm", name),), seed, ("evaluation.every_steps=0", *METHODS[name]))
+        for seed in arguments.seeds
+        for name in arguments.methods
+    ]
+    make_table(arguments, wanted, read, print_table, MOST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,17 @@ FOLDER/runs.jsonl are skipped, so that the table can be continued (benchmarks/de
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.demo_runs import DemoRuns, Run, read_run
+from benchmarks.demo_runs import Run, make_table, read_run, table_parser
 
 STEPS = 80
 UPDATES = 4
 LEARNING_RATE = 2e-4
 STALENESS: tuple[int | str, ...] = (0, 1, 2, 4, 8)
-SEEDS = (1, 2, 3)
 MEASURED_FROM = STEPS // 4
 """The pipeline is full from here on; means over a run's steps begin here."""
 MOST_SECONDS = 900
@@ -104,27 +101,12 @@ def print_table(measured: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="results and logs")
-    parser.add_argument("--warm-starts", type=Path, default=None, help="seed-N/data and seed-N/sft/export")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser = table_parser(__doc__)
     parser.add_argument("--staleness", nargs="+", default=STALENESS, help="bounds; `auto` is one, too")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--print", action="store_true", help="only print what has been measured")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     arguments = parser.parse_intermixed_args()
-    runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
-    failed: list[str] = []
-    if not arguments.print:
-        wanted = [
-            run_of(arm, s, seed) for seed in arguments.seeds for arm in arguments.arms for s in arguments.staleness
-        ]
-        failed = runs.make(wanted, arguments.jobs, read)
-    if runs.measured():
-        print_table(runs.measured())
-    if failed:
-        sys.exit("\n".join(failed))
+    wanted = [run_of(arm, s, seed) for seed in arguments.seeds for arm in arguments.arms for s in arguments.staleness]
+    make_table(arguments, wanted, read, print_table, MOST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 from PIL import Image
 
 from asyncrl.config.algorithm import NoisyRolloutConfig
-from asyncrl.data.images import decode_image
+from asyncrl.data.images import content_hash, decode_image
+from asyncrl.data.prompts import RenderedPrompt
 
 DIFFUSION_STEPS = 1000
 
@@ -24,6 +25,25 @@ def annealing(settings: NoisyRolloutConfig, done: float) -> float:
     if settings.schedule == "linear":
         return max(0.0, 1.0 - done)
     return 1.0 - 1.0 / (1.0 + math.exp(-settings.steepness * (done - settings.midpoint)))
+
+
+def noisy_images(
+    rendered: RenderedPrompt, settings: NoisyRolloutConfig, seed: tuple[int, int], done: float
+) -> Mapping[str, bytes]:
+    """Distort the images of a prompt, in order; by content hash. Nothing without images, or where no noise is left.
+
+    `seed`: of the run, and the ticket's number. `done`: share of the run that was over when the ticket was written. The
+    same for the same arguments.
+    """
+    steps = int(settings.steps * annealing(settings, done))
+    if not (settings.rows and steps):
+        return {}
+    prompt = rendered.prompt
+    made = [
+        noisy_image(rendered.blobs[digest], steps, (*seed, number), f"row {prompt.row_id}")
+        for number, digest in enumerate(prompt.image_hashes)
+    ]
+    return {content_hash(data): data for data in made}
 
 
 def noisy_image(data: bytes, steps: int, seed: Sequence[int], where: str) -> bytes:

@@ -14,6 +14,7 @@ import xxhash
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
+from asyncrl.data.noisy_images import noisy_images
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
@@ -21,7 +22,6 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
 from learner.tickets.demonstrations import Demonstrations, check_targets
-from learner.tickets.noisy_rollout import noisy_images
 from learner.tickets.ticket import PreparedTicket
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
@@ -119,10 +119,9 @@ class TicketWriter:
         rendered, measured = prompt
         noisy = noisy_images(
             rendered,
-            slot,
             self.config.algorithm.noisy_rollout,
-            seed=self.config.trainer.seed,
-            total_steps=self.config.total_steps(self.num_train_rows),
+            seed=(self.config.trainer.seed, slot.ticket_id),
+            done=slot.version / self.config.total_steps(self.num_train_rows),
         )
         if noisy:
             rendered = replace(rendered, blobs={**rendered.blobs, **noisy})

@@ -193,7 +193,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     """
     groups = [item.group for item in batch.received]
     everyone = [record for group in groups for record in group.trajectories]
-    is_baseline = np.concatenate([item.is_baseline for item in batch.received])
+    is_baseline = batch.is_baseline.numpy()
     is_sampled = ~(is_baseline | batch.is_demonstration.numpy())
     statuses = Counter(record.status for record in everyone)
     lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
