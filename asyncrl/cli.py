@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 OVERRIDES = (
-    "replace keys of the configuration; a word without `=` is an overlay: a YAML file, or an algorithm such as rloo"
+    "replace keys of the configuration; a word without `=` is an overlay: a YAML file, an algorithm such as rloo, or a "
+    "task such as geo3k"
 )
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
     evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
+    evaluate.add_argument(
+        "--out", type=Path, metavar="FILE", help="write each completion with its scores, as JSON lines"
+    )
     evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
 
     demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
@@ -257,13 +261,19 @@ def _exec_module(module: str, *arguments: str) -> NoReturn:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.evaluate import evaluate
+    from asyncrl.tools.evaluate import component_means, score_held_out, summarise, write_scored
 
     config = _load(arguments)
-    scores, size = evaluate(config, arguments.model, prefix=arguments.prefix), config.evaluation.group_size
+    if arguments.out and not arguments.out.absolute().parent.is_dir():
+        raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
+    scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
+    if arguments.out:
+        write_scored(scored, arguments.out)
+    scores, size = summarise(config, scored), config.evaluation.group_size
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
     print("   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"]))
+    print("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in component_means(scored).items()))
     return 0
 
 

@@ -101,7 +101,10 @@ def _short(value: object) -> str:
 
 def _overlays() -> str:
     """Each overlay and its first comment."""
-    first = {name: file.read_text().partition("\n")[0].removeprefix("# ") for name, file in shipped_overlays().items()}
+    first = {
+        name: file.read_text().partition("\n")[0].removeprefix("# ")
+        for name, file in shipped_overlays("algorithms").items()
+    }
     rows = [f"| [`{name}`](../configs/algorithms/{name}.yaml) | {said} |" for name, said in first.items()]
     return "\n".join([OVERLAYS, *rows])
 

@@ -28,7 +28,7 @@ METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "po
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the file, apply overrides and overlays in order, check everything. UserError lists every problem at once.
 
-    An override without `=` is an overlay: a YAML file, or the name of an algorithm's.
+    An override without `=` is an overlay: a YAML file, or the name of an algorithm's or a task's.
     """
     draft = _Draft(path)
     for word in overrides:

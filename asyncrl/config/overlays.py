@@ -1,36 +1,41 @@
-"""Overlays: a few keys in a YAML file, laid over a configuration. One ships for each algorithm (docs/algorithms.md)."""
+"""Overlays: a few keys in a YAML file, laid over a configuration. One ships for each algorithm (docs/algorithms.md) and
+for each task (docs/tasks.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config.keys import all_keys
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 
-FOLDER = Path(__file__).parents[1] / "algorithms" / "overlays"
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = {kind: PACKAGE / kind / "overlays" for kind in ("algorithms", "tasks")}
 Place = tuple[str | int, ...]
 """A place in a configuration: names of keys and indices of list items."""
 
 
 @cache
-def shipped_overlays() -> Mapping[str, Path]:
-    """Overlays of the algorithms, by name."""
-    return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+def shipped_overlays(kind: Literal["algorithms", "tasks"]) -> Mapping[str, Path]:
+    """Overlays of a kind, by name. No name is of both."""
+    return {file.stem: file for file in sorted(FOLDERS[kind].glob("*.yaml"))}
 
 
 def find_overlay(word: str) -> Path:
     """The file of an overlay, from its path or from the name of one that ships. UserError for anything else."""
     if word.endswith((".yaml", ".yml")):
         return Path(word)
-    if word in shipped_overlays():
-        return shipped_overlays()[word]
+    algorithms, tasks = shipped_overlays("algorithms"), shipped_overlays("tasks")
+    named = {**algorithms, **tasks}
+    if word in named:
+        return named[word]
     raise UserError(
         f"override {word!r} has no `=`: expected key=value, such as batch.group_size=8, or an overlay: a YAML file or "
-        f"the name of an algorithm.{did_you_mean(word, shipped_overlays())} There are {', '.join(shipped_overlays())}"
+        f"the name of an algorithm or a task.{did_you_mean(word, named)} Algorithms are {', '.join(algorithms)}; tasks "
+        f"are {', '.join(tasks)}"
     )
 
 

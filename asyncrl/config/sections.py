@@ -137,7 +137,8 @@ class DataConfig(Section):
     image_dir: str = ""
     """Base of relative image and frame paths; empty means the folder of the data file."""
     format_prompt: str = ""
-    """Jinja template file for the question; it sees `content` and every column. Empty means the question as it is."""
+    """Jinja template of the question, or the file that holds it; it sees `content` and every column. Empty means the
+    question as it is."""
     system_prompt: str = ""
     """System message before the question; empty means none."""
     max_prompt_length: int = Field(default=2048, gt=0)

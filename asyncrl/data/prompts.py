@@ -32,6 +32,7 @@ class PromptRenderer:
     def __init__(self, config: DataConfig):
         self._config = config
         self._template = _load_template(config.format_prompt)
+        self._template_name = "data.format_prompt" if is_template(config.format_prompt) else config.format_prompt
 
     def render(self, row: Mapping[str, Any], row_id: str) -> RenderedPrompt:
         """Raises UserError naming the row for a bad image, template variable, or placeholder count."""
@@ -115,15 +116,15 @@ class PromptRenderer:
             if content is None and error.message == "'content' is undefined":
                 raise UserError(
                     f"row {row_id}: there is nothing in column {self._config.prompt_key!r} (data.prompt_key), and the "
-                    f"template {self._config.format_prompt} asks for it as `content`. Give the row one or leave it out"
+                    f"template {self._template_name} asks for it as `content`. Give the row one or leave it out"
                 ) from error
             raise UserError(
-                f"row {row_id}: the template {self._config.format_prompt} asks for a column that is not there: "
+                f"row {row_id}: the template {self._template_name} asks for a column that is not there: "
                 f"{error.message}. Columns: {', '.join(sorted(row))}"
             ) from error
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UserError(
-                f"row {row_id}: the template {self._config.format_prompt} fails: {type(error).__name__}: {error}"
+                f"row {row_id}: the template {self._template_name} fails: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -179,14 +180,27 @@ def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id
 def _load_template(path: str) -> jinja2.Template | None:
     if not path:
         return None
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"data.format_prompt is {path!r}, but there is no such file in {Path.cwd()}")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=False)
     try:
-        return environment.from_string(file.read_text())
+        return environment.from_string(template_text(path))
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"data.format_prompt: {path}, line {error.lineno}: {error.message}") from error
+        place = "" if is_template(path) else f"{path}, "
+        raise UserError(f"data.format_prompt: {place}line {error.lineno}: {error.message}") from error
+
+
+def template_text(format_prompt: str) -> str:
+    """The template that `data.format_prompt` is, or that the file holds which it names; empty where it is."""
+    if not format_prompt or is_template(format_prompt):
+        return format_prompt
+    file = Path(format_prompt)
+    if not file.is_file():
+        raise UserError(f"data.format_prompt is {format_prompt!r}, but there is no such file in {Path.cwd()}")
+    return file.read_text()
+
+
+def is_template(format_prompt: str) -> bool:
+    """Whether it is a template and no path of one."""
+    return "{{" in format_prompt or "{%" in format_prompt
 
 
 def _is_wire_safe(value: Any) -> bool:

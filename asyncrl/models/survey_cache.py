@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource
+from asyncrl.data.prompts import template_text
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.jsonl import write_atomically
 
@@ -67,7 +68,7 @@ class SurveyCache:
         if source is None:
             return cls(None, media_keys)
         left_out = set(_OF_THE_RUN[:-1] if checked else _OF_THE_RUN)
-        template = Path(config.format_prompt).read_text() if config.format_prompt else ""
+        template = template_text(config.format_prompt)
         described = {
             "format": _FORMAT,
             "rows": source,

@@ -13,11 +13,12 @@ from typing import Any
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.shaping import OF_GROUPS, SHAPING
 
-_NUMBER = re.compile(
+NUMBER = re.compile(
     r"(?:(?<![\w).])[-+])?"  # a sign, but not the minus of `5-3`
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\d)(?=\.\d))"  # 1,234 or 1234 or nothing before .5
     r"(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
+"""A number in text."""
 _BOXED = "\\boxed{"
 
 
@@ -26,7 +27,7 @@ def exact_match(sample: RewardSample, *, ignore_case: bool = False) -> float:
 
     Example: completion " Paris\\n", answer "Paris" -> 1
     """
-    return float(_plain(sample.completion, ignore_case) in [_plain(a, ignore_case) for a in _answers(sample)])
+    return float(_plain(sample.completion, ignore_case) in [_plain(a, ignore_case) for a in accepted_answers(sample)])
 
 
 def contains(sample: RewardSample, *, ignore_case: bool = True, whole_words: bool = True) -> float:
@@ -36,7 +37,7 @@ def contains(sample: RewardSample, *, ignore_case: bool = True, whole_words: boo
     """
     completion = _plain(sample.completion, ignore_case)
     edges = (r"(?<!\w)", r"(?!\w)") if whole_words else ("", "")
-    answers = [re.escape(_plain(answer, ignore_case)) for answer in _answers(sample)]
+    answers = [re.escape(_plain(answer, ignore_case)) for answer in accepted_answers(sample)]
     return float(any(re.search(edges[0] + answer + edges[1], completion) for answer in answers))
 
 
@@ -49,7 +50,7 @@ def number_match(sample: RewardSample, *, tolerance: float = 1e-6, relative_tole
     if isinstance(sample.answer, int | float) and not isinstance(sample.answer, bool):
         expected: float | None = float(sample.answer)
     else:
-        expected = _last_number(" ".join(_answers(sample)))
+        expected = _last_number(" ".join(accepted_answers(sample)))
     if expected is None:
         raise ValueError(f"row {sample.row_id}: number_match needs a number as answer, got {sample.answer!r}")
     given = _last_number(sample.completion)
@@ -63,10 +64,10 @@ def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
     From clear to vague: `answer is B`, `\\boxed{B}`, `(B)` or `**B**`, a line beginning `B.`, a lone letter.
     Example: completion "A dog, so the answer is (B).", answer "B" -> 1
     """
-    answer = _answers(sample)[0].strip().strip("().").upper()
+    answer = accepted_answers(sample)[0].strip().strip("().").upper()
     if len(answer) != 1 or answer not in choices.upper():
         raise ValueError(f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}")
-    return float(_chosen(sample.completion, choices.upper()) == answer)
+    return float(chosen_letter(sample.completion, choices.upper()) == answer)
 
 
 def boxed_match(sample: RewardSample) -> float:
@@ -75,9 +76,9 @@ def boxed_match(sample: RewardSample) -> float:
     Spacing, `$`, `\\left`, `\\right` and `\\dfrac` make no difference; nothing is solved or simplified.
     Example: completion "so \\boxed{\\dfrac{1}{2}}", answer "\\frac{1}{2}" -> 1
     """
-    answers = _answers(sample)
-    given = _last_boxed(sample.completion)
-    return float(given is not None and any(_same_latex(given, answer) for answer in answers))
+    answers = accepted_answers(sample)
+    given = last_boxed(sample.completion)
+    return float(given is not None and any(same_latex(given, answer) for answer in answers))
 
 
 def format_think(sample: RewardSample, *, opened_by_prompt: bool = False) -> float:
@@ -116,7 +117,7 @@ SERVICES = {"reward_model": "asyncrl.models.reward_model", "llm_judge": "asyncrl
 """Components that are no functions but processes of their own, by the module that is run."""
 
 
-def _answers(sample: RewardSample) -> list[str]:
+def accepted_answers(sample: RewardSample) -> list[str]:
     """The accepted answers as text; never empty."""
     accepted: list[Any] = sample.answer if isinstance(sample.answer, list) else [sample.answer]
     texts = ["" if answer is None else str(answer) for answer in accepted]
@@ -131,11 +132,12 @@ def _plain(text: str, ignore_case: bool) -> str:
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return float(found[-1].replace(",", "")) if found else None
 
 
-def _chosen(completion: str, choices: str) -> str:
+def chosen_letter(completion: str, choices: str) -> str:
+    """The letter that a text chooses, as `choice_match` says; empty if none."""
     letter = f"([{re.escape(choices)}])"
     alone = re.fullmatch(rf"\W*{letter}\W*", completion, re.IGNORECASE)
     if alone:
@@ -153,7 +155,7 @@ def _chosen(completion: str, choices: str) -> str:
     return ""
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}`; None without a closed one."""
     start = text.rfind(_BOXED)
     if start < 0:
@@ -167,18 +169,19 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _same_latex(given: str, answer: str) -> bool:
+def same_latex(given: str, answer: str) -> bool:
+    """Equality as LaTeX text, or as plain numbers."""
     left, right = (_plain_latex(text) for text in (given, answer))
     if left == right:
         return True
-    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
+    if NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
         return _last_number(left) == _last_number(right)
     return False
 
 
 def _plain_latex(text: str) -> str:
     """LaTeX without spacing and sizing commands, and without the `\\boxed{}` or `$` around an answer."""
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     text = boxed if boxed is not None else text
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]", "", text)
     return re.sub(r"\\[dt]frac", r"\\frac", text).rstrip(".")

@@ -6,9 +6,10 @@ Independent of the services on purpose: plain `from_pretrained`, plain `generate
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +28,15 @@ from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_score
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Score
+from asyncrl.telemetry.jsonl import write_atomically
 
 BATCH_COMPLETIONS = 64
+
+
+class Scored(NamedTuple):
+    sample: RewardSample
+    score: Score
 
 
 def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> EvaluationScores:
@@ -37,7 +45,46 @@ def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> Evaluation
     `evaluation.group_size` completions a row at `evaluation.temperature`, 0 being greedy, from the whole distribution.
     `prefix`: text that every completion is made to begin with, as part of it.
     """
-    return asyncio.run(_score(config, complete_held_out(config, folder, prefix)))
+    return summarise(config, score_held_out(config, folder, prefix=prefix))
+
+
+def score_held_out(config: RunConfig, folder: Path, *, prefix: str = "") -> list[Scored]:
+    """Every completion that `evaluate` looks at with its score, those of a row one after the other."""
+    samples = complete_held_out(config, folder, prefix)
+    return [Scored(*pair) for pair in zip(samples, asyncio.run(_score(config, samples)), strict=True)]
+
+
+def summarise(config: RunConfig, scored: Sequence[Scored]) -> EvaluationScores:
+    """Raises UserError where no completion could be scored."""
+    size, name = config.evaluation.group_size, config.reward.accuracy_component
+    if all(score.reward is None for _, score in scored):
+        raise UserError(f"none of {len(scored)} completions could be scored: {scored[0].score.error_message}")
+    known = [None if score.reward is None else (score.components[name], score.reward) for _, score in scored]
+    return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
+
+
+def component_means(scored: Sequence[Scored]) -> dict[str, float]:
+    """Mean of each component over the completions that have a score."""
+    known = [score.components for _, score in scored if score.reward is not None]
+    return {name: sum(components[name] for components in known) / len(known) for name in (known[0] if known else ())}
+
+
+def write_scored(scored: Sequence[Scored], file: Path) -> None:
+    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null)."""
+    lines = (
+        {
+            "row_id": sample.row_id,
+            "answer": sample.answer,
+            "columns": sample.columns,
+            "completion": sample.completion,
+            "components": None if score.reward is None else score.components,
+            "reward": score.reward,
+            "error": score.error_message,
+        }
+        for sample, score in scored
+    )
+    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    write_atomically(file, text.encode("utf-8", "surrogatepass"))
 
 
 def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list[RewardSample]:
@@ -117,19 +164,14 @@ def _generate(
     return [(prefix + text, stop, n + stop) for text, stop, n in zip(decoded, ended, before, strict=True)]
 
 
-async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> EvaluationScores:
+async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> list[Score]:
     """`samples`: those of a row one after the other."""
     pool, size = RewardPool(config.reward), config.evaluation.group_size
     await pool.start()
     try:
         groups = [pool.group(size) for _ in range(len(samples) // size)]
-        scores = await asyncio.gather(
+        return await asyncio.gather(
             *(groups[number // size].score(number % size, sample) for number, sample in enumerate(samples))
         )
     finally:
         await pool.close()
-    if all(score.reward is None for score in scores):
-        raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
-    name = config.reward.accuracy_component
-    known = [None if score.reward is None else (score.components[name], score.reward) for score in scores]
-    return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])

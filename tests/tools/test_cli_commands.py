@@ -177,9 +177,14 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert main(["export", str(run), str(tmp_path / "copy")]) == 0
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (run / "export" / "model.safetensors").read_bytes()
 
-    assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export")]) == 0
+    rows = tmp_path / "rows.jsonl"
+    assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(rows)]) == 0
     evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert f"pass@1 {evaluation['accuracy']:.4f} ±" in capsys.readouterr().out, "the same as the run's own"
+    printed = capsys.readouterr().out
+    assert f"pass@1 {evaluation['accuracy']:.4f} ±" in printed, "the same as the run's own"
+    assert f"components   short {evaluation['accuracy']:.4f}" in printed
+    found = [json.loads(line)["components"]["short"] for line in rows.read_text().splitlines()]
+    assert sum(found) / len(found) == pytest.approx(evaluation["accuracy"])
 
 
 @pytest.mark.slow

@@ -270,4 +270,4 @@ def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path
     assert f"batch.group_size is 'many': expected whole number > 0 [{overlay} line 1]" in said
     assert f"unknown key data.shuffel: did you mean data.shuffle? [{overlay} line 3]" in said
     assert "no configuration file none.yaml" in refusal(minimal, "none.yaml")
-    assert "or the name of an algorithm. Did you mean 'rloo'?" in refusal(minimal, "rlo")
+    assert "or the name of an algorithm or a task. Did you mean 'rloo'?" in refusal(minimal, "rlo")

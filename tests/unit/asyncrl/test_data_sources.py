@@ -295,6 +295,12 @@ def test_a_template_sees_content_and_columns_and_a_bad_one_is_named(tmp_path: Pa
         file.write_text(template)
         with pytest.raises(UserError, match=expected):
             PromptRenderer(config).render({"prompt": "q", "level": 3}, "d:0")
+    inline = DataConfig(train_files=("x",), format_prompt="{{ content | trim }} (level {{ level }})\n")
+    assert _text(PromptRenderer(inline).render({"prompt": " q ", "level": 3}, "d:0")) == "q (level 3)"
+    with pytest.raises(UserError, match=r"row d:0: the template data.format_prompt asks for a column that is not there"):
+        PromptRenderer(inline).render({"prompt": "q"}, "d:0")
+    with pytest.raises(UserError, match=r"data.format_prompt: line 1: unexpected end of template"):
+        PromptRenderer(DataConfig(train_files=("x",), format_prompt="{{ content"))
     with pytest.raises(UserError, match=r"data.format_prompt is 'nope.jinja', but there is no such file"):
         PromptRenderer(DataConfig(train_files=("x",), format_prompt="nope.jinja"))
 

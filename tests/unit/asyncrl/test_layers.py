@@ -29,6 +29,7 @@ TORCH_FREE = (
     "asyncrl/demo/data.py",
     "asyncrl/demo/reward.py",
     "asyncrl/rewards/",
+    "asyncrl/tasks/",
     "asyncrl/telemetry/",
     "asyncrl/tools/inspect/",
     "asyncrl/tools/report/",

@@ -14,7 +14,7 @@ from asyncrl.config import yaml_text
 from asyncrl.config.algorithm import PapoConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import KINDS, methods
-from asyncrl.config.overlays import FOLDER, shipped_overlays
+from asyncrl.config.overlays import FOLDERS, shipped_overlays
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.prepare import GRPO
 from asyncrl.models.processing import PromptProcessor
@@ -26,7 +26,7 @@ from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT
 
-OVERLAYS = shipped_overlays()
+OVERLAYS = shipped_overlays("algorithms")
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -49,8 +49,10 @@ def test_every_method_has_an_overlay_that_uses_it() -> None:
 
 
 def test_they_are_where_a_clone_is_looked_through_and_in_the_package() -> None:
-    assert (ROOT / "configs" / "algorithms").resolve() == FOLDER
-    assert Path("asyncrl/algorithms") / "overlays" == FOLDER.relative_to(ROOT)
+    for kind, folder in FOLDERS.items():
+        assert (ROOT / "configs" / kind).resolve() == folder
+        assert Path("asyncrl") / kind / "overlays" == folder.relative_to(ROOT)
+    assert not OVERLAYS.keys() & shipped_overlays("tasks").keys()
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,47 @@
+"""Maths whose result stands in a box (geometry3k), compared by math-verify: `1/2` is `0.5`, `2x+3` is `3+2x`.
+
+math-verify is an extra. Without it this file cannot be loaded, and a run says so before it begins.
+"""
+
+from __future__ import annotations
+
+from asyncrl.rewards.builtin import accepted_answers, last_boxed, same_latex
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.tasks.completions import after_thinking
+
+try:
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(
+        "math-verify is not installed: pip install 'asyncrl[maths]'. What compares text and plain numbers alone is the "
+        "built-in boxed_match: name it in reward.functions"
+    ) from error
+
+SECONDS = 5
+"""Longest time for reading an expression and for a comparison."""
+
+
+def boxed(sample: RewardSample) -> float:
+    """1 if the last `\\boxed{...}` after the thinking equals the answer (or one of a list of them).
+
+    A comparison that takes too long, or that math-verify cannot make, is an error and no 0.
+    Example: "<think>...</think> \\boxed{0.5}", answer "\\frac{1}{2}" -> 1
+    """
+    given = last_boxed(after_thinking(sample.completion))
+    return float(given is not None and any(equal(given, answer) for answer in accepted_answers(sample)))
+
+
+def equal(given: str, answer: str) -> bool:
+    """Equality as text, or else as mathematical expressions; `answer` is the reference (it is not symmetric)."""
+    if same_latex(given, answer):
+        return True
+    expected, found = (_read(text) for text in (answer, given))
+    return bool(verify(expected, found, timeout_seconds=SECONDS, raise_on_error=True))
+
+
+def _read(text: str) -> list[object]:
+    inner = last_boxed(text)
+    return parse(f"\\boxed{{{text if inner is None else inner}}}", parsing_timeout=SECONDS, raise_on_error=True)
+
+
+parse("1", parsing_timeout=None)  # compiles its expressions now, which takes longer than a sample has
