@@ -297,7 +297,7 @@ def test_a_template_sees_content_and_columns_and_a_bad_one_is_named(tmp_path: Pa
             PromptRenderer(config).render({"prompt": "q", "level": 3}, "d:0")
     inline = DataConfig(train_files=("x",), format_prompt="{{ content | trim }} (level {{ level }})\n")
     assert _text(PromptRenderer(inline).render({"prompt": " q ", "level": 3}, "d:0")) == "q (level 3)"
-    with pytest.raises(UserError, match=r"row d:0: the template data.format_prompt asks for a column that is not there"):
+    with pytest.raises(UserError, match=r"row d:0: the template data.format_prompt asks for a column"):
         PromptRenderer(inline).render({"prompt": "q"}, "d:0")
     with pytest.raises(UserError, match=r"data.format_prompt: line 1: unexpected end of template"):
         PromptRenderer(DataConfig(train_files=("x",), format_prompt="{{ content"))
