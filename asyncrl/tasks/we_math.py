@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.rewards.builtin import chosen_letter
+from asyncrl.rewards.builtin import NUMBER, chosen_letter
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.tasks.completions import after_thinking, answer_text, block
 from asyncrl.tasks.maths import equal
@@ -22,6 +22,8 @@ from asyncrl.tasks.maths import equal
 LETTERS = "ABCDEFGH"
 _MARK = re.compile(r"(?:^|\s)\((\d+)\)")
 _OR = re.compile(r"\s+or\s+", re.IGNORECASE)
+_WORDS = re.compile(r"\w[\w.%°/-]*(?:\s+\w[\w.%°/-]*)+")
+_LIST = re.compile(r"[^,\\(\[{]+(?:,[^,\\(\[{]+)+")
 
 
 def graded(sample: RewardSample) -> float:
@@ -36,14 +38,13 @@ def graded(sample: RewardSample) -> float:
         said = block(sample.completion, "answer")
         return float(chosen_letter(after_thinking(sample.completion) if said is None else said, LETTERS) == answer)
     given = answer_text(sample.completion)
-    if _same(given, answer) or any(_same(given, one) for one in _OR.split(answer)):
-        return 1.0
     if _OR.search(answer):
-        return 0.0
-    wanted, said = _parts(answer, answer), _parts(given, answer)
+        return float(any(_same(given, one) for one in _OR.split(answer)))
+    wanted = _parts(answer, answer)
     if len(wanted) < 2:
-        return 0.0
-    return sum(map(_same, said, wanted)) / max(len(wanted), len(said))
+        return float(_same(given, answer))
+    parts = _parts(given, answer)  # never as a whole: `5 3` and `3 5` are the same product
+    return sum(map(_same, parts, wanted)) / max(len(wanted), len(parts))
 
 
 def four_dimensions(rows: Iterable[tuple[Any, str, bool]]) -> dict[str, float]:
@@ -110,10 +111,10 @@ def _test_row(answer: Any) -> dict[str, Any] | None:
 
 
 def _parts(text: str, reference: str) -> list[str]:
-    """A text cut as the reference is: by numbers in brackets, commas or spaces. LaTeX is not cut."""
+    """A text cut as the reference is: by numbers in brackets, commas or spaces. An expression stays whole."""
     if len(_MARK.findall(reference)) > 1:
         return [part.strip() for part in _MARK.split(text)[2::2]]
-    if "\\" in reference:
+    if NUMBER.fullmatch(reference) or not (_WORDS.fullmatch(reference) or _LIST.fullmatch(reference)):
         return [text]
     commas = "," in reference and "," in text  # values of a list may have spaces in them
     return [part for part in (text.split(",") if commas else re.split(r"[,\s]+", text)) if part.strip()]

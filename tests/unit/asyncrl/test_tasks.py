@@ -426,6 +426,11 @@ def test_without_math_verify_a_run_says_so_before_it_begins(monkeypatch: pytest.
         ("<answer>6, 6</answer>", "8, 6", 1 / 2),  # each value counts in its place
         ("<answer>(1) 5 (2) 7</answer>", "(1) 5 (2) 6", 1 / 2),
         ("<answer>Cone 5 3</answer>", "Cone 5 4", 2 / 3),
+        ("<answer>3 5</answer>", "5 3", 0),  # in no place, although the product is the same
+        ("<answer>(1) 6 (2) 5</answer>", "(1) 5 (2) 6", 0),
+        ("<answer>3 + 2x</answer>", "2 x + 3", 1),
+        ("<answer>1234</answer>", "1,234", 1),
+        ("<answer>(1, 2)</answer>", "(1,2)", 1),
         ("<answer>5</answer>", "6", 0),
     ],
 )
