@@ -5,6 +5,8 @@ math-verify is an extra. Without it this file cannot be loaded, and a run says s
 
 from __future__ import annotations
 
+import logging
+
 from asyncrl.rewards.builtin import accepted_answers, last_boxed, same_latex
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.tasks.completions import after_thinking
@@ -17,14 +19,13 @@ except ImportError as error:
         "built-in boxed_match: name it in reward.functions"
     ) from error
 
-SECONDS = 5
-"""Longest time for reading an expression and for a comparison."""
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: reward.timeout_s is
 
 
 def boxed(sample: RewardSample) -> float:
     """1 if the last `\\boxed{...}` after the thinking equals the answer (or one of a list of them).
 
-    A comparison that takes too long, or that math-verify cannot make, is an error and no 0.
+    A comparison that takes longer than reward.timeout_s, or that math-verify cannot make, is a status and no 0.
     Example: "<think>...</think> \\boxed{0.5}", answer "\\frac{1}{2}" -> 1
     """
     given = last_boxed(after_thinking(sample.completion))
@@ -36,12 +37,12 @@ def equal(given: str, answer: str) -> bool:
     if same_latex(given, answer):
         return True
     expected, found = (_read(text) for text in (answer, given))
-    return bool(verify(expected, found, timeout_seconds=SECONDS, raise_on_error=True))
+    return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
 
 
 def _read(text: str) -> list[object]:
     inner = last_boxed(text)
-    return parse(f"\\boxed{{{text if inner is None else inner}}}", parsing_timeout=SECONDS, raise_on_error=True)
+    return parse(f"\\boxed{{{text if inner is None else inner}}}", parsing_timeout=None, raise_on_error=True)
 
 
 parse("1", parsing_timeout=None)  # compiles its expressions now, which takes longer than a sample has
