@@ -61,7 +61,9 @@ def four_dimensions(rows: Iterable[tuple[Any, str, bool]]) -> dict[str, float]:
         size, _, part = key.partition("_")
         if size in ("2steps", "3steps"):
             problems[str(problem), size][part] = right
-    counts = dict.fromkeys(("n", "ik", "ig", "rm_strict", "rm_loose", "cm_strict", "cm_loose", "incomplete"), 0)
+    counts: dict[str, int] = dict.fromkeys(
+        ("n", "ik", "ig", "rm_strict", "rm_loose", "cm_strict", "cm_loose", "incomplete"), 0
+    )
     for (_, size), parts in problems.items():
         if set(parts) != {*map(str, range(1, int(size[0]) + 1)), "multi"}:
             counts["incomplete"] += 1
