@@ -22,8 +22,9 @@ IDS = {
 }
 
 
-def make_family(family: Family, folder: Path) -> Path:
-    """A Hugging Face folder: model, tokenizer, processor with image and video parts."""
+def make_family(family: Family, folder: Path, *, tied: bool = False) -> Path:
+    """A Hugging Face folder: model, tokenizer, processor with image and video parts. With `tied`, the output layer
+    shares its weight with the embedding."""
     tokenizer = build_tokenizer()
     common: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(text) for name, text in IDS.items()}
     common |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -40,8 +41,8 @@ def make_family(family: Family, folder: Path) -> Path:
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         text["rope_parameters"]["mrope_interleaved"] = True
         text["head_dim"] = 32
-    else:
-        common["tie_word_embeddings"] = False
+    if family != "qwen3_vl" or tied:
+        common["tie_word_embeddings"] = text["tie_word_embeddings"] = tied
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **common)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)

@@ -30,6 +30,8 @@ FP32 = 1e-4
 """Largest difference of one log-prob between two implementations; measured: 1e-5."""
 START_S = 300.0
 """Of an engine, on a machine that does other things, too."""
+MAX_PIXELS = 900
+"""Of an image: it is reduced to four tokens at most."""
 QUESTION = "What is the sum of the digits?"
 T = TypeVar("T")
 

@@ -20,12 +20,6 @@ pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture
-def rig(vllm_rig: Rig) -> Rig:
-    vllm_rig.mode("recompute")
-    return vllm_rig
-
-
-@pytest.fixture
 def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
     half = LearnerHalf(tmp_path)
     yield half

@@ -26,14 +26,6 @@ from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
 pytestmark = NEEDS_VLLM
 
 
-@pytest.fixture
-def fresh(vllm_rig: Rig) -> Rig:
-    """With the initial weights and the default mode."""
-    vllm_rig.mode("recompute")
-    vllm_rig.run(vllm_rig.update(vllm_rig.initial))
-    return vllm_rig
-
-
 async def all_of(engine: HFEngine, requests: list[GenerationRequest]) -> dict[tuple[int, int], Completion]:
     await engine.start()
     try:
@@ -50,23 +42,23 @@ def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completi
 # --- sampling -------------------------------------------------------------------------------
 
 
-def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Rig) -> None:
-    rows, renderer = open_train(fresh.config.data), PromptRenderer(fresh.config.data)
+def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(rig: Rig) -> None:
+    rows, renderer = open_train(rig.config.data), PromptRenderer(rig.config.data)
     requests = []
     for number in range(8):
         rendered = renderer.render(rows[number], rows.row_id(number))
         images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
-        prompt = fresh.processor.encode(rendered.prompt, rendered.blobs)
+        prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
         sampling = Sampling(
-            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=fresh.processor.placeholder_ids
+            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=rig.processor.placeholder_ids
         )
         requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
     requests += [
-        fresh.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
-        fresh.request("What is the largest digit?", picture(1), picture(1)),
-        fresh.request("answer 1 2 3"),
+        rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
+        rig.request("What is the largest digit?", picture(1), picture(1)),
+        rig.request("answer 1 2 3"),
     ]
-    ours, theirs = fresh.sample(*requests), hf_greedy(fresh, requests)
+    ours, theirs = rig.sample(*requests), hf_greedy(rig, requests)
     assert sum(len(r.images) for r in requests) >= 13
     for request in requests:
         done, expected = ours[request.request_id, 0], theirs[request.request_id]
@@ -75,35 +67,35 @@ def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Ri
         assert done.finish_reason is expected.finish_reason
 
 
-def test_logprobs_are_of_the_distribution_that_was_sampled_from(fresh: Rig) -> None:
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(rig: Rig) -> None:
     truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
     requests = [
-        fresh.request(QUESTION, picture(1), tokens=40, size=2, temperature=0.7),
-        fresh.request(QUESTION, picture(2), tokens=40, size=2, **truncated),
-        fresh.request("read", tokens=40, size=2, temperature=1.3, min_p=0.05),
+        rig.request(QUESTION, picture(1), tokens=40, size=2, temperature=0.7),
+        rig.request(QUESTION, picture(2), tokens=40, size=2, **truncated),
+        rig.request("read", tokens=40, size=2, temperature=1.3, min_p=0.05),
     ]
-    done = fresh.sample(*requests)
+    done = rig.sample(*requests)
     for request in requests:
         for index in range(2):
-            assert gap_to(fresh, fresh.initial, request, done[request.request_id, index]) < FP32
+            assert gap_to(rig, rig.initial, request, done[request.request_id, index]) < FP32
 
 
-def test_equal_seeds_give_equal_completions_whoever_else_runs(fresh: Rig) -> None:
-    alone = fresh.request(QUESTION, picture(1), tokens=30, size=3, temperature=1.0, seed=7)
-    once = fresh.sample(alone)
-    others = [fresh.request("read", picture(n), tokens=20, size=3, temperature=1.0) for n in range(4)]
+def test_equal_seeds_give_equal_completions_whoever_else_runs(rig: Rig) -> None:
+    alone = rig.request(QUESTION, picture(1), tokens=30, size=3, temperature=1.0, seed=7)
+    once = rig.sample(alone)
+    others = [rig.request("read", picture(n), tokens=20, size=3, temperature=1.0) for n in range(4)]
     again = dataclasses.replace(alone, request_id=900)
     neighbour = dataclasses.replace(alone, request_id=901, seed=8)
-    both = fresh.sample(*others, again, neighbour)
+    both = rig.sample(*others, again, neighbour)
     completions = [once[alone.request_id, i].token_ids.tolist() for i in range(3)]
     assert [both[900, i].token_ids.tolist() for i in range(3)] == completions
     everything = completions + [both[901, i].token_ids.tolist() for i in range(3)]
     assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
 
 
-def test_orders_are_followed_as_the_hf_engine_follows_them(fresh: Rig) -> None:
-    plain = fresh.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
-    other, hint = encoded_prompt(fresh.processor, QUESTION, picture(9)), (21, 22, 23)
+def test_orders_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
+    plain = rig.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
+    other, hint = encoded_prompt(rig.processor, QUESTION, picture(9)), (21, 22, 23)
     orders = (
         TrajectoryOrder(),
         TrajectoryOrder(prefix=hint),
@@ -113,11 +105,11 @@ def test_orders_are_followed_as_the_hf_engine_follows_them(fresh: Rig) -> None:
     )
     seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
     request = dataclasses.replace(plain, request_id=700, orders=orders, seen=seen)
-    ours = {**fresh.sample(plain), **fresh.sample(request)}
+    ours = {**rig.sample(plain), **rig.sample(request)}
     assert ours[700, 0].token_ids.tolist() == ours[plain.request_id, 0].token_ids.tolist()
     assert ours[700, 2].token_ids.tolist() == [31, 7]
-    hf = HFEngine(fresh.config, fresh.processor)
-    theirs = fresh.run(all_of(hf, [request]))
+    hf = HFEngine(rig.config, rig.processor)
+    theirs = rig.run(all_of(hf, [request]))
     for index, order in enumerate(orders):
         done, count = ours[700, index], len(order.prefix)
         assert tuple(done.token_ids[:count].tolist()) == order.prefix
@@ -127,23 +119,23 @@ def test_orders_are_followed_as_the_hf_engine_follows_them(fresh: Rig) -> None:
             assert done.token_ids.tolist() == theirs[700, index].token_ids.tolist()
             assert np.abs(done.logprobs - theirs[700, index].logprobs).max() < FP32
         elif index != 2:
-            policies = dict.fromkeys(done.versions.tolist(), fresh.initial)
-            assert gaps(fresh.config, policies, request, done)[count:].max() < FP32
+            policies = dict.fromkeys(done.versions.tolist(), rig.initial)
+            assert gaps(rig.config, policies, request, done)[count:].max() < FP32
 
 
-def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
-    free = fresh.request(QUESTION, picture(1), tokens=20)
-    ids = fresh.sample(free)[free.request_id, 0].token_ids
+def test_a_stop_id_ends_a_completion_and_belongs_to_it(rig: Rig) -> None:
+    free = rig.request(QUESTION, picture(1), tokens=20)
+    ids = rig.sample(free)[free.request_id, 0].token_ids
     stop = int(ids[9])
-    stopped = fresh.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
-    done = fresh.sample(stopped)[stopped.request_id, 0]
+    stopped = rig.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
+    done = rig.sample(stopped)[stopped.request_id, 0]
     assert done.token_ids.tolist() == ids[: ids.tolist().index(stop) + 1].tolist()
     assert done.finish_reason is FinishReason.STOP
-    eos = fresh.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
+    eos = rig.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
     assert stop != eos
 
 
-def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_runner_that_cuda_gets_takes_the_ban_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own checks and construction for Model Runner V2, which a CPU does not use."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -155,12 +147,12 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig, monkeypat
         LogitsProcRequestState,
     )
 
-    banned = list(fresh.processor.placeholder_ids)
+    banned = list(rig.processor.placeholder_ids)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
-    turns = fresh.config.model_copy(update={"trainer": fresh.config.trainer.model_copy(update={"mode": "sync"})})
+    turns = rig.config.model_copy(update={"trainer": rig.config.trainer.model_copy(update={"mode": "sync"})})
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert known >= set(engine_arguments(turns, cuda=True, text_config=None, banned=[]))
-    named: Any = engine_arguments(fresh.config, cuda=True, text_config=None, banned=banned)
+    named: Any = engine_arguments(rig.config, cuda=True, text_config=None, banned=banned)
     build_custom_logits_processors_params_validator(named["logits_processors"])(SamplingParams())
     fields: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(LogitsProcRequestState))
     states: Any = SimpleNamespace(**{**fields, "device": torch.device("cpu")})
@@ -173,211 +165,212 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig, monkeypat
     assert after.isneginf().sum() == 2 * len(banned)
 
 
-def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(fresh: Rig) -> None:
-    banned = fresh.processor.placeholder_ids
+def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(rig: Rig) -> None:
+    banned = rig.processor.placeholder_ids
     assert len(banned) >= 2
-    head = torch.zeros_like(fresh.initial["lm_head.weight"])
+    (tied,) = [name for name in rig.initial if "embed_tokens" in name]
+    head = torch.zeros_like(rig.initial[tied])  # what is said is a sum of the images
     random = torch.Generator().manual_seed(0)
     wish = 1000 * torch.randn(head.shape[1], generator=random)
     head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
-    fresh.run(fresh.update({**fresh.initial, "lm_head.weight": head}))
+    rig.run(rig.update({**rig.initial, tied: head}))
     requests = [
-        fresh.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
-        fresh.request(QUESTION, picture(1), tokens=50, temperature=0),
+        rig.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
+        rig.request(QUESTION, picture(1), tokens=50, temperature=0),
     ]
-    for done in fresh.sample(*requests).values():
+    for done in rig.sample(*requests).values():
         assert not set(done.token_ids.tolist()) & set(banned)
         # All others are equally probable, to the last bit of the distribution: nothing was left for a banned one.
         np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
 
 
-def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:
-    lax = fresh.request(QUESTION, picture(1), banned_token_ids=())
+def test_a_ticket_with_other_bans_or_over_the_length_is_refused(rig: Rig) -> None:
+    lax = rig.request(QUESTION, picture(1), banned_token_ids=())
     with pytest.raises(UserError, match=r"bans the token ids \[\], and this engine bans"):
-        fresh.sample(lax)
+        rig.sample(lax)
     with pytest.raises(UserError, match=r"row .* are more than the 512 that vLLM was started for"):
-        fresh.sample(fresh.request(QUESTION, tokens=510))
-    good = fresh.request("read", tokens=3)
+        rig.sample(rig.request(QUESTION, tokens=510))
+    good = rig.request("read", tokens=3)
 
     async def beside_it() -> list[Any]:
-        return [item async for item in fresh.engine.generate([lax, good])]
+        return [item async for item in rig.engine.generate([lax, good])]
 
-    failed, done = fresh.run(beside_it())
+    failed, done = rig.run(beside_it())
     assert (failed.request_id, type(failed.error)) == (lax.request_id, UserError)
     assert (done.request_id, len(done.token_ids)) == (good.request_id, 3), "it fails alone"
 
 
-def test_a_prompt_that_vllm_expands_otherwise_names_its_row(fresh: Rig) -> None:
-    request = fresh.request(QUESTION, picture(1), picture(2))
-    wide = dataclasses.replace(request, images=(picture(1), picture(2, 84, 28)))
+def test_a_prompt_that_vllm_expands_otherwise_names_its_row(rig: Rig) -> None:
+    request = rig.request(QUESTION, picture(1), picture(2))
+    square = dataclasses.replace(request, images=(picture(1), picture(2, 28, 28)))
     with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM and the processor make .* at position"):
-        fresh.sample(wide)
+        rig.sample(square)
     turned = dataclasses.replace(request, images=(picture(1), picture(2, 28, 56)))
     with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM .* patches of the images"):
-        fresh.sample(turned)
+        rig.sample(turned)
 
 
-def test_closing_the_iterator_aborts_what_still_runs(fresh: Rig) -> None:
+def test_closing_the_iterator_aborts_what_still_runs(rig: Rig) -> None:
     async def take_one() -> Completion:
-        long = [fresh.request(QUESTION, picture(n), tokens=300, size=4, temperature=1.0) for n in range(3)]
-        completions = fresh.engine.generate([fresh.request("read", tokens=2), *long])
+        long = [rig.request(QUESTION, picture(n), tokens=300, size=4, temperature=1.0) for n in range(3)]
+        completions = rig.engine.generate([rig.request("read", tokens=2), *long])
         done = await anext(completions)
         await completions.aclose()
         return done
 
-    before = fresh.engine.usage.tokens_generated
-    assert len(fresh.run(take_one()).token_ids) == 2
-    assert not fresh.engine._llm.output_processor.request_states
-    assert fresh.engine.usage.tokens_generated - before < 12 * 300
-    assert fresh.engine.usage.sequences_running == 0
-    request = fresh.request("read", tokens=3)
-    assert len(fresh.sample(request)[request.request_id, 0].token_ids) == 3
+    before = rig.engine.usage.tokens_generated
+    assert len(rig.run(take_one()).token_ids) == 2
+    assert not rig.engine._llm.output_processor.request_states
+    assert rig.engine.usage.tokens_generated - before < 12 * 300
+    assert rig.engine.usage.sequences_running == 0
+    request = rig.request("read", tokens=3)
+    assert len(rig.sample(request)[request.request_id, 0].token_ids) == 3
 
 
 # --- new weights under running sequences ---------------------------------------------------------
 
 
-def test_recompute_gives_every_token_the_policy_of_its_version(fresh: Rig) -> None:
+def test_recompute_gives_every_token_the_policy_of_its_version(rig: Rig) -> None:
     requests = [
-        fresh.request(QUESTION, picture(1), picture(2), tokens=120, size=2, temperature=0.8),
-        fresh.request("read", tokens=120, size=2, temperature=0.8),
+        rig.request(QUESTION, picture(1), picture(2), tokens=120, size=2, temperature=0.8),
+        rig.request("read", tokens=120, size=2, temperature=0.8),
     ]
-    old, new, pause = fresh.version, moved(fresh.initial, 1), fresh.engine.usage.update_pause_s
-    done = fresh.run(fresh.update_after(new, 100, requests))
-    policies = {old: fresh.initial, fresh.version: new}
+    old, new, pause = rig.version, moved(rig.initial, 1), rig.engine.usage.update_pause_s
+    done = rig.run(rig.update_after(new, 100, requests))
+    policies = {old: rig.initial, rig.version: new}
     for request in requests:
         for index in range(2):
             completion = done[request.request_id, index]
             assert completion.versions.tolist() == sorted(completion.versions.tolist())
             assert set(completion.versions.tolist()) == {old, old + 1}
             assert completion.kv_versions is None
-            assert gaps(fresh.config, policies, request, completion).max() < FP32
-    assert 0.02 < fresh.engine.usage.update_pause_s - pause < 10
+            assert gaps(rig.config, policies, request, completion).max() < FP32
+    assert 0.02 < rig.engine.usage.update_pause_s - pause < 10
 
 
-def test_keep_says_which_tokens_come_from_an_old_cache_and_new_requests_get_none_of_it(fresh: Rig) -> None:
-    fresh.mode("keep")
+def test_keep_says_which_tokens_come_from_an_old_cache_and_new_requests_get_none_of_it(rig: Rig) -> None:
+    rig.mode("keep")
     long = "read 0 1 2 3 4 5 6 7 8 9 " * 12
-    request = fresh.request(long, picture(1), tokens=120, temperature=0.8)
+    request = rig.request(long, picture(1), tokens=120, temperature=0.8)
     assert len(request.prompt.token_ids) > 128  # a block of the prefix cache
-    old, new = fresh.version, moved(fresh.initial, 2)
-    completion = fresh.run(fresh.update_after(new, 50, [request]))[request.request_id, 0]
+    old, new = rig.version, moved(rig.initial, 2)
+    completion = rig.run(rig.update_after(new, 50, [request]))[request.request_id, 0]
     assert set(completion.versions.tolist()) == {old, old + 1}
     assert completion.kv_versions is not None
     assert set(completion.kv_versions.tolist()) == {old}
-    mixed = gaps(fresh.config, {old: fresh.initial, old + 1: new}, request, completion)
+    mixed = gaps(rig.config, {old: rig.initial, old + 1: new}, request, completion)
     assert mixed[completion.versions == old].max() < FP32
     assert mixed[completion.versions == old + 1].max() > 0.01  # no single policy explains these
     later = dataclasses.replace(request, request_id=902)
-    done = fresh.sample(later)[902, 0]
+    done = rig.sample(later)[902, 0]
     assert done.kv_versions is None
-    assert gap_to(fresh, new, later, done) < FP32
+    assert gap_to(rig, new, later, done) < FP32
 
 
-def test_drain_finishes_what_runs_with_the_old_policy(fresh: Rig) -> None:
-    fresh.mode("drain")
-    request = fresh.request(QUESTION, picture(1), tokens=100, size=2, temperature=0.8)
-    old, new = fresh.version, moved(fresh.initial, 3)
-    done = fresh.run(fresh.update_after(new, 40, [request]))
+def test_drain_finishes_what_runs_with_the_old_policy(rig: Rig) -> None:
+    rig.mode("drain")
+    request = rig.request(QUESTION, picture(1), tokens=100, size=2, temperature=0.8)
+    old, new = rig.version, moved(rig.initial, 3)
+    done = rig.run(rig.update_after(new, 40, [request]))
     assert {int(v) for c in done.values() for v in c.versions} == {old}
-    assert fresh.engine.version == old + 1
+    assert rig.engine.version == old + 1
     later = dataclasses.replace(request, request_id=903)
-    assert gap_to(fresh, new, later, fresh.sample(later)[903, 0]) < FP32
+    assert gap_to(rig, new, later, rig.sample(later)[903, 0]) < FP32
 
 
-def test_embeddings_of_an_old_vision_tower_are_not_served_again(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.mode("keep")
-    request = fresh.request(QUESTION, picture(5), tokens=8)
-    fresh.sample(request)
-    new = moved(fresh.initial, 4, only="visual", by=0.5)
-    fresh.run(fresh.update(new))
-    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
+def test_embeddings_of_an_old_vision_tower_are_not_served_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.mode("keep")
+    request = rig.request(QUESTION, picture(5), tokens=8)
+    rig.sample(request)
+    new = moved(rig.initial, 4, only="visual", by=0.5)
+    rig.run(rig.update(new))
+    assert gap_to(rig, new, request, rig.sample(request)[request.request_id, 0]) < FP32
 
     async def forget_nothing() -> None:
         pass
 
-    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", forget_nothing)
-    newer = moved(fresh.initial, 5, only="visual", by=0.5)
-    fresh.run(fresh.update(newer))
-    assert gap_to(fresh, newer, request, fresh.sample(request)[request.request_id, 0]) > 100 * FP32
+    monkeypatch.setattr(rig.engine._llm, "reset_encoder_cache", forget_nothing)
+    newer = moved(rig.initial, 5, only="visual", by=0.5)
+    rig.run(rig.update(newer))
+    assert gap_to(rig, newer, request, rig.sample(request)[request.request_id, 0]) > 100 * FP32
 
 
 # --- sleep and damage -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(fresh: Rig, level: int) -> None:
-    new = moved(fresh.initial, 8)
-    rollout = fresh.config.rollout.model_copy(update={"sleep_level": level})
-    fresh.engine._config = fresh.config.model_copy(update={"rollout": rollout})
-    request = fresh.request(QUESTION, picture(1), tokens=8)
+def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(rig: Rig, level: int) -> None:
+    new = moved(rig.initial, 8)
+    rollout = rig.config.rollout.model_copy(update={"sleep_level": level})
+    rig.engine._config = rig.config.model_copy(update={"rollout": rollout})
+    request = rig.request(QUESTION, picture(1), tokens=8)
 
     async def scenario() -> tuple[bool, bool, Completion]:
-        long = [fresh.request(QUESTION, tokens=100, temperature=1.0, size=4) for _ in range(12)]  # more than fit
-        running = asyncio.create_task(fresh.complete(long))
+        long = [rig.request(QUESTION, tokens=100, temperature=1.0, size=4) for _ in range(12)]  # more than fit
+        running = asyncio.create_task(rig.complete(long))
         await asyncio.sleep(0.05)
-        await fresh.engine.sleep()  # what was admitted is finished first
+        await rig.engine.sleep()  # what was admitted is finished first
         assert {len(done.token_ids) for done in (await running).values()} == {100}
-        waiting = asyncio.create_task(fresh.complete([request]))
+        waiting = asyncio.create_task(rig.complete([request]))
         with pytest.raises(BadStateError, match="asleep: wake it before it takes new weights"):
-            await fresh.update(new)
+            await rig.update(new)
         await asyncio.sleep(0.3)
         asleep = waiting.done()
-        await fresh.engine.wake()
+        await rig.engine.wake()
         await asyncio.sleep(0.3)
         awake = waiting.done()
-        await fresh.update(new)
+        await rig.update(new)
         (done,) = (await waiting).values()
         return asleep, awake, done
 
-    asleep, awake, done = fresh.run(scenario())
+    asleep, awake, done = rig.run(scenario())
     assert (asleep, awake) == (False, level == 1)  # level 2 has forgotten its weights
-    policy = {1: fresh.initial, 2: new}[level]
-    assert gap_to(fresh, policy, request, done) < FP32
+    policy = {1: rig.initial, 2: new}[level]
+    assert gap_to(rig, policy, request, done) < FP32
 
 
-def test_weights_that_changed_in_its_sleep_are_noticed(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.run(fresh.engine.sleep())
-    asleep = fresh.engine._asleep
+def test_weights_that_changed_in_its_sleep_are_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.run(rig.engine.sleep())
+    asleep = rig.engine._asleep
     assert asleep.before is not None
-    fresh.engine._asleep = dataclasses.replace(asleep, before=asleep.before + 1e-6)
+    rig.engine._asleep = dataclasses.replace(asleep, before=asleep.before + 1e-6)
 
     async def not_for_good(error: BaseException) -> None:
         pass
 
-    monkeypatch.setattr(fresh.engine, "_fail", not_for_good)
+    monkeypatch.setattr(rig.engine, "_fail", not_for_good)
     with pytest.raises(BadStateError, match="the vllm engine is not what it was before it slept: the log-prob"):
-        fresh.run(fresh.engine.wake())
-    fresh.engine._asleep = asleep
-    fresh.run(fresh.engine.wake())
+        rig.run(rig.engine.wake())
+    rig.engine._asleep = asleep
+    rig.run(rig.engine.wake())
 
 
-def test_a_half_loaded_update_ends_the_engine_and_so_does_the_death_of_its_core(fresh: Rig) -> None:
+def test_a_half_loaded_update_ends_the_engine_and_so_does_the_death_of_its_core(rig: Rig) -> None:
     async def scenario() -> None:
-        started = fresh.engine.usage.tokens_generated
-        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=300, temperature=1.0)]))
-        while fresh.engine.usage.tokens_generated < started + 10:
+        started = rig.engine.usage.tokens_generated
+        task = asyncio.create_task(rig.complete([rig.request(QUESTION, tokens=300, temperature=1.0)]))
+        while rig.engine.usage.tokens_generated < started + 10:
             await asyncio.sleep(0.001)
-        manifest = fresh.publish(fresh.initial)
+        manifest = rig.publish(rig.initial)
         part = manifest.model_copy(update={"tensors": manifest.tensors[: len(manifest.tensors) // 2]})
         with pytest.raises(Exception, match="the publication does not fill"):
-            await fresh.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
+            await rig.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
         with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await task
         with pytest.raises(EngineDied, match="the vllm engine has stopped"):
-            await fresh.complete([fresh.request("read", tokens=2)])
+            await rig.complete([rig.request("read", tokens=2)])
         with pytest.raises(EngineDied, match="the vllm engine has stopped"):
-            await fresh.update(fresh.initial)
+            await rig.update(rig.initial)
 
-    fresh.run(scenario())
+    rig.run(scenario())
 
     async def until_noticed() -> None:
         while True:
-            fresh.engine.check_alive()
+            rig.engine.check_alive()
             await asyncio.sleep(0.05)
 
-    fresh.engine._failure = None
+    rig.engine._failure = None
     (core,) = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
     core.kill()
     with pytest.raises(EngineDied, match="engine process has died"):
-        fresh.run(until_noticed(), timeout_s=30)
+        rig.run(until_noticed(), timeout_s=30)

@@ -1,14 +1,12 @@
 """Videos through the real vLLM on a CPU, and an output layer that shares its weight with the embedding.
 
-vLLM keeps a packed copy of a tied weight, which an update must reach. One engine serves both tests: qwen2_5_vl, the
-family whose positions depend on frames per second.
+vLLM keeps a packed copy of a tied weight, which an update must reach. The engine is the session's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,27 +24,12 @@ from rollout_server.engines.vllm.conversion import _media, check_alignment
 from rollout_server.engines.vllm.start import engine_arguments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.alignment_rig import answer, answers, learner_engine, parity_tickets, verify
-from tests.rigs.policies import initial_weights, moved
+from tests.rigs.policies import moved
 from tests.rigs.tiny_families import Family, make_family
-from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig, gap_to
+from tests.rigs.vllm_rig import FP32, MAX_PIXELS, NEEDS_VLLM, Rig, gap_to
 from tests.system.test_video import video_config
 
 pytestmark = NEEDS_VLLM
-MAX_PIXELS = 900
-
-
-def make_tied_model(folder: Path) -> Path:
-    from transformers import AutoModelForImageTextToText
-
-    make_family("qwen2_5_vl", folder)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
-    file.write_text(json.dumps(config))
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    model.lm_head.weight = model.get_input_embeddings().weight  # what was saved is two, and so they are not tied
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -54,29 +37,6 @@ def hf(make_config: Callable[..., RunConfig], tied_model: Path, tmp_path: Path) 
     """Images are reduced to two tokens by two; videos, whose frames are as large, are not."""
     config = video_config(make_config, tied_model, tmp_path, video_fps=0.7)
     return config.model_copy(update={"model": config.model.model_copy(update={"max_pixels": MAX_PIXELS})})
-
-
-@pytest.fixture(scope="module")
-def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tied_model(tmp_path_factory.mktemp("tied") / "model")
-
-
-@pytest.fixture
-def rig(hf: RunConfig, engines: dict[str, Rig]) -> Rig:
-    """The engine is started with the first test's configuration, which all tests here share."""
-    if not engines:
-        rollout = hf.rollout.model_copy(update={"engine": "vllm", "cpu_threads": 1})
-        config = hf.model_copy(update={"rollout": rollout})
-        engines["rig"] = Rig(config, initial_weights(config))
-    return engines["rig"]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, Rig]]:
-    made: dict[str, Rig] = {}
-    yield made
-    for rig in made.values():
-        rig.close()
 
 
 def greedy(item: PreparedTicket) -> PreparedTicket:
@@ -87,6 +47,7 @@ def greedy(item: PreparedTicket) -> PreparedTicket:
 
 def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner(hf: RunConfig, rig: Rig) -> None:
     """Several videos and an image in one prompt, an odd number of frames, another rate, in one batch."""
+    assert rig.config.model == hf.model
     items = parity_tickets(hf, rig.processor)
     assert [len(item.ticket.prompt.videos) for item in items] == [2, 1, 0, 0]
     sampled = rig.run(answers(rig.engine, rig.processor, items))
@@ -97,7 +58,7 @@ def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner
         assert done.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(done.logprobs - expected.logprobs).max() < FP32
     for one in sampled:
-        verify(one)
+        verify(one, rig.version)
     assert [one.group.image_grids.tolist() for one in sampled] == [[[1, 4, 4]], [], [[1, 4, 4]], []]
     assert sampled[1].group.video_grids is not None
     assert sampled[1].group.video_grids.tolist() == [[2, 6, 8]]
