@@ -27,8 +27,10 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
 ]
 DASHBOARDS = ROOT / "docker" / "grafana" / "dashboards"
-STEPS = 240
-"""Enough that none of what is done to the run meets its end: a step takes a tenth of a second."""
+NO_END = 100_000
+"""Steps of the run until it is told to end."""
+LAST_STEPS = 12
+"""Steps after the run has been stopped and continued, with an evaluation and a checkpoint among them."""
 NOT_OURS = 1e30
 """Value of a neighbour's gauges on the same Prometheus, which no panel of ours may show."""
 GRACE_S = 30.0
@@ -83,6 +85,11 @@ class Stack:
     def step(self) -> int:
         return read_status(self.run).get("step", 0)
 
+    def end_at(self, step: int) -> None:
+        """Change the configuration that the learner reads when it starts."""
+        file = self.run.parent / "config.yaml"
+        file.write_text(dump_config(load_config(file, [f"trainer.max_steps={step}"])))
+
     def close(self) -> None:
         for container in (self.prepare, *self.containers):
             container.kill()
@@ -96,7 +103,8 @@ def _write_demo(folder: Path, model: Path, data: Path) -> None:
         *(f"run_dir={folder}/grpo", f"model.path={model}"),
         *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", "data.max_val_rows=4"),
         *("data.max_response_length=8", "batch.prompts_per_step=4", "batch.group_size=4"),
-        *(f"trainer.max_steps={STEPS}", "trainer.save_freq=20", "evaluation.every_steps=30"),
+        *(f"trainer.max_steps={NO_END}", "trainer.save_freq=10", "evaluation.every_steps=10"),
+        f"reward.functions=[{{function: {ROOT}/tests/rigs/short_reward.py:slowly}}]",
     ]
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(load_config(GRPO, small)))
@@ -130,23 +138,25 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     wait_until(lambda: stack.servers[0].exits == [-9], "the crash")
 
     wait_until(lambda: stack.step() >= 14, "steps after the crash", tmp_path, timeout_s=120)
-    assert stack.learner.stop() < GRACE_S
-    assert stack.learner.process is not None
-    assert stack.learner.process.returncode == 130, (tmp_path / "learner.log").read_text()[-3000:]
-    stopped_at = stack.step()
-    stack.learner.start()
-    wait_until(lambda: stack.step() > stopped_at + 4, "the continued run", tmp_path, timeout_s=120)
-    continued = stack.learner.process
-    continued.kill()
-    wait_until(lambda: stack.learner.exits[-1] == -9 and stack.learner.process is not continued, "a restart", tmp_path)
-    wait_until(lambda: stack.step() > stopped_at + 8, "the run that was killed", tmp_path, timeout_s=120)
+    first, killed_at = stack.learner.process, stack.step()
+    assert first is not None
+    first.kill()
+    wait_until(lambda: stack.learner.exits == [-9] and stack.learner.process is not first, "a restart", tmp_path)
+    wait_until(lambda: stack.step() > killed_at + 8, "the run that was killed", tmp_path, timeout_s=120)
     wait_until(lambda: stack.prometheus.value("count(up == 1)") == 4, "all to be scraped", tmp_path, timeout_s=60)
     wait_until(
         lambda: bool(stack.prometheus.query("asyncrl_learner_parity_max")), "a server that was compared", tmp_path
     )
     running_at = time.time()
 
-    wait_until(lambda: stack.prometheus.value("asyncrl_learner_stopped == 1") == 1, "the end", tmp_path, timeout_s=240)
+    assert stack.learner.stop() < GRACE_S
+    assert stack.learner.process is not None
+    assert stack.learner.process.returncode == 130, (tmp_path / "learner.log").read_text()[-3000:]
+    last = stack.step() + LAST_STEPS
+    stack.end_at(last)
+    stack.learner.start()
+    wait_until(lambda: stack.step() == last, "the last step", tmp_path, timeout_s=120)
+    wait_until(lambda: stack.prometheus.value("asyncrl_learner_stopped == 1") == 1, "the end", tmp_path)
     finished_at = time.time()
     _assert_every_panel_shows_something_of_this_run_alone(stack, running_at, finished_at)
     _assert_alerts_are_quiet(stack.prometheus, finished_at)
@@ -158,7 +168,7 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     again = Container(stack.learner.service, stack.learner.replaced, stack.learner.bin, tmp_path / "again.log")
     assert again.run(timeout_s=60) == 0
     assert "finished" in (tmp_path / "again.log").read_text()
-    _assert_every_prompt_once(stack.run)
+    _assert_every_prompt_once(stack.run, last)
 
 
 def _queries() -> list[tuple[str, str]]:
@@ -193,7 +203,7 @@ def _assert_alerts_are_quiet(prometheus: Prometheus, at: float) -> None:
     assert [name for name in sorted(names) if not prometheus.query(name, at)] == []
 
 
-def _assert_every_prompt_once(run: Path) -> None:
+def _assert_every_prompt_once(run: Path, last: int) -> None:
     steps: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert {step["ledger_residual"] for step in steps} == {0}
