@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from tests.rigs.prefork import share_forks
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
 from tests.rigs.two_processes import run_both
@@ -23,21 +24,30 @@ from tests.rigs.two_processes import run_both
 __all__ = ["ROOT"]
 
 LONGEST = (
-    "test_vllm_end_to_end test_lora_runs test_compose_run test_sync test_resume test_time_and_peers test_docs_commands "
-    "test_demo test_sync_kills test_vllm_device_channel test_vllm_engine test_fuzz_wire test_vllm_lora "
-    "test_vllm_video test_cli_commands test_end_to_end test_refusals test_dashboards test_chaos"
+    "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_engine test_vllm_lora test_compose_run "
+    "test_lora_runs test_demo test_sync test_resume test_time_and_peers test_docs_commands test_sync_kills "
+    "test_fuzz_wire test_cli_commands test_end_to_end test_refusals test_dashboards test_chaos test_finished_run "
+    "test_replay test_full_disk test_dynamic_sampling test_device_channels test_reward_model test_starting_points "
+    "test_memory_plan test_doctor test_algorithm_properties"
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 
 SHARED = {
-    "test_vllm_device_channel": "started vLLM",
-    "test_vllm_engine": "started vLLM",  # last: it kills it
+    "test_vllm_device_channel": "vLLM",
+    "test_vllm_video": "vLLM",
+    "test_vllm_engine": "vLLM",  # the last test kills it
+    "test_vllm_lora": "vLLM",  # it starts its own, and vLLM is imported once
     "test_finished_run": "finished run",
     "test_replay": "finished run",
     "test_resume": "on-policy run",
     "test_sync": "on-policy run",
 }
 """Files that one worker gets together: what they share is made once for a worker."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        share_forks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from asyncrl.models.published import tensor_bytes
+from asyncrl.weight_transfer.stage import Stage, StageOrder
 from learner.network.device_weights import DeviceWeights
 from protocol.codec import Limits, decode, encode
-from protocol.faults import VARIABLE
 from protocol.messages import Message, TransferEnd, TransferRequest, TransferStart, WeightManifest, Wire
 from protocol.weights import Publication, Tensor
+from tests.rigs.prefork import Service, fork_module
 
 CPU = torch.device("cpu")
 Weights = Mapping[str, torch.Tensor]
@@ -107,32 +109,30 @@ def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float 
     }
 
 
-RECEIVER = """
-import json, pathlib, sys, time
-import torch
-from asyncrl.weight_transfer.stage import Stage, StageOrder
-from protocol.codec import Limits, decode
-from protocol.messages import TransferStart
-folder, device = pathlib.Path(sys.argv[1]), torch.device(sys.argv[2])
-start = decode([(folder / "start").read_bytes()], (TransferStart,), Limits())
-order = json.loads((folder / "order").read_text())
-stage = Stage(device)
-stage.begin(StageOrder(**order, memory=start.memory.model_dump() if start.memory else {}), rank=1)
-while not (stage.arrival.is_done or stage.arrival.problem):
-    time.sleep(0.01)
-if stage.arrival.is_done:
-    assert all(tensor.device.type == device.type for _, tensor in stage.tensors())
-sys.exit(stage.arrival.problem or 0)
-"""
+def receive(folder: Path, device: torch.device) -> str | int:
+    """Receive a version as `start` and `order` in the folder say; returns a problem or 0."""
+    start = decode([(folder / "start").read_bytes()], (TransferStart,), Limits())
+    order = json.loads((folder / "order").read_text())
+    stage = Stage(device)
+    stage.begin(StageOrder(**order, memory=start.memory.model_dump() if start.memory else {}), rank=1)
+    while not (stage.arrival.is_done or stage.arrival.problem):
+        time.sleep(0.01)
+    if stage.arrival.is_done:
+        assert all(tensor.device.type == device.type for _, tensor in stage.tensors())
+    return stage.arrival.problem or 0
 
 
-def start_receiver(
-    manifest: WeightManifest, start: TransferStart, folder: Path, *, device: str = "cpu", crash_at: str = ""
-) -> subprocess.Popen[str]:
+def start_receiver(manifest: WeightManifest, start: TransferStart, folder: Path, *, device: str = "cpu") -> Service:
     """A process that ends well exactly when it has the version, with the right checksums."""
     own = folder / start.nonce
     own.mkdir()
     (own / "start").write_bytes(b"".join(encode(start)))
     (own / "order").write_text(json.dumps(order_of(manifest, start.port, start.nonce)))
-    environment = {**os.environ, VARIABLE: crash_at, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", RECEIVER, str(own), device], env=environment, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        return fork_module(__name__, [str(own), device], own / "log", environment)
+    return subprocess.Popen([sys.executable, "-m", __name__, str(own), device], env=environment, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(receive(Path(sys.argv[1]), torch.device(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Services started by a fork of a process that has imported torch and transformers, once per test worker.
+"""Services started by a fork of a process that has imported torch and transformers, once for all test workers.
 
 A service's imports take five seconds of processor time and are the same in every test. The started process is a real
 one: its own pid, sockets, signals and exit code, and `kill -9` kills it. Tests of the start itself start Python anew.
@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Client, Listener, wait
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
@@ -30,6 +30,8 @@ DYING_S = 30.0
 """Longest time between a process's last closed file and its exit code."""
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
+SHARED = "TESTS_FORKS"
+"""Variable of the socket on which pytest's first process tells its workers of the process that forks."""
 
 
 class ForkedProcess:
@@ -83,13 +85,39 @@ def fork_module(
 
 @cache
 def _context() -> Any:
-    """The process that forks is started with the first service."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.rigs.preloaded"])
+    """The process that forks is started with the first service, by the test process that shares its own if one does."""
+    if address := os.environ.get(SHARED):
+        with Client(address) as asked:
+            served: Any = forkserver._forkserver
+            served._forkserver_address, served._forkserver_alive_fd = asked.recv(), os.open(os.devnull, os.O_RDONLY)
+            served.ensure_running = resource_tracker.ensure_running
+    else:
+        _start_forking()
+    return multiprocessing.get_context("forkserver")
+
+
+@cache
+def _start_forking() -> str:
+    """Start the process that forks; returns its address."""
+    forkserver.set_forkserver_preload([__name__, "tests.rigs.preloaded"])
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with patch.dict(os.environ, {**settings, "PYTHONPATH": str(ROOT)}):
         forkserver.ensure_running()
-    return context
+    served: Any = forkserver._forkserver
+    return served._forkserver_address
+
+
+def share_forks() -> None:
+    """Let the test processes that this one starts fork from one process, which then imports once for all of them."""
+    listener = Listener(family="AF_UNIX")
+
+    def serve() -> None:
+        while True:
+            with listener.accept() as asked:
+                asked.send(_start_forking())
+
+    os.environ[SHARED] = str(listener.address)
+    Thread(target=serve, daemon=True).start()
 
 
 def _become(
@@ -118,7 +146,8 @@ def _become(
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> int:
-    """Run a module as `python -m` does, and return its exit code. A command forks its services, or becomes one."""
+    """Run a module as `python -m` does, and return its exit code. A command forks its services and stages, or becomes a
+    service."""
     code = 0
     sys.argv = [module, *arguments]
     if module == "asyncrl":
@@ -126,6 +155,9 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
         launcher.subprocess = SimpleNamespace(Popen=_launch, DEVNULL=None, STDOUT=None)
         command: Any = importlib.import_module("asyncrl.cli")
         command._exec_module = lambda module, *words: os._exit(_run_module(module, words))
+        if arguments[0] == "demo":
+            stages: Any = importlib.import_module("asyncrl.demo.prepare")
+            stages.subprocess = SimpleNamespace(call=_call)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -136,6 +168,13 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return code
+
+
+def _call(command: Sequence[str]) -> int:
+    """In place of `subprocess.call` of `python -m MODULE ARGUMENTS`: its child, by a fork of this process."""
+    assert command[1] == "-m", command
+    here = sys.stdout.fileno(), dict(os.environ), os.getcwd()
+    return ForkedProcess(multiprocessing.get_context("fork"), _become, command[2], command[3:], *here).wait()
 
 
 def _launch(

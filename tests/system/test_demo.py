@@ -18,6 +18,7 @@ from asyncrl.cli import main
 from asyncrl.demo import data
 from asyncrl.demo.prepare import WARM_START
 from tests.rigs.tiny import ROOT
+from tests.rigs.two_processes import start_command
 
 PACKAGES = ("asyncrl", "learner", "protocol", "rollout_server")
 DRAWN_PORTS = (
@@ -26,6 +27,7 @@ DRAWN_PORTS = (
     "telemetry.learner_port=0",
     "telemetry.rollout_port=0",
 )
+QUICK = ("--quick", "--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0", *DRAWN_PORTS)
 AS_MADE = ("--ignore-installed", "--no-index", "--no-deps", "--no-compile", "-q")
 
 
@@ -79,35 +81,42 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
 
 
 @pytest.mark.slow
-def test_the_demo_from_the_wheel_in_an_empty_folder_from_nothing_to_a_checked_export(
+def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_checked_export(
     installed: Path, tmp_path: Path
 ) -> None:
     where = "import asyncrl, learner, protocol; print(asyncrl.__file__, learner.__file__, protocol.__file__)"
     found = subprocess.check_output([installed / "python", "-c", where], cwd=tmp_path, env=outside(), text=True)
     assert all(Path(file).is_relative_to(installed.parent) for file in found.split()), found
-    short = ("--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0")
-    ran = subprocess.run(
-        [installed / "asyncrl", "demo", "--from-scratch", "--quick", *short, *DRAWN_PORTS],
-        cwd=tmp_path,
-        env=outside(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [installed / "asyncrl", "demo", *QUICK]
+    ran = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    demo = tmp_path / "runs" / "demo-1"
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"])
+
+
+@pytest.mark.slow
+def test_the_demo_from_nothing_makes_its_warm_start_too(tmp_path: Path) -> None:
+    demo, log = tmp_path / "demo", tmp_path / "log"
+    command = start_command("demo", "--from-scratch", "--folder", str(demo), *QUICK, log=log)
+    assert command.wait(timeout=300) == 0, log.read_text()
+    check_demo(demo, log.read_text(), ["data", "model", "sft", "baselines", "grpo", "check"])
+    made = (demo / "sft" / "export" / "model.safetensors").read_bytes()
+    assert (demo / "warm_start" / "model.safetensors").read_bytes() == made
+
+
+def check_demo(demo: Path, printed: str, stages: list[str]) -> None:
+    """Assert that each stage has used what the one before it has left, and that two steps have been evaluated."""
     summary = json.loads((demo / "summary.json").read_text())
-    assert list(summary["seconds"]) == ["data", "model", "sft", "baselines", "grpo", "check"]
+    assert list(summary["seconds"]) == stages
     assert summary["held_out_rows"] == 32
     greedy, sampled, *words = summary["warm_start"]
     assert (greedy, sampled) == ("greedy", "sampled at temperature 1")
     assert words, "a demonstration begins with a word"
     assert list(summary["after_steps"]) == ["1", "2"], "halfway and at the end"
     after = summary["after_steps"]["2"]
-    (checked,) = re.findall(r"^pass@1 ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
+    (checked,) = re.findall(r"^pass@1 ([\d.]+) .* rows 32 .* errors 0$", printed, re.M)
     assert checked == f"{after['accuracy']:.4f}", "plain transformers agrees"
-    assert re.search(rf"^  after 2 steps, greedy +{after['accuracy']:.3f} ± {after['error']:.3f}$", ran.stdout, re.M)
+    assert re.search(rf"^  after 2 steps, greedy +{after['accuracy']:.3f} ± {after['error']:.3f}$", printed, re.M)
     assert (demo / "grpo" / "export" / "model.safetensors").is_file()
     before = json.loads((demo / "grpo" / "evaluations.jsonl").read_text().splitlines()[0])
     assert before["accuracy"] == summary["warm_start"]["greedy"]["accuracy"], "both are greedy decoding"

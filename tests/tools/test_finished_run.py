@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,56 +18,61 @@ from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.activity import Lane, lanes
 from asyncrl.tools.report.write import write_report
 from tests.rigs.small_runs import logs
-from tests.rigs.two_processes import run_both
+from tests.rigs.two_processes import run_both, start_command
+from tests.rigs.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def inspect(*words: str | Path) -> str:
-    command = [sys.executable, "-m", "asyncrl", "inspect", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def inspect(finished_run: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs `asyncrl inspect RUN WORDS`; returns what it printed."""
+
+    def run(*words: str) -> str:
+        log = tmp_path / "inspect.log"
+        code = start_command("inspect", str(finished_run), *words, log=log).wait(timeout=60)
+        assert code == 0, log.read_text()
+        return log.read_text()
+
+    return run
 
 
-def test_every_sample_can_be_looked_at(finished_run: Path) -> None:
-    rows = [json.loads(line) for line in inspect(finished_run, "--json", "--limit", "100").splitlines()]
+def test_every_sample_can_be_looked_at(finished_run: Path, inspect: Callable[..., str], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in inspect("--json", "--limit", "100").splitlines()]
     assert len(rows) == 5 * 4 * 4, "steps, prompts per step, group size"
     assert all(row["completion"] and row["advantage"] is not None and row["has_payload"] for row in rows)
-    printed = inspect(finished_run, "--json", "--step", "1", "--order", "worst")
+    printed = inspect("--json", "--step", "1", "--order", "worst")
     of_step = [json.loads(line) for line in printed.splitlines()]
     assert [row["reward"] for row in of_step] == sorted(row["reward"] for row in rows if row["step"] == 1)
 
     ticket = of_step[0]["ticket_id"]
-    shown = inspect(finished_run, "--ticket", str(ticket), "--colour", "version")
+    shown = inspect("--ticket", str(ticket), "--colour", "version")
     assert "versions 0 (tokens 1 to" in shown
     assert "PNG" in shown
-    group = json.loads(inspect(finished_run, "--ticket", str(ticket), "--json"))
+    group = json.loads(inspect("--ticket", str(ticket), "--json"))
     for one in group["trajectories"]:
         assert len(one["learner_logprobs"]) == one["length"]
         gaps = [abs(a - b) for a, b in zip(one["learner_logprobs"], one["logprobs"], strict=True)]
         assert max(gaps) < 1e-3, "on-policy: both sides agree"
         assert one["levels"]["diff"] == "0" * one["length"]
 
-    command = [sys.executable, "-m", "asyncrl", "inspect", str(finished_run), "--web", "0", "--order", "worst"]
-    serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    log = tmp_path / "web.log"
+    serving = start_command("inspect", str(finished_run), "--web", "0", "--order", "worst", log=log)
     try:
-        check_page(serving, group)
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the page's address")
+        check_page(log.read_text(), group)
         serving.terminate()
         assert serving.wait(timeout=20) == 0
     finally:
         serving.kill()
-        serving.communicate(timeout=20)
 
 
-def check_page(serving: subprocess.Popen[str], group: dict[str, Any]) -> None:
+def check_page(printed: str, group: dict[str, Any]) -> None:
     def fetch(path: str) -> tuple[str, bytes]:
         with urllib.request.urlopen(f"{address[1]}{path}", timeout=20) as answer:
             return answer.headers["Content-Type"], answer.read()
 
-    assert serving.stdout is not None
-    address = re.match(r"(http://127\.0\.0\.1:\d+/)\?order=worst ", serving.stdout.readline())
+    address = re.match(r"(http://127\.0\.0\.1:\d+/)\?order=worst ", printed)
     assert address is not None
     assert fetch("")[0].startswith("text/html")
     assert json.loads(fetch(f"api/sample/{group['ticket_id']}")[1]) == group
