@@ -127,7 +127,7 @@ def _same(given: str, answer: str) -> bool:
     return given.casefold() == answer.casefold() or equal(given, answer)
 
 
-def _scored(file: Path) -> Iterable[tuple[Any, str, bool]]:
+def scored_rows(file: Path) -> Iterable[tuple[Any, str, bool]]:
     """Problem, key and correctness of each completion of `asyncrl eval --out`."""
     for line in file.read_text().splitlines():
         row = json.loads(line)
@@ -137,5 +137,5 @@ def _scored(file: Path) -> Iterable[tuple[Any, str, bool]]:
 
 
 if __name__ == "__main__":
-    for name, rate in four_dimensions(_scored(Path(sys.argv[1]))).items():
+    for name, rate in four_dimensions(scored_rows(Path(sys.argv[1]))).items():
         print(f"{name:12} {rate:.4f}")

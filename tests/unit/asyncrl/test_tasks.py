@@ -441,6 +441,21 @@ def test_we_math(completion: str, answer: str, right: float) -> None:
 
 
 @needs_math_verify
+def test_four_dimensions_are_of_what_asyncrl_eval_writes(tmp_path: Path) -> None:
+    from asyncrl.tasks.we_math import four_dimensions, scored_rows
+
+    lines = [
+        {"answer": "B", "columns": {"ID": 1, "key": "2steps_1"}, "components": {"graded": 1.0, "format": 0.0}},
+        {"answer": json.dumps({"answer": "5", "ID": 1, "key": "2steps_2"}), "columns": {}, "components": {"graded": 1}},
+        {"answer": "A", "columns": {"ID": 1, "key": "2steps_multi"}, "components": {"graded": 0.5}},
+        {"answer": "A", "columns": {"ID": 2, "key": "2steps_multi"}, "components": None},
+    ]
+    file = tmp_path / "scores.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    close(four_dimensions(scored_rows(file)), problems=1, incomplete=0, ig=1)
+
+
+@needs_math_verify
 def test_four_dimensions_of_we_math() -> None:
     """Five problems of two steps and one of three; the last of two steps misses a row."""
     from asyncrl.tasks.we_math import four_dimensions
