@@ -186,7 +186,7 @@ def _open_hub(name: str, split: str) -> Table:
             fix = "HF_HUB_OFFLINE forbids downloads: set it to 0 (or HF_DATASETS_OFFLINE)"
         raise UserError(
             f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}. {fix}, "
-            "or name a folder that `save_to_disk` has written"
+            "or name files of its columns, or a folder that `save_to_disk` has written"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         raise UserError(f"{name} has several splits: write {name}@SPLIT with one of {sorted(map(str, loaded))}")
