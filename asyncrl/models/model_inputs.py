@@ -28,9 +28,9 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> _Positions:
     comes again with its parts in other micro-batches and passes, and equal grids and questions are common.
     """
     length = len(prompt.token_ids)
-    inner = getattr(model, "model", None)
-    if inner is None or not hasattr(inner, "get_rope_index"):
+    if not _has_grid_positions(model):
         return torch.arange(length)[None], length
+    inner = model.model
     known = _known.setdefault(inner, OrderedDict())
     grids = (prompt.token_ids, prompt.token_types, prompt.image_grids, prompt.video_grids)
     key = (*(array.tobytes() for array in grids), prompt.seconds_per_grid)
@@ -39,6 +39,11 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> _Positions:
         if len(known) > KNOWN_PROMPTS:
             known.popitem(last=False)
     return known[key]
+
+
+def _has_grid_positions(model: Any) -> bool:
+    """True for the Qwen-VL families, whose positions follow from grids; others count tokens."""
+    return hasattr(getattr(model, "model", None), "get_rope_index")
 
 
 def _rope_index(inner: Any, prompt: EncodedPrompt) -> _Positions:
@@ -64,10 +69,11 @@ def _grids(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
     return found
 
 
-def media_inputs(prompts: Sequence[EncodedPrompt], token_types: torch.Tensor) -> dict[str, torch.Tensor]:
+def media_inputs(model: Any, prompts: Sequence[EncodedPrompt], token_types: torch.Tensor) -> dict[str, torch.Tensor]:
     """Keyword arguments of the model for the images and videos of these prompts, each once and in their order.
 
     `token_types` are those of the whole input. Nothing for text alone: a model without a vision part takes none of it.
+    A model whose positions count tokens takes pixels alone.
     """
     pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
     frames = [p.video_pixel_values for p in prompts if p.video_pixel_values is not None]
@@ -78,6 +84,8 @@ def media_inputs(prompts: Sequence[EncodedPrompt], token_types: torch.Tensor) ->
     if frames:
         inputs["pixel_values_videos"] = torch.cat(frames)
         inputs["video_grid_thw"] = _joined([p.video_grids for p in prompts])
+    if not _has_grid_positions(model):
+        return {name: tensor for name, tensor in inputs.items() if name.startswith("pixel_values")}
     return {**inputs, "mm_token_type_ids": token_types} if inputs else {}
 
 

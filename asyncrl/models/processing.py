@@ -24,7 +24,7 @@ from asyncrl.data.images import blacken_patches, content_hash, decode_image, ima
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
-from asyncrl.models.image_grids import ImageGrids, limit_pixels
+from asyncrl.models.image_grids import ImageGrids, image_grids_of, limit_pixels, named_grids
 from protocol.messages import Prompt, Video
 
 PLACEHOLDER_ID_NAMES = (
@@ -38,6 +38,10 @@ PLACEHOLDER_ID_NAMES = (
 """Ids that stand for images or fence them. A policy that samples one makes its own sample untrainable."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose videos are tested to be the same to engine and learner."""
+IMAGE_FAMILIES = (
+    "Qwen2-VL, Qwen2.5-VL, Qwen3-VL and others that report a grid for each image, and for LLaVA with images of one "
+    "size (CLIP, SigLIP or DINOv2)"
+)
 
 
 torchvision_cpu.install()
@@ -112,7 +116,9 @@ class PromptProcessor:
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
-        self._grids = ImageGrids.of(self.processor)
+        self._grids = image_grids_of(self.processor)
+        names = getattr(getattr(self.processor, "image_processor", None), "model_input_names", ())
+        self._knows_images = self._grids is not None or "image_grid_thw" in names
         self._lock = threading.Lock()
         """Held by the one thread that uses the tokenizer or the cache; never while pixels of images are computed."""
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
@@ -221,7 +227,7 @@ class PromptProcessor:
         times = np.ones(len(unexpanded), np.int64)
         places = np.flatnonzero(unexpanded == self.image_token_id)
         if len(places) == len(grids):  # else the check below has the numbers
-            times[places] = grids.prod(axis=1) // self.processor.image_processor.merge_size**2
+            times[places] = arithmetic.tokens(grids)
         ids = np.repeat(unexpanded, times)
         types = (ids == self.image_token_id).astype(np.int32)
         measured = MeasuredPrompt(
@@ -245,9 +251,10 @@ class PromptProcessor:
         measured = self._measure(self._grids, prompt, blobs, hashes)
         found = {digest: bytes(blobs[digest]) for digest in prompt.image_hashes}
         out = self.processor.image_processor(**media_arguments([prompt], found), return_tensors="pt")
-        if not np.array_equal(_grids(out, "image_grid_thw"), measured.image_grids):
+        made = self._grids.made(out)
+        if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
-                f"row {prompt.row_id}: the processor makes the grids {out['image_grid_thw'].tolist()} of its images, "
+                f"row {prompt.row_id}: the processor makes the grids {made.tolist()} of its images, "
                 f"their sizes say {measured.image_grids.tolist()}. asyncrl/models/image_grids.py is not right for this "
                 f"version of transformers: install the one that asyncrl is tested with"
             )
@@ -265,15 +272,16 @@ class PromptProcessor:
             encoded = EncodedPrompt(prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), ())
         else:
             found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
-            out = self.processor(text=[text], return_tensors="pt", **media_arguments([prompt], found))
+            asked = {"return_tensors": "pt", "return_mm_token_type_ids": True, "add_special_tokens": False}
+            out = self.processor(text=[text], **asked, **media_arguments([prompt], found))
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),
                 token_types=out["mm_token_type_ids"][0].to(torch.int32).numpy(),
-                image_grids=_grids(out, "image_grid_thw"),
+                image_grids=self._grids.made(out) if self._grids else named_grids(out, "image_grid_thw"),
                 image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
                 pixel_values=out.get("pixel_values"),
-                video_grids=_grids(out, "video_grid_thw"),
+                video_grids=named_grids(out, "video_grid_thw"),
                 video_hashes=tuple(video_hash([hashes[d] for d in video.frame_hashes]) for video in prompt.videos),
                 seconds_per_grid=tuple(map(float, out.get("second_per_grid_ts", ()))),
                 video_pixel_values=out.get("pixel_values_videos"),
@@ -316,6 +324,13 @@ class PromptProcessor:
                 f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model folder has no image "
                 "processor: it reads text only. Use a vision-language model or drop data.image_key"
             )
+        if prompt.image_hashes and not self._knows_images:
+            raise UserError(
+                f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model is of the family "
+                f"{self.family}, whose processor ({type(self.processor).__name__}) makes image tokens in a "
+                f"way that learner and rollout server cannot compare. Images are supported for {IMAGE_FAMILIES}: use "
+                "one of these"
+            )
         if prompt.videos and self.family not in VIDEO_FAMILIES:
             raise UserError(
                 f"row {prompt.row_id} has {len(prompt.videos)} video(s), but the model is of the family {self.family}, "
@@ -348,8 +363,11 @@ class PromptProcessor:
             if token_id is None:
                 continue
             found = int((encoded.token_ids == token_id).sum())
-            merge = getattr(getattr(self.processor, part, None), "merge_size", 1) ** 2
-            expected = int(grids.prod(axis=1).sum()) // merge
+            if kind == "image" and self._grids is not None:
+                expected = int(self._grids.tokens(grids).sum())
+            else:
+                merge = getattr(getattr(self.processor, part, None), "merge_size", 1) ** 2
+                expected = int(grids.prod(axis=1).sum()) // merge
             if found != expected:
                 raise UserError(
                     f"row {encoded.row_id}: the rendered prompt has {found} {kind} tokens, but its "
@@ -408,11 +426,6 @@ def _frames(video: Video, blobs: Mapping[str, bytes], where: str) -> np.ndarray:
 def video_hash(frame_hashes: Sequence[str]) -> str:
     """SHA-256 of the frames' content hashes in order: of number, order and content."""
     return hashlib.sha256("".join(frame_hashes).encode()).hexdigest()
-
-
-def _grids(out: Any, name: str) -> np.ndarray:
-    """[N, 3] int32"""
-    return out[name].to(torch.int32).numpy() if name in out else np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True)

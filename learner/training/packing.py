@@ -136,7 +136,7 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         columns.append(column[kept])
         end += len(inputs)
     lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
-    media = media_inputs([group.prompt for group in groups], _int64(types)[None])
+    media = media_inputs(model, [group.prompt for group in groups], _int64(types)[None])
     masked = [group.prompt.masked_pixel_values for group in groups]
     masked_pixels = [pixels for pixels in masked if pixels is not None]
     tokens_of_groups = torch.tensor([len(part) for part in targets])

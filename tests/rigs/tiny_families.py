@@ -1,4 +1,4 @@
-"""Random models of the Qwen-VL families that read videos, small enough for a test."""
+"""Random models of the Qwen-VL families that read videos, and of LLaVA, small enough for a test."""
 
 from __future__ import annotations
 
@@ -58,6 +58,49 @@ def make_family(family: Family, folder: Path, *, tied: bool = False) -> Path:
         chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(folder)
+    return folder
+
+
+def make_llava(folder: Path, tower: Literal["siglip", "clip", "dinov2"] = "siglip") -> Path:
+    """A Hugging Face folder: tower, two-layer connector, Qwen2, and a processor for images of 4 x 4 patches."""
+    tokenizer = build_tokenizer()
+    has_class = tower != "siglip"
+    vision = {
+        "model_type": {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(tower, tower),
+        "hidden_size": VISION,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": PATCH,
+    }
+    strategy = "default" if has_class else "full"
+    text = {key: value for key, value in _text_config(tokenizer).items() if key != "rope_parameters"}
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config={"model_type": "qwen2", **text},
+        image_token_index=tokenizer.convert_tokens_to_ids(IDS["image_token_id"]),
+        image_seq_length=16,
+        vision_feature_select_strategy=strategy,
+        vision_feature_layer=-1,
+    )
+    model: Any = transformers.LlavaForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    kinds = {"siglip": transformers.SiglipImageProcessor, "clip": transformers.CLIPImageProcessor}
+    part: Any = kinds.get(tower, transformers.BitImageProcessor)
+    square = {"height": 28, "width": 28}
+    sizes = {"size": square} if tower == "siglip" else {"size": {"shortest_edge": 30}, "crop_size": square}
+    transformers.LlavaProcessor(
+        image_processor=part(**sizes),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy=strategy,
+        image_token=IDS["image_token_id"],
+        num_additional_image_tokens=int(has_class),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
     return folder
 
 

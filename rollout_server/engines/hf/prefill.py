@@ -45,7 +45,7 @@ def prefill(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) 
         positions[:, row, start:] = place
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attention}
     inputs["position_ids"] = positions if position_rows == 3 else positions[0]
-    inputs |= media_inputs(prompts, types)
+    inputs |= media_inputs(model, prompts, types)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     output = model(**inputs, use_cache=True, logits_to_keep=1)
     next_positions = [position for _, position in placed]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.image_grids import limit_pixels
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
-from tests.rigs.tiny_families import Family, make_family
+from tests.rigs.tiny_families import Family, make_family, make_llava
 
 
 def picture(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:
@@ -61,6 +63,31 @@ def test_measuring_equals_the_processors_own_call(processor: PromptProcessor) ->
         assert encoded.pixel_values is not None
         assert torch.equal(encoded.pixel_values, whole.pixel_values)
         assert not hasattr(measured, "pixel_values")
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2"])
+def test_measuring_for_llava_equals_the_processors_own_call(
+    tmp_path: Path, tower: Literal["siglip", "clip", "dinov2"]
+) -> None:
+    processor = PromptProcessor(ModelConfig(path=str(make_llava(tmp_path, tower))), cache_mib=0)
+    prompt, blobs = prompt_of(picture(100, 30), picture(20, 70))
+    whole = processor._encode_whole(prompt, blobs, {name: name for name in blobs})
+    for one in (processor.measure(prompt, blobs), processor.encode(prompt, blobs)):
+        for field in ("token_ids", "token_types", "image_grids"):
+            assert getattr(one, field).tolist() == getattr(whole, field).tolist()
+    assert whole.image_grids.tolist() == [[1, 4, 4], [1, 4, 4]]
+    assert whole.pixel_values is not None
+    assert whole.pixel_values.shape == (2, 3, 28, 28)
+    assert whole.media_tokens == 32
+
+
+def test_images_of_an_unknown_family_are_refused_by_its_name(processor: PromptProcessor) -> None:
+    """Gemma's or SmolVLM's placeholders follow other rules: no chat template is to blame."""
+    other = copy.copy(processor)
+    other.family, other._knows_images = "smolvlm", False
+    prompt, blobs = prompt_of(picture(20, 20))
+    with pytest.raises(UserError, match=r"1 image\(s\), but the model is of the family smolvlm, whose processor"):
+        other.encode(prompt, blobs)
 
 
 def test_grids_are_those_of_the_image_processor_at_any_size_and_setting(processor: PromptProcessor) -> None:

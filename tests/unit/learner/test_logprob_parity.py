@@ -7,8 +7,9 @@ import copy
 import dataclasses
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,12 +25,14 @@ from learner.network.logprob_parity import ParityJudge, compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
+from learner.training.packing import build_micro_batch
 from learner.training.step import LearnerStep
 from protocol.errors import ProtocolError
 from protocol.messages import TicketKind
 from rollout_server.engines.base import Completion
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, answers, learner_engine, pair_config, parity_tickets, verify
+from tests.rigs.tiny_families import make_llava
 
 __all__ = ["pair_config"]
 
@@ -50,6 +53,28 @@ def test_engine_and_learner_agree_under_the_runs_own_sampling(
     parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
     assert parity.tokens == sum(one.group.token_ids.size for one in received) > 8
     assert parity.mean <= parity.largest < 1e-4
+
+
+@pytest.mark.parametrize("tower", ["siglip", "dinov2"])
+def test_a_llava_model_is_sampled_verified_and_trained_alike(
+    pair_config: RunConfig, tmp_path: Path, tower: Literal["siglip", "dinov2"]
+) -> None:
+    """Its positions count tokens, its images have one size; groups share their prompt and images all the same."""
+    model = pair_config.model.model_copy(update={"path": str(make_llava(tmp_path / tower, tower))})
+    config = pair_config.model_copy(update={"model": model})
+    processor = PromptProcessor(model)
+    received = answer(HFEngine(config, processor), processor, parity_tickets(config, processor))
+    for one in received:
+        verify(one)
+    assert [one.group.image_grids.tolist() for one in received] == 2 * [[[1, 4, 4], [1, 4, 4]]]
+    engine = learner_engine(config)
+    parity = compare(engine, processor, received, config.batch.tokens_per_microbatch)
+    assert parity.mean <= parity.largest < 1e-4
+    batch = make_batch(received, processor)
+    packed = build_micro_batch(engine.unwrap_model(), batch.train_groups, engine.device)
+    engine.backward(-engine.forward(packed).logprobs.mean())
+    moved = {name.split(".")[1] for name, p in engine.model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved >= {"vision_tower", "multi_modal_projector", "language_model"}
 
 
 def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(pair_config: RunConfig) -> None:
