@@ -3,7 +3,8 @@ started."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from asyncrl.config.run_sections import RunSections
 
@@ -11,6 +12,8 @@ COLDEST_FOR_VLLM = 0.01
 """Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
 LARGEST_RANK_FOR_VLLM = 512
 """Largest rank of adapters that vLLM has a slot for."""
+TOWERS_OF_VLLM = ("clip_vision_model", "siglip_vision_model", "pixtral")
+"""Types of the vision towers that vLLM's LLaVA can have."""
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 
@@ -21,6 +24,17 @@ CACHE_BLOCK = 32
 def cache_columns(tokens: int) -> int:
     """Columns of the hf engine's key-value cache that have room for `tokens`, in whole blocks."""
     return -(-tokens // CACHE_BLOCK) * CACHE_BLOCK
+
+
+def unknown_to_vllm(described: Mapping[str, Any]) -> str:
+    """The part of a LLaVA model, by its config.json, that vLLM has no code for; empty if it has all, or is another."""
+    if described.get("model_type") != "llava":
+        return ""
+    tower = (described.get("vision_config") or {}).get("model_type", "clip_vision_model")
+    if tower not in TOWERS_OF_VLLM:
+        return f"LLaVA with a tower of the type {tower}"
+    act = described.get("projector_hidden_act")
+    return f"LLaVA whose connector has the activation {act}" if act == "linear" else ""
 
 
 def engine_problems(config: RunSections) -> Iterator[str]:

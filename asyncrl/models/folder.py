@@ -20,7 +20,7 @@ _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def model_folder(config: ModelConfig) -> Path:
+def model_folder(config: ModelConfig, setting: str = "model.path") -> Path:
     """Return the folder of `model.path`; one of the hub is downloaded, or found in the cache, once per process.
 
     Raises UserError if it is not a Hugging Face model folder.
@@ -29,23 +29,23 @@ def model_folder(config: ModelConfig) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if _HUB_NAME.fullmatch(config.path) and not folder.exists():
-        return _download(config.path, with_code=config.trust_remote_code)
+        return _download(config.path, setting, with_code=config.trust_remote_code)
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
+            f"{setting} is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
             "asyncrl export RUN TARGET, without --adapter"
         )
     astray = not folder.is_absolute() and not folder.is_dir()
     where = f", and no such folder in {Path.cwd()}" if astray else ""
-    elsewhere = " with model.path=..., or start this in the folder in which the run was started" if astray else ""
+    elsewhere = f" with {setting}=..., or start this in the folder in which the run was started" if astray else ""
     raise UserError(
-        f"model.path is {config.path!r}: there is no config.json in it{where}. "
+        f"{setting} is {config.path!r}: there is no config.json in it{where}. "
         f"Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files){elsewhere}"
     )
 
 
 @cache
-def _download(name: str, *, with_code: bool) -> Path:
+def _download(name: str, setting: str, *, with_code: bool) -> Path:
     """Folder in the hub's cache with the small files and the safetensors of `org/name` or `org/name@revision`.
 
     HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN are heeded, as by every program that uses huggingface_hub.
@@ -61,7 +61,7 @@ def _download(name: str, *, with_code: bool) -> Path:
         if constants.HF_HUB_OFFLINE:
             fix = f"HF_HUB_OFFLINE forbids downloads: set it to 0, or run once where it is not set: hf download {name}"
         raise UserError(
-            f"model.path is {name!r}: there is no such folder in {Path.cwd()}, and the hub at {constants.ENDPOINT} "
+            f"{setting} is {name!r}: there is no such folder in {Path.cwd()}, and the hub at {constants.ENDPOINT} "
             f"does not give it ({type(error).__name__}: {' '.join(str(error).split())[:200]}). {fix}"
         ) from None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.config.engine_rules import unknown_to_vllm
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device
+from asyncrl.models.folder import read_config
 from asyncrl.telemetry.environment import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
@@ -67,7 +69,7 @@ def problems(config: RunConfig) -> list[str]:
     if problem := device_problem(config):
         return [problem]
     cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
-    return setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
+    return model_problems(config) + setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
 
 
 def device_problem(config: RunConfig) -> str:
@@ -82,6 +84,12 @@ def device_problem(config: RunConfig) -> str:
         f"rollout.device=cuda: asyncrl train gives each server GPUs of its own. For a server that is started by itself "
         f"(asyncrl rollout) set CUDA_VISIBLE_DEVICES={visible} in its environment, too"
     )
+
+
+def model_problems(config: RunConfig) -> list[str]:
+    """A model that vLLM would begin to load, and fail on."""
+    unknown = unknown_to_vllm(read_config(config.model))
+    return [f"vLLM knows no {unknown}, as the one in {config.model.path}. Set rollout.engine=hf"] if unknown else []
 
 
 def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:

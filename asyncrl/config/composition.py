@@ -1,0 +1,66 @@
+"""The settings of `asyncrl compose`: parts of a vision-language model, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from asyncrl.config import yaml_text
+from asyncrl.config.sections import Section
+from asyncrl.config.suggest import did_you_mean, file_hint
+from asyncrl.errors import UserError
+
+
+class Composition(Section):
+    """A vision tower, a connector and a language model."""
+
+    vision_tower: str
+    """Folder or hub name of a CLIP, SigLIP or DINOv2 model; of CLIP and SigLIP the vision part is taken."""
+    language_model: str
+    """Folder or hub name of a causal language model, with its tokenizer."""
+    connector: Literal["mlp", "linear", "identity"] = "mlp"
+    """From the tower's features to the language model's embeddings: two layers with a GELU between them (LLaVA-1.5,
+    arXiv 2310.03744), one linear map, or nothing, for parts of one width."""
+    feature_layer: int = Field(default=-2, lt=0)
+    """Layer of the tower whose features are taken, from its end: -1 is the last one."""
+    image_token: str = "<image>"
+    """Placeholder of an image. It is added to the tokenizer if that has not got it."""
+    chat_template: str = ""
+    """Jinja file that renders image parts, too. Empty means the language model's own template, with images where the
+    message has them."""
+    seed: int = 0
+    """Of the connector's first weights."""
+
+
+def load_composition(words: Sequence[str]) -> Composition:
+    """Read YAML files and `key=value` in order; later ones count. UserError lists every problem at once."""
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        given |= {key.strip(): value} if equals else _read(Path(word))
+    try:
+        return Composition.model_validate(given)
+    except ValidationError as error:
+        problems = [_describe(detail) for detail in error.errors()]
+    raise UserError("\n".join(["the parts do not make a model:", *(f"- {problem}" for problem in problems)]))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"there is no file {file}: {file_hint(file)} Keys are given as key=value")
+    value, _ = yaml_text.parse(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(value, dict | None):
+        raise UserError(f"{file} holds {value!r:.120}: expected lines such as `language_model: Qwen/Qwen2.5-0.5B`")
+    return value or {}
+
+
+def _describe(detail: Any) -> str:
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return f"{key} is missing: give {key}=FOLDER, or org/name of the hub"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key}.{did_you_mean(key, Composition.model_fields)}"
+    return f"{key} is {detail['input']!r:.120}: {detail['msg']}"

@@ -1,0 +1,252 @@
+"""A vision-language model of separate parts: vision tower, connector, language model (`asyncrl compose`).
+
+The parts keep their weights, the connector is new. The result is an ordinary LLaVA folder of transformers
+(`LlavaForConditionalGeneration`), which needs no code of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncrl.config.composition import Composition
+from asyncrl.config.engine_rules import unknown_to_vllm
+from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.models import torchvision_cpu
+from asyncrl.models.export import export_model
+from asyncrl.models.folder import model_folder
+from asyncrl.models.image_grids import FixedGrids
+
+logger = logging.getLogger(__name__)
+
+HAS_CLASS_TOKEN = {"siglip_vision_model": False, "clip_vision_model": True, "dinov2": True}
+"""Vision towers by model type, and whether their features begin with a class token, which is left out."""
+SAME_LOGITS = 1e-3
+"""Largest difference of a logit of the language model, alone and composed."""
+FLATTEN = (
+    "{%- set flat = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- if message['content'] is string -%}{%- set flat.messages = flat.messages + [message] -%}"
+    "{%- else -%}{%- set joined = namespace(text='') -%}{%- for part in message['content'] -%}"
+    "{%- set joined.text = joined.text + (IMAGE if part['type'] == 'image' else part['text']) -%}{%- endfor -%}"
+    "{%- set flat.messages = flat.messages + [dict(message, content=joined.text)] -%}"
+    "{%- endif -%}{%- endfor -%}{%- set messages = flat.messages -%}"
+)
+"""What comes before a text model's chat template: contents of parts become text, with IMAGE for each image."""
+
+
+def compose(parts: Composition, target: Path) -> str:
+    """Write the new folder `target`; returns what it is made of, and which engines serve it.
+
+    Raises UserError for parts that do not go together.
+    """
+    torchvision_cpu.install()
+    tower, image_processor = _load_tower(parts)
+    language, tokenizer = _load_language(parts)
+    template = _chat_template(parts, tokenizer)
+    ids = torch.arange(min(8, language.config.vocab_size))[None]
+    with torch.no_grad():
+        alone = language(ids).logits
+    image_token_id = _add_image_token(parts.image_token, language, tokenizer)
+    model = _join(parts, tower, language, image_token_id)
+    processor = _processor(parts, tower, image_processor, tokenizer, template)
+    _check_text(model, language, ids, alone)
+    _check_images(model, processor, tower)
+    export_model(model, processor, target)
+    return _describe(model, parts, target)
+
+
+def _load_tower(parts: Composition) -> tuple[Any, Any]:
+    """The tower with its weights, and its image processor."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+
+    folder = model_folder(ModelConfig(path=parts.vision_tower), "vision_tower")
+    whole = AutoConfig.from_pretrained(folder)
+    config = getattr(whole, "vision_config", None) or whole
+    if config.model_type not in HAS_CLASS_TOKEN:
+        raise UserError(
+            f"vision_tower is {parts.vision_tower!r}, a model of the type {config.model_type}: its features are not "
+            f"known here. Name one of the types {', '.join(HAS_CLASS_TOKEN)} (CLIP, SigLIP, DINOv2)"
+        )
+    if -parts.feature_layer > config.num_hidden_layers:
+        raise UserError(
+            f"feature_layer is {parts.feature_layer}, and the tower in {parts.vision_tower} has "
+            f"{config.num_hidden_layers} layers. Set feature_layer=-1, the last one"
+        )
+    tower = _whole(AutoModel.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True), folder)
+    return tower, AutoImageProcessor.from_pretrained(folder)
+
+
+def _load_language(parts: Composition) -> tuple[Any, Any]:
+    """The causal language model with its weights, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder(ModelConfig(path=parts.language_model), "language_model")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    return _whole(loaded, folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def _whole(loaded: tuple[Any, Any], folder: Path) -> Any:
+    """The loaded model; UserError where some of its weights are not in the folder."""
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{folder} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}: they would be "
+            "random. Name a folder with all of them"
+        )
+    return model
+
+
+def _chat_template(parts: Composition, tokenizer: Any) -> str:
+    if parts.chat_template:
+        file = Path(parts.chat_template)
+        if not file.is_file():
+            raise UserError(f"chat_template is {parts.chat_template!r}, but there is no such file in {Path.cwd()}")
+        return file.read_text(encoding="utf-8")
+    if not isinstance(tokenizer.chat_template, str):
+        raise UserError(
+            f"the tokenizer in {parts.language_model} has no chat template: prompts could not be rendered. Name the "
+            "instruction-tuned variant of the language model, or a file: chat_template=FILE.jinja"
+        )
+    return FLATTEN.replace("IMAGE", repr(parts.image_token)) + tokenizer.chat_template
+
+
+def _add_image_token(token: str, language: Any, tokenizer: Any) -> int:
+    """Id of the placeholder, which tokenizer and embeddings have afterwards. Its embedding is never read."""
+    if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+        tokenizer.add_tokens([token], special_tokens=True)
+    if len(tokenizer) > language.get_input_embeddings().weight.shape[0]:
+        language.resize_token_embeddings(len(tokenizer))  # no further rows: they could be sampled
+    return tokenizer.convert_tokens_to_ids(token)
+
+
+def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) -> Any:
+    """The composed model: the parts' own weights, and a connector of the seed's."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    make: Any = LlavaConfig
+    wide, narrow = tower.config.hidden_size, language.config.hidden_size
+    if parts.connector == "identity" and wide != narrow:
+        raise UserError(
+            f"connector is identity, but features of the tower are {wide} wide and embeddings of the language model "
+            f"{narrow}. Set connector=linear or connector=mlp"
+        )
+    has_class = HAS_CLASS_TOKEN[tower.config.model_type]
+    config = make(
+        vision_config=tower.config,
+        text_config=language.config,
+        image_token_index=image_token_id,
+        projector_hidden_act="gelu" if parts.connector == "mlp" else "linear",
+        vision_feature_select_strategy="default" if has_class else "full",
+        vision_feature_layer=parts.feature_layer,
+        tie_word_embeddings=language.config.tie_word_embeddings,
+    )
+    with torch.device("meta"):
+        model: Any = LlavaForConditionalGeneration(config)
+    if type(model.model.language_model) is not type(language.base_model):
+        raise UserError(
+            f"language_model is {parts.language_model!r}, a {type(language).__name__}, whose decoder is no "
+            f"{type(model.model.language_model).__name__}: LLaVA cannot hold it. Name a plain causal language model"
+        )
+    model.model.vision_tower = tower
+    model.model.language_model = language.base_model
+    model.model.multi_modal_projector = _connector(parts, config)
+    model.lm_head.weight = language.get_output_embeddings().weight
+    model.generation_config = language.generation_config
+    model.config.dtype = language.dtype
+    return model.eval()
+
+
+def _connector(parts: Composition, config: Any) -> nn.Module:
+    """LLaVA's two layers. A linear map is the first with the second as the identity, and no activation."""
+    from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(parts.seed)
+        connector: Any = LlavaMultiModalProjector(config)
+    layers = {"mlp": (), "linear": (connector.linear_2,), "identity": (connector.linear_1, connector.linear_2)}
+    for layer in layers[parts.connector]:
+        nn.init.eye_(layer.weight)
+    with torch.no_grad():
+        connector.linear_1.bias.zero_()
+        connector.linear_2.bias.zero_()
+    return connector
+
+
+def _processor(parts: Composition, tower: Any, image_processor: Any, tokenizer: Any, template: str) -> Any:
+    from transformers import LlavaProcessor
+
+    has_class = HAS_CLASS_TOKEN[tower.config.model_type]
+    tokenizer.chat_template = template  # it is saved, too, in the same file
+    processor = LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=tower.config.patch_size,
+        vision_feature_select_strategy="default" if has_class else "full",
+        chat_template=template,
+        image_token=parts.image_token,
+        num_additional_image_tokens=int(has_class),
+    )
+    if FixedGrids.of(processor) is None:
+        raise UserError(
+            f"the image processor in {parts.vision_tower} ({type(image_processor).__name__}) gives images sizes of "
+            "their own. Set `size` with height and width, or `crop_size`, in its preprocessor_config.json"
+        )
+    return processor
+
+
+@torch.no_grad()
+def _check_text(model: Any, language: Any, ids: torch.Tensor, alone: torch.Tensor) -> None:
+    """The composed model must say of text what the language model says, whatever its output layer is."""
+    composed = model(ids).logits[..., : alone.shape[-1]]
+    difference = float((composed.float() - alone.float()).abs().max())
+    if not difference <= SAME_LOGITS:
+        raise UserError(
+            f"{type(language).__name__} computes its logits otherwise than LLaVA's output layer (a bias, a scale or a "
+            f"cap): they would differ by {difference:.3g}. Name a language model of another family"
+        )
+
+
+@torch.no_grad()
+def _check_images(model: Any, processor: Any, tower: Any) -> None:
+    """An image of the processor's must become as many features as the processor writes placeholders."""
+    grids = FixedGrids.of(processor)
+    assert grids is not None
+    grid = grids.grids([(1, 1)])
+    height, width = (int(n) * tower.config.patch_size for n in grid[0, 1:])
+    expected = int(grids.tokens(grid)[0])
+    pixels = torch.zeros((1, tower.config.num_channels, height, width), dtype=tower.dtype)
+    model.config.image_seq_length = expected
+    connector = model.model.multi_modal_projector
+    try:
+        features = tower(pixels, output_hidden_states=True).hidden_states[model.config.vision_feature_layer]
+    except ValueError as problem:  # a size that the tower's positions do not have
+        raise UserError(
+            f"the image processor makes images of {height} x {width} pixels, which the tower does not take: {problem}. "
+            "Set their size to the tower's image_size in its preprocessor_config.json"
+        ) from problem
+    found = features.shape[1] - (model.config.vision_feature_select_strategy == "default")
+    assert found == expected, f"{found} features for {expected} placeholders"
+    connector(features.float())
+
+
+def _describe(model: Any, parts: Composition, target: Path) -> str:
+    def millions(part: nn.Module) -> str:
+        return f"{sum(p.numel() for p in part.parameters()) / 1e6:.1f} M parameters"
+
+    inner, config = model.model, model.config
+    missing = unknown_to_vllm(config.to_dict())
+    return "\n".join(
+        [
+            f"{target}: a LlavaForConditionalGeneration; an image is {config.image_seq_length} tokens",
+            f"  vision tower    {parts.vision_tower}: {millions(inner.vision_tower)}",
+            f"  connector       {parts.connector}, new: {millions(inner.multi_modal_projector)}",
+            f"  language model  {parts.language_model}: {millions(inner.language_model)}",
+            f"  rollout.engine  {f'hf alone: vLLM knows no {missing}' if missing else 'hf or vllm'}",
+        ]
+    )
