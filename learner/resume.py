@@ -19,6 +19,7 @@ import xxhash
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import PARTS
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalView
@@ -253,7 +254,7 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     """
     everything = config.model_dump(mode="json")
     names = [key for key in all_keys() if key.startswith(UPDATE) and ".N." not in key]
-    names += ["model.dtype", "model.freeze_vision_tower"]
+    names += ["model.dtype", *(f"model.freeze_{part}" for part in PARTS)]
     if config.learner.max_staleness == "auto":
         names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]
     if config.learner.optim.lr_scheduler_type != "constant" or config.algorithm.kl_control.kind == "linear":

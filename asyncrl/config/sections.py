@@ -11,6 +11,8 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+PARTS = ("vision_tower", "connector", "language_model")
+"""Parts of a vision-language model, of which each can be left out of training."""
 OnStale = Literal["wait", "drop", "mask"]
 
 
@@ -59,6 +61,11 @@ class ModelConfig(Section):
     else float32. bfloat16 weights are trained on float32 master weights; adapters are always float32."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
+    freeze_connector: bool = False
+    """Leave the connector, from the tower's features to the language model, out of training."""
+    freeze_language_model: bool = False
+    """Leave the language model with its embeddings and output layer out of training: what remains is the connector,
+    and the vision tower where that is not frozen."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     min_pixels: int = Field(default=0, ge=0)
@@ -68,6 +75,11 @@ class ModelConfig(Section):
     """Pixels that a larger image is reduced to; 0 is what the model folder says. Each (2 × patch size)² of them are a
     token."""
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Parts of the model that `freeze_*` leave out of training."""
+        return tuple(part for part in PARTS if getattr(self, f"freeze_{part}"))
 
     @property
     def pixel_limits(self) -> dict[str, int]:
@@ -294,6 +306,10 @@ class RolloutConfig(Section):
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
+    vision_tower_lr: float = Field(default=0.0, ge=0)
+    """Peak learning rate of the vision tower, which warms up and falls as lr does; 0 is lr."""
+    connector_lr: float = Field(default=0.0, ge=0)
+    """Peak learning rate of the connector, which warms up and falls as lr does; 0 is lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moment estimates."""
     weight_decay: float = Field(default=0.01, ge=0)

@@ -16,10 +16,6 @@ from asyncrl.models.folder import model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
 
-VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
-"""Attribute names under which transformers' VLMs keep the vision tower."""
-CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
-"""Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
 ALIGNMENT_BYTES = 64
 """Alignment of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
@@ -90,17 +86,6 @@ def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
             f"the model in {config.path} is configured with dropout ({', '.join(found)}): its log-probs in training "
             f"would differ from the engine's. Set {'it' if len(found) == 1 else 'them'} to 0 in its config.json"
         )
-
-
-def freeze_vision_tower(model: nn.Module) -> int:
-    """Take the vision tower, but not the connector, out of training. Returns the number of frozen parameters."""
-    frozen = 0
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if any(part in VISION_TOWER_NAMES for part in parts) and not any(part in CONNECTOR_NAMES for part in parts):
-            parameter.requires_grad_(False)
-            frozen += parameter.numel()
-    return frozen
 
 
 def model_class(hf_config: Any) -> Any:

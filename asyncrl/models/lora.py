@@ -20,7 +20,8 @@ from torch import nn
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import ADAPTER_CONFIG
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, has_vision, load_model, skeleton
+from asyncrl.models.loading import has_vision, load_model, skeleton
+from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
 from protocol.messages import AdapterSpec
@@ -61,7 +62,7 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     """Names in the order of the model."""
     output = model.get_output_embeddings()
     layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
-    allowed = layers if lora.vision_tower else [name for name in layers if not _is_vision(name)]
+    allowed = layers if lora.vision_tower else [name for name in layers if part_of(name.split(".")) == "language_model"]
     wanted = lora.target_modules
     if wanted == "all-linear":
         return allowed
@@ -89,11 +90,6 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
 
 def _last_parts(names: Collection[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-
-
-def _is_vision(name: str) -> bool:
-    """True for a layer of the vision tower or the connector."""
-    return any(part in VISION_TOWER_NAMES + CONNECTOR_NAMES for part in name.split("."))
 
 
 def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:

@@ -18,15 +18,17 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
-from asyncrl.models.loading import freeze_vision_tower, load_model
+from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
+from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from learner.training.master_weights import MasterWeights
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from learner.training.parameter_groups import check_same_groups, parameter_groups
 
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
@@ -60,8 +62,8 @@ class TorchEngine:
         self._adapted: Any = None
         if self.adapter is not None:
             self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
-        elif self._config.model.freeze_vision_tower:
-            freeze_vision_tower(model)
+        else:
+            freeze_parts(model, self._config.model)
         if self._config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
@@ -84,14 +86,9 @@ class TorchEngine:
     def _make_optimizer(self) -> None:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = MasterWeights(self.model)
-        stepped = self.masters.stepped()
-        matrices = [p for p in stepped if p.ndim >= 2]
-        vectors = [p for p in stepped if p.ndim < 2]  # norms and biases are not decayed
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self._optim.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            parameter_groups(names, self.masters.stepped(), self._optim),
             lr=self._optim.lr,
             betas=self._optim.betas,
             fused=self.device.type == "cpu",  # one pass over memory; GPUs keep torch's choice
@@ -196,12 +193,13 @@ class TorchEngine:
     def load(self, folder: Path) -> None:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
 
-        Raises UserError where the checkpoint's weights had another dtype.
+        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
         state = torch.load(folder / ENGINE_FILE, map_location=self.device, weights_only=True)
         self.masters.load_state_dict(state.get("masters", {}), folder)
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]
+        check_same_groups(state["optimizer"]["param_groups"], ours, folder)
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": ours})
         updates = state["schedule"]["last_epoch"]
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor, last_epoch=updates - 1)

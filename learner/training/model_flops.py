@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
+from asyncrl.models.parts import part_of
 from learner.training.packing import TrainGroup
 
 FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2
@@ -29,28 +29,22 @@ class ModelFlops:
         for name, parameter in model.named_parameters():
             if parameter is embedding and parameter is not head:
                 continue  # a look-up
-            part = "head" if parameter is head else _part(name.split("."))
+            part = "head" if parameter is head else part_of(name.split("."))
             (trained if parameter.requires_grad else frozen)[part] += parameter.numel()
         self._flops = {
             part: trained[part] * (FORWARD + ACTIVATION_GRADIENT + WEIGHT_GRADIENT)
             # Through frozen layers the gradient goes on to trained ones below them, if there are such.
-            + frozen[part] * (FORWARD + ACTIVATION_GRADIENT * (part != "tower" or trained["tower"] > 0))
-            for part in ("tower", "connector", "language", "head")
+            + frozen[part] * (FORWARD + ACTIVATION_GRADIENT * (part != "vision_tower" or trained["vision_tower"] > 0))
+            for part in ("vision_tower", "connector", "language_model", "head")
         }
 
     def of(self, groups: Sequence[TrainGroup]) -> float:
         """FLOP of one pass over these groups."""
         grids = [grid for group in groups for grid in (group.prompt.image_grids, group.prompt.video_grids)]
         inputs = {
-            "tower": sum(int(grid.prod(axis=1).sum()) for grid in grids),
+            "vision_tower": sum(int(grid.prod(axis=1).sum()) for grid in grids),
             "connector": sum(group.prompt.media_tokens for group in groups),
-            "language": sum(group.num_tokens for group in groups),
+            "language_model": sum(group.num_tokens for group in groups),
             "head": sum(int(c.loss_mask.sum()) for group in groups for c in group.completions),
         }
         return float(sum(self._flops[part] * count for part, count in inputs.items()))
-
-
-def _part(path: list[str]) -> str:
-    if any(name in CONNECTOR_NAMES for name in path):
-        return "connector"
-    return "tower" if any(name in VISION_TOWER_NAMES for name in path) else "language"

@@ -17,9 +17,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
-from asyncrl.models.loading import freeze_vision_tower, has_vision, skeleton
+from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead
+from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
@@ -108,8 +109,8 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     if spec is not None:
         add_adapter(model, spec)
         model.to(META)
-    if config.model.freeze_vision_tower and not config.model.lora.rank:
-        freeze_vision_tower(model)
+    if not config.model.lora.rank:
+        freeze_parts(model, config.model)
     if critic:
         add_value_head(model, META)
     if config.learner.gradient_checkpointing:
@@ -149,8 +150,7 @@ def _reference_bytes(config: RunConfig) -> int:
     if config.reference_model is None:
         return 0
     model = skeleton(config.reference_model)
-    if config.model.freeze_vision_tower:
-        freeze_vision_tower(model)
+    freeze_parts(model, config.model)
     averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
     averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
     return nbytes([*model.parameters(), *model.buffers()]) + averages

@@ -19,7 +19,8 @@ from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton, torch_dtype
+from asyncrl.models.loading import skeleton, torch_dtype
+from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
 from asyncrl.tools.numbers import GIB
@@ -138,13 +139,14 @@ def cpu_kv_bytes(text_config: Any, dtype: str, config: RunConfig) -> int:
 
 def slot_arguments(spec: AdapterSpec) -> dict[str, Any]:
     """Arguments of vLLM for one slot of the smallest size that the adapter fits in."""
-    vision = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in RANKS if rank >= spec.rank),
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "enable_tower_connector_lora": any(vision & set(name.split(".")) for name in spec.target_modules),
+        "enable_tower_connector_lora": any(
+            part_of(name.split(".")) != "language_model" for name in spec.target_modules
+        ),
     }
 
 

@@ -19,8 +19,9 @@ import torch
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
+from asyncrl.models.loading import skeleton
 from asyncrl.models.lora import add_adapter, write_adapter_folder
+from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
 from asyncrl.weight_transfer.stage import StageOrder
 from protocol.endpoints import SHARED_MEMORY
@@ -52,8 +53,7 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
     Equal for two versions exactly when cached embeddings stay valid. `model.freeze_vision_tower` does not decide it:
     the connector is trained all the same, and vLLM caches what comes out of it.
     """
-    parts = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
-    return frozenset((t.name, t.xxh3) for t in manifest.tensors if parts & set(t.name.split(".")))
+    return frozenset((t.name, t.xxh3) for t in manifest.tensors if part_of(t.name.split(".")) != "language_model")
 
 
 class WorkerStaging(Staging):
