@@ -86,7 +86,8 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
         model: Any = self.model
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            return mapped_tensors(update_info) if update_info.path else self.stage.tensors()
+            found = mapped_tensors(update_info) if update_info.path else self.stage.tensors()
+            return ((known_name(model, name), tensor) for name, tensor in found)
 
         expected = {name for name, _ in model.named_parameters()}
         # A GPU reads mapped memory slowly. vLLM keeps what it is given until it has a whole layer.
@@ -118,6 +119,14 @@ def tied_parameters(model: Any) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             tied[name] = first[id(parameter)]
     return tied
+
+
+def known_name(model: Any, name: str) -> str:
+    """A published name as vLLM's model takes it: transformers 5 has taken a level out of the towers of CLIP and SigLIP
+    that vLLM's LLaVA still has."""
+    tower = "model.vision_tower."
+    nested = name.startswith(tower) and hasattr(getattr(model, "vision_tower", None), "vision_model")
+    return f"{tower}vision_model.{name.removeprefix(tower)}" if nested else name
 
 
 def _layer_and_name(name: str) -> str:
