@@ -77,8 +77,8 @@ def _load_tower(parts: Composition) -> tuple[Any, Any]:
             f"feature_layer is {parts.feature_layer}, and the tower in {parts.vision_tower} has "
             f"{config.num_hidden_layers} layers. Set feature_layer=-1, the last one"
         )
-    tower = _whole(AutoModel.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True), folder)
-    return tower, AutoImageProcessor.from_pretrained(folder)
+    loaded: Any = AutoModel.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
+    return _whole(loaded, folder), AutoImageProcessor.from_pretrained(folder)
 
 
 def _load_language(parts: Composition) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ def _load_language(parts: Composition) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = model_folder(ModelConfig(path=parts.language_model), "language_model")
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     return _whole(loaded, folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 

@@ -1,0 +1,51 @@
+"""A model composed of parts: its connector is trained alone, then all of it by the two services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.parts import part_of
+from examples.modular_digits import make_parts
+from tests.rigs.small_runs import logs
+from tests.rigs.two_processes import run_both, start, write_config
+from tests.rigs.waiting import exit_codes
+
+pytestmark = pytest.mark.slow
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    """Parts whose weights differ between two model folders."""
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert mine.keys() == theirs.keys()
+    return {part_of(name.split(".")) for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])}
+
+
+def test_a_composed_model_learns_part_by_part(
+    make_config: Callable[..., RunConfig], digits_data: Path, tmp_path: Path
+) -> None:
+    make_parts(tmp_path, seed=1)
+    composed, alone, run = tmp_path / "composed", tmp_path / "alone", tmp_path / "run"
+    parts = [f"vision_tower={tmp_path}/tower", f"language_model={tmp_path}/language", "image_token=<|image_pad|>"]
+    assert asyncrl(["compose", str(composed), *parts]) == 0
+
+    model: dict[str, Any] = {"path": str(composed), "freeze_vision_tower": True, "freeze_language_model": True}
+    config = make_config(
+        model=model,
+        data={"train_files": [str(digits_data / "sft.parquet")]},
+        sft={"steps": 2, "rows_per_step": 4},
+    ).model_copy(update={"run_dir": str(alone)})
+    assert exit_codes([start("learner.sft", write_config(config, alone))], 120) == [0], logs(alone)
+    assert changed(composed, alone / "export") == {"connector"}
+
+    config = make_config(model={"path": str(alone / "export")}, trainer={"max_steps": 2}, alignment={"rows": 2})
+    assert run_both(config, run) == (0, 0), logs(run)
+    assert "is aligned: log-probs" in logs(run, whole=True)
+    assert changed(alone / "export", run / "export") >= {"connector", "language_model"}
