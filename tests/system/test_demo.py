@@ -28,6 +28,8 @@ DRAWN_PORTS = (
     "telemetry.rollout_port=0",
 )
 QUICK = ("--quick", "--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0", *DRAWN_PORTS)
+FEW = 8
+"""Held-out rows of the demo whose processes are not forks."""
 AS_MADE = ("--ignore-installed", "--no-index", "--no-deps", "--no-compile", "-q")
 
 
@@ -87,11 +89,11 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     where = "import asyncrl, learner, protocol; print(asyncrl.__file__, learner.__file__, protocol.__file__)"
     found = subprocess.check_output([installed / "python", "-c", where], cwd=tmp_path, env=outside(), text=True)
     assert all(Path(file).is_relative_to(installed.parent) for file in found.split()), found
-    command = [installed / "asyncrl", "demo", *QUICK]
+    command = [installed / "asyncrl", "demo", *QUICK, f"data.max_val_rows={FEW}", "batch.group_size=2"]
     ran = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
-    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"])
+    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
 
 
 @pytest.mark.slow
@@ -104,17 +106,17 @@ def test_the_demo_from_nothing_makes_its_warm_start_too(tmp_path: Path) -> None:
     assert (demo / "warm_start" / "model.safetensors").read_bytes() == made
 
 
-def check_demo(demo: Path, printed: str, stages: list[str]) -> None:
+def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:
     """Assert that each stage has used what the one before it has left, and that two steps have been evaluated."""
     summary = json.loads((demo / "summary.json").read_text())
     assert list(summary["seconds"]) == stages
-    assert summary["held_out_rows"] == 32
+    assert summary["held_out_rows"] == rows
     greedy, sampled, *words = summary["warm_start"]
     assert (greedy, sampled) == ("greedy", "sampled at temperature 1")
     assert words, "a demonstration begins with a word"
     assert list(summary["after_steps"]) == ["1", "2"], "halfway and at the end"
     after = summary["after_steps"]["2"]
-    (checked,) = re.findall(r"^pass@1 ([\d.]+) .* rows 32 .* errors 0$", printed, re.M)
+    (checked,) = re.findall(rf"^pass@1 ([\d.]+) .* rows {rows} .* errors 0$", printed, re.M)
     assert checked == f"{after['accuracy']:.4f}", "plain transformers agrees"
     assert re.search(rf"^  after 2 steps, greedy +{after['accuracy']:.3f} ± {after['error']:.3f}$", printed, re.M)
     assert (demo / "grpo" / "export" / "model.safetensors").is_file()
