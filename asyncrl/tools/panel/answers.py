@@ -155,11 +155,10 @@ class Answers:
 
     def _waiting(self) -> Row:
         """Row with what the learner waits for, always one line: the panel should not jump while it is read."""
-        why = cut(self.run.status.get("waiting_for") or "", self.cells)
+        why = cut(self.run.waiting_for, self.cells)
         if self.run.has_ended:
             return Row("ended", [Text(why, "red") if why else Text(self.run.phase, "dim")])
-        idle = "nothing" if self.run.status else "the learner to start"
-        return Row("waiting for", [Text(why, "yellow") if why else Text(idle, "dim")])
+        return Row("waiting for", [Text(why, "yellow") if why else Text("nothing", "dim")])
 
     def samples(self) -> Iterator[Row]:
         previous: Text | None = None

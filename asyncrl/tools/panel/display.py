@@ -114,7 +114,7 @@ class Display(AbstractContextManager["Display"]):
         if step != self._last_step or self.run.has_ended:
             self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S
         elif now - self._new_step_at >= self._stuck_s:
-            waiting = self.run.status.get("waiting_for") or "(no reason reported)"
+            waiting = self.run.waiting_for or "nothing"
             self._print(f"step {step}: no new step for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
             self._stuck_s *= 2
 

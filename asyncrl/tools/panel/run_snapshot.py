@@ -29,6 +29,7 @@ JUDGED_STEPS = 10
 """Newest steps in which something has to be wrong for a warning."""
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
+STARTING = "the learner to start (logs/learner.log says how far it is)"
 RECENT_STEPS, FEWEST_STEPS = 128, 3
 """Steps that tell the pace."""
 
@@ -96,6 +97,11 @@ class RunSnapshot:
     @property
     def phase(self) -> str:
         return str(self.status.get("phase", "starting"))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the learner waits for, empty if for nothing. Before its first status it reads and measures rows."""
+        return str(self.status.get("waiting_for") or "") if self.status else STARTING
 
     @property
     def has_ended(self) -> bool:
