@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add; 0 prints what is there")
     parser.add_argument("--steps", type=int, default=15, help=f"of each run, {WARM_UP} of them not timed")
     parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--rows-at-once", type=int, default=0, help="of TRL; default: the best found for the profile")
+    parser.add_argument("--rows-at-once", type=int, default=0, help=f"of TRL; default: {ROWS_AT_ONCE}")
     parser.add_argument("--no-bare-loop", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our configuration")
     arguments = parser.parse_intermixed_args()

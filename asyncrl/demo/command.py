@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def demo(
     summary = summarise(folder, seed, seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     print(f"\n{table(summary)}\nmodel {grpo / 'export'}")
+    print(f"what it writes: asyncrl inspect {grpo} --web\na page about it: asyncrl report {grpo}")
 
 
 def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
@@ -71,14 +73,19 @@ def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str
     halfway = min(evaluations, key=lambda evaluation: abs(evaluation["step"] - last["step"] / 2))
     shown = [halfway, last] if first["step"] < halfway["step"] < last["step"] else [last]
     rewards = [step["reward/mean"] for step in metrics]
+    ends = min(10, -(-len(rewards) // 2))  # of a short run: its two halves
+    best = max(baselines.values(), key=lambda scores: scores["accuracy"])
     return {
         "seed": seed,
         "held_out_rows": last["rows"],
         "warm_start": {name: _accuracy(scores) for name, scores in baselines.items()},
         "after_steps": {scores["step"]: _accuracy(scores) for scores in shown},
-        "gain_over_best_decoding": last["accuracy"] - max(scores["accuracy"] for scores in baselines.values()),
-        "reward_first_10_steps": sum(rewards[:10]) / len(rewards[:10]),
-        "reward_last_10_steps": sum(rewards[-10:]) / len(rewards[-10:]),
+        "gain_over_best_decoding": {
+            "accuracy": last["accuracy"] - best["accuracy"],
+            "error": hypot(last["accuracy_error"], best["accuracy_error"]),
+        },
+        "reward_first_steps": sum(rewards[:ends]) / ends,
+        "reward_last_steps": sum(rewards[-ends:]) / ends,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
 
@@ -91,13 +98,13 @@ def table(summary: Mapping[str, Any]) -> str:
     """The summary as text."""
     rows = [(f"warm start, {name}", scores) for name, scores in summary["warm_start"].items()]
     rows += [(f"after {step} steps, greedy", scores) for step, scores in summary["after_steps"].items()]
-    seconds = summary["seconds"]
+    gain, seconds = summary["gain_over_best_decoding"], summary["seconds"]
     return "\n".join(
         [
             f"held-out accuracy ± standard error, {summary['held_out_rows']} rows of unseen scans",
             *(f"  {name:<44}{scores['accuracy']:.3f} ± {scores['error']:.3f}" for name, scores in rows),
-            f"  {'gain over the best of the warm start':<43}{summary['gain_over_best_decoding']:+.3f}",
-            f"training reward {summary['reward_first_10_steps']:.3f} -> {summary['reward_last_10_steps']:.3f}",
+            f"  {'gain over the best of the warm start':<43}{gain['accuracy']:+.3f} ± {gain['error']:.3f}",
+            f"training reward {summary['reward_first_steps']:.3f} -> {summary['reward_last_steps']:.3f}",
             f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
         ]
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ from asyncrl.rewards.score import Score
 from asyncrl.telemetry.jsonl import write_atomically
 
 BATCH_COMPLETIONS = 64
+PROGRESS_S = 10.0
+"""Seconds between two lines that say how far it is."""
 
 
 class Scored(NamedTuple):
@@ -122,6 +126,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     torch.manual_seed(config.trainer.seed)
     samples: list[RewardSample] = []
     per_batch = max(1, BATCH_COMPLETIONS // size)
+    began = reported = time.monotonic()
     for start in range(0, len(rows), per_batch):
         chunk = [rendered for rendered in rows[start : start + per_batch] for _ in range(size)]
         texts = _generate(model, processor, chunk, prefix, sampling, has_vision(hf_config))
@@ -136,6 +141,10 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
             )
             for rendered, (text, ended, num_tokens) in zip(chunk, texts, strict=True)
         ]
+        now, total = time.monotonic(), len(rows) * size
+        if now - reported > PROGRESS_S and len(samples) < total:
+            reported, left = now, (now - began) / len(samples) * (total - len(samples))
+            print(f"{len(samples)} of {total} completions, about {left:.0f} s are left", file=sys.stderr, flush=True)
     return samples
 
 
