@@ -24,8 +24,9 @@ import sys
 sys.exit(sys.version_info < (3, 11))
 PY
 
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# One that was broken off has Python and no pip: Debian's without python3-venv, for one.
+pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV"
 # pip is quiet, and takes a minute or more: who waits reads what for.
 say() { echo "asyncrl: $*"; }
 
