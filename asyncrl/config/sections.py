@@ -352,6 +352,8 @@ class ReferenceConfig(Section):
     """Folder of its weights, a model of the policy's family; empty means `model.path`."""
     reset_every_steps: int = Field(default=0, ge=0)
     """Make it the policy again after so many steps (ProRL, arXiv 2505.24864); 0 means never."""
+    reset_optimizer: bool = False
+    """With each of these resets begin AdamW's moments of the policy anew, too (ProRL). The learning rate goes on."""
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Share of itself that it keeps in each step, in which it moves towards the policy: 0.99 follows some hundred steps
     behind. 0 means that it does not move."""
@@ -366,6 +368,11 @@ class ReferenceConfig(Section):
             raise ValueError(
                 f"reference.reset_every_steps is {self.reset_every_steps} and reference.ema is {self.ema:g}: a "
                 "reference that follows the policy needs no reset. Set one of them to 0"
+            )
+        if self.reset_optimizer and not self.reset_every_steps:
+            raise ValueError(
+                "reference.reset_optimizer is true and reference.reset_every_steps is 0: the optimiser is reset with "
+                "the reference, which never is. Set reference.reset_every_steps=100, or leave it out"
             )
         return self
 

@@ -157,6 +157,10 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
+    def forget_moments(self) -> None:
+        """Begin AdamW's moments anew, and its count of the steps that they are means of; the learning rate goes on."""
+        self.optimizer.state.clear()
+
     def unwrap_model(self) -> Any:
         """The Hugging Face model itself."""
         self._sleeper.check_awake()

@@ -69,11 +69,13 @@ class Reference(TorchEngine):
 
     @torch.no_grad()
     def follow(self, actor: TorchEngine, step: int) -> None:
-        """Move as the settings say, after the policy's `step`-th step, from 1."""
+        """Move as the settings say, after the policy's `step`-th step, from 1; a reset may be the optimiser's, too."""
         every, ema = self._settings.reset_every_steps, self._settings.ema
         if every and step % every == 0:
             for mine, policys in zip(self._moving, actor.trained, strict=True):
                 mine.copy_(policys)
+            if self._settings.reset_optimizer:
+                actor.forget_moments()
         if ema:
             for mine, policys in zip(self.masters.stepped(), actor.masters.stepped(), strict=True):
                 mine.lerp_(policys, 1 - ema)

@@ -68,6 +68,28 @@ def test_a_reference_is_reset_to_the_policy(make_config: MakeConfig, tmp_path: P
     assert equal(weights(again), weights(reference))
 
 
+def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+    """AdamW begins anew, and a run that is resumed from just after that makes the same next step."""
+    config = make_config(**KL, reference={"reset_every_steps": 2, "reset_optimizer": True})
+    actor, reference, batch = engines(config)
+    step = LearnerStep(actor, config, reference=reference)
+    step(batch, 0)
+    assert actor.optimizer.state
+    step(batch, 1)
+    assert not actor.optimizer.state
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    actor.save(tmp_path)
+    reference.save(folder)
+    resumed, its_reference, _ = engines(config)
+    resumed.model.load_state_dict(actor.model.state_dict())
+    resumed.load(tmp_path)
+    its_reference.load(folder)
+    again = LearnerStep(resumed, config, reference=its_reference)(batch, 2)
+    assert again == step(batch, 2)
+    assert equal(weights(resumed), weights(actor))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Path, dtype: str) -> None:
     config = make_config(**KL, model={"dtype": dtype, "freeze_vision_tower": True}, reference={"ema": 0.9})
@@ -147,6 +169,7 @@ def test_kl_in_the_reward_pulls_back_what_has_no_score(make_config: MakeConfig) 
 
 REFUSED = {
     "nothing looks at the reference policy": {"reference": {"ema": 0.9}},
+    "the optimiser is reset with the reference, which never is": {"reference": {"reset_optimizer": True}},
     "a reference that follows the policy needs no reset": {"reference": {"ema": 0.9, "reset_every_steps": 5}},
     "only adapters are trained": {
         "reference": {"reset_every_steps": 5},
