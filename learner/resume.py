@@ -39,6 +39,8 @@ UPDATE = ("algorithm.", "critic.", "reference.", "learner.optim.")
 """Beginnings of the settings of the update."""
 MAY_CHANGE = (*UPDATE, "trainer.", "fingerprint of ")
 """Settings of the update that may change after a checkpoint, if no step after it has to be made again."""
+FREE = ("reference.offload",)
+"""Settings among these that always may: they change where a model is, and no number."""
 FIXED = ("algorithm.updates_per_batch",)
 """Settings among these that may not: the learning rate is scheduled by the number of updates."""
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
@@ -253,7 +255,7 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     or the KL's coefficient falls over the whole of it.
     """
     everything = config.model_dump(mode="json")
-    names = [key for key in all_keys() if key.startswith(UPDATE) and ".N." not in key]
+    names = [key for key in all_keys() if key.startswith(UPDATE) and ".N." not in key and key not in FREE]
     names += ["model.dtype", *(f"model.freeze_{part}" for part in PARTS)]
     if config.learner.max_staleness == "auto":
         names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]

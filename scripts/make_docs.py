@@ -56,8 +56,9 @@ KL(policy || reference) of each token is a term of the loss, or is taken from th
 it is that of the policy at the start of the step, and its sum is taken from the trajectory's score). The reference is a
 frozen copy of the model that the run begins with, or of `reference.path`; with `model.lora.rank` it is the model
 without its adapters, which takes no memory. It may follow the policy (`reference.ema`) or be set to it now and then
-(`reference.reset_every_steps`, with `reference.reset_optimizer` together with AdamW's moments). `algorithm.kl_control` moves the coefficients. With d = log policy - log reference at
-the sampled token:
+(`reference.reset_every_steps`; with `reference.reset_optimizer` AdamW's moments begin anew then, too). On a GPU its
+weights may be in host memory between its uses (`reference.offload`). `algorithm.kl_control` moves the coefficients.
+With d = log policy - log reference at the sampled token:
 
 | estimator | value | as a loss |
 |---|---|---|

@@ -119,6 +119,24 @@ def reference_problems(config: RunSections) -> Iterator[str]:
             f"{moving}, but model.lora.rank is {config.model.lora.rank}: only adapters are trained, and the reference "
             "is a model without any. Leave it out, or set model.lora.rank=0"
         )
+    if reference.offload and (kept := why_not_offloaded(config)):
+        yield f"reference.offload is true, but {kept}"
+
+
+def why_not_offloaded(config: RunSections) -> str:
+    """The reason why the reference policy cannot be in host memory between its uses, with its fix."""
+    algorithm = config.algorithm
+    if config.reference_model is None:
+        what = "it is the model without its adapters" if "reference" in algorithm.needs else "nothing looks at it"
+        return f"there is no reference policy with weights of its own: {what}. Leave it out"
+    if config.learner.device == "cpu":
+        return "learner.device is cpu, whose memory is the host's. Leave it out"
+    if algorithm.kl_loss_coef and algorithm.loss_kl_estimator == "full":
+        return (
+            "algorithm.kl_estimator full looks at it in every micro-batch of the loss. Leave it out, or set "
+            "algorithm.kl_estimator=k3"
+        )
+    return ""
 
 
 def staleness_problems(config: RunSections) -> Iterator[str]:

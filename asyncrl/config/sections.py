@@ -357,6 +357,9 @@ class ReferenceConfig(Section):
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Share of itself that it keeps in each step, in which it moves towards the policy: 0.99 follows some hundred steps
     behind. 0 means that it does not move."""
+    offload: bool = False
+    """Keep its weights in pinned host memory while nothing looks at it, for two copies over the bus each step. Only on
+    a GPU. The memory plan says what it frees: while it scores, it has the place of the gradients."""
 
     @property
     def moves(self) -> bool:

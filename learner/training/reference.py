@@ -7,6 +7,7 @@ or follow it as a moving average. Of a model with adapters it is the model witho
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -42,8 +43,24 @@ class Reference(TorchEngine):
         self.masters = MasterWeights(self.model if self._settings.ema else torch.nn.Module())
         self.model.requires_grad_(False)
 
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, its weights are on the device; afterwards in host memory, where the settings ask for that. An error
+        inside ends the run: nothing is moved then."""
+        if self._settings.offload:
+            self._sleeper.wake()
+        yield
+        if self._settings.offload:
+            self._sleeper.sleep(self._tensors())
+
     def check_fits(self, actor: TorchEngine) -> None:
-        """Raise UserError where it cannot be compared with the policy as the settings say, or cannot become it."""
+        """Raise UserError where it cannot be compared with the policy as the settings say, or cannot become it, or
+        where there is no device to take it off."""
+        if self._settings.offload and self.device.type == "cpu":
+            raise UserError(
+                f"reference.offload is true, but learner.device {self._config.learner.device} is the CPU here, whose "
+                "memory is the host's. Set reference.offload=false"
+            )
         where = f"reference.path is {self._config.model.path!r}"
         if self._settings.moves and architecture_fingerprint(self.model) != architecture_fingerprint(actor.model):
             raise UserError(
@@ -72,25 +89,36 @@ class Reference(TorchEngine):
         """Move as the settings say, after the policy's `step`-th step, from 1; a reset may be the optimiser's, too."""
         every, ema = self._settings.reset_every_steps, self._settings.ema
         if every and step % every == 0:
-            for mine, policys in zip(self._moving, actor.trained, strict=True):
-                mine.copy_(policys)
+            with self.on_device():
+                for mine, policys in zip(self._moving, actor.trained, strict=True):
+                    mine.copy_(policys)
             if self._settings.reset_optimizer:
                 actor.forget_moments()
         if ema:
-            for mine, policys in zip(self.masters.stepped(), actor.masters.stepped(), strict=True):
-                mine.lerp_(policys, 1 - ema)
-            self.masters.round_into_parameters()
+            with self.on_device():
+                for mine, policys in zip(self.masters.stepped(), actor.masters.stepped(), strict=True):
+                    mine.lerp_(policys, 1 - ema)
+                self.masters.round_into_parameters()
+
+    def sleep(self) -> int:
+        """Sleep with the policy: nothing to do where it is in host memory between its uses."""
+        return 0 if self._settings.offload else super().sleep()
+
+    def wake(self) -> int:
+        return 0 if self._settings.offload else super().wake()
 
     def save(self, folder: Path) -> None:
         """Save its weights, and the moving averages that they are the rounded values of."""
-        self._sleeper.check_awake()
-        save_model(self.model, str(folder / WEIGHTS_FILE))
-        torch.save(self.masters.state_dict(), folder / AVERAGES_FILE)
+        with self.on_device():
+            self._sleeper.check_awake()
+            save_model(self.model, str(folder / WEIGHTS_FILE))
+            torch.save(self.masters.state_dict(), folder / AVERAGES_FILE)
 
     def load(self, folder: Path) -> None:
-        load_model(self.model, folder / WEIGHTS_FILE)
         averages = torch.load(folder / AVERAGES_FILE, map_location=self.device, weights_only=True)
-        self.masters.load_state_dict(averages, folder)
+        with self.on_device():
+            load_model(self.model, folder / WEIGHTS_FILE)
+            self.masters.load_state_dict(averages, folder)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self.model.parameters()
@@ -104,6 +132,10 @@ class WithoutAdapters:
 
     def __init__(self, actor: TorchEngine):
         self._actor = actor
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """It is where the policy is."""
+        return nullcontext()
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n] of the trained tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class Scored:
 
 OF_THE_ACTOR = frozenset({"proximal_logprobs", "entropies", "squared_probabilities", "exact_kl"})
 """Columns that one forward pass of the actor gives."""
+OF_THE_REFERENCE = frozenset({"reference_logprobs", "exact_kl"})
+"""Columns that the reference has a part in."""
 
 
 class Roles:
@@ -58,10 +61,11 @@ class Roles:
     def score(self, batch: Batch, wanted: Collection[str]) -> Scored:
         """Compute the `wanted` columns, by their names; each micro-batch is built once."""
         columns = {name: torch.zeros(len(batch.trained.row)) for name in wanted}
-        for micro_batch in self.micro_batches(batch.train_groups) if columns else ():
-            place = batch.places(micro_batch.row, micro_batch.column)
-            for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
-                columns[name][place] = values.cpu()
+        with nullcontext() if OF_THE_REFERENCE.isdisjoint(wanted) else self.reference.on_device():
+            for micro_batch in self.micro_batches(batch.train_groups) if columns else ():
+                place = batch.places(micro_batch.row, micro_batch.column)
+                for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
+                    columns[name][place] = values.cpu()
         return Scored(**columns)
 
     def _score_micro_batch(self, micro_batch: MicroBatch, wanted: Collection[str]) -> dict[str, torch.Tensor]:

@@ -80,7 +80,8 @@ class Trainer:
         self.reference = Reference(config) if config.reference_model else None
         if self.reference:
             self.reference.prepare()
-            self.reference.check_fits(self.engine)
+            with self.reference.on_device():
+                self.reference.check_fits(self.engine)
         self.engine.companions = tuple(role for role in (self.critic, self.reference) if role)
         if checkpoint and state:
             restore_engines(checkpoint, self.engine, self.saved_roles)

@@ -183,6 +183,20 @@ def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -
     assert "critic" not in {line.name for line in make_plan(planned(make_config, small)).phases[0].lines}
 
 
+def test_an_offloaded_reference_has_the_place_of_the_gradients(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, algorithm={"kl_loss_coef": 0.1}, model={"dtype": "bfloat16"}, learner={})
+    config = changed(config, {"learner.device": "cuda"})
+    model = rehearse(config)
+    assert 0 < model.reference <= model.gradients * 1.2
+    for ema in (0.0, 0.9):
+        whole = changed(config, {"reference.ema": ema})
+        model = rehearse(whole)
+        there, offloaded = make_plan(whole, model), make_plan(changed(whole, {"reference.offload": True}), model)
+        saved = min(model.reference, model.gradients)
+        assert there.phases[0].nbytes - offloaded.phases[0].nbytes == saved
+        assert sum(line.nbytes for line in offloaded.host) - sum(line.nbytes for line in there.host) == model.reference
+
+
 def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:
     config = planned(make_config, small, model={"lora": {"rank": 4}})
     full, adapted = rehearse(planned(make_config, small)), rehearse(config)

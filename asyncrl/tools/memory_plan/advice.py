@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, why_not_offloaded
 from asyncrl.errors import UserError
 from asyncrl.tools.memory_plan.plan import (
     MemoryPlan,
@@ -102,7 +102,7 @@ def advice(plan: MemoryPlan) -> list[str]:
 
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
     """Make the plan after a change, of the same devices, measuring the model again only where it matters."""
-    same_model = all(key.startswith(("rollout.", "trainer.")) for key in change)
+    same_model = all(key.startswith(("rollout.", "trainer.", "reference.offload")) for key in change)
     other = make_plan(changed(plan.config, change), plan.model if same_model else None)
     return replace(other, phases=other.phases[: len(plan.phases)]) if other.sharing == plan.sharing else other
 
@@ -121,6 +121,8 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"model.dtype": "bfloat16"}
     if not config.model.freeze_vision_tower and not config.model.lora.rank:
         yield {"model.freeze_vision_tower": True}
+    if not config.reference.offload and not why_not_offloaded(config):
+        yield {"reference.offload": True}
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
     smaller = {

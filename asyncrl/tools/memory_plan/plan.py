@@ -170,7 +170,12 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
         yield Line("critic", critic.kept + critic.gradients, f"{count(critic.parameters)} with optimiser state")
     if model.reference:
         why = "weights and their moving averages" if config.reference.ema else "weights"
-        yield Line("reference policy", model.reference, f"{why}; none with adapters and without reference.path")
+        why += "; none with adapters and without reference.path"
+        held = model.reference
+        if config.reference.offload:  # no gradient is there before the first micro-batch and after the update
+            held = max(0, held - model.gradients)
+            why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
+        yield Line("reference policy", held, why)
     yield Line("working memory", working, what)
     yield _allocator(working)
     yield from _context(config.learner.device, "learner")
@@ -276,8 +281,11 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             f"at most: {prompts} prompts all of images, of tickets that a server may hold"
             f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
         )
+    offloaded = model.reference if config.reference.offload else 0
+    if offloaded:
+        yield Line("reference policy, offloaded", offloaded, "weights, pinned (reference.offload)")
     if config.trainer.mode == "sync":
-        asleep = model.kept + (model.critic.kept if model.critic else 0) + model.reference
+        asleep = model.kept + (model.critic.kept if model.critic else 0) + model.reference - offloaded
         yield Line("learner asleep", asleep, "weights and optimiser state, pinned")
     if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
         if config.rollout.sleep_level == 1:

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
 from learner.training.batch import Batch
@@ -122,6 +123,43 @@ def test_it_sleeps_and_wakes_with_the_policy(make_config: MakeConfig) -> None:
     assert equal(weights(reference), before)
 
 
+@pytest.mark.parametrize("moving", [{"reset_every_steps": 2}, {"ema": 0.9}])
+def test_off_the_device_between_its_uses_it_is_the_same(
+    make_config: MakeConfig, tmp_path: Path, moving: dict[str, Any]
+) -> None:
+    """On a CPU, where a run refuses it, its weights go to a file: the calls are those on a GPU."""
+    found: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
+    for offload in (False, True):
+        config = make_config(**KL, reference={"offload": offload, **moving})
+        actor, reference = TorchEngine(config, config.learner.optim, 1), Reference(config)
+        actor.prepare()
+        actor.companions = (reference,)
+        reference.prepare()
+        if offload:
+            with pytest.raises(UserError, match="is the CPU here"):
+                reference.check_fits(actor)
+        step, batch = (
+            LearnerStep(actor, config, reference=reference),
+            made_up_batch(config, PromptProcessor(config.model)),
+        )
+        metrics = [step(batch, version) for version in range(2)]
+        actor.sleep()
+        actor.wake()
+        metrics.append(step(batch, 2))
+        assert offload == all(not parameter.numel() for parameter in reference.model.parameters())
+        folder = tmp_path / str(offload)
+        folder.mkdir()
+        reference.save(folder)
+        again = Reference(config)
+        again.prepare()
+        again.load(folder)
+        with reference.on_device(), again.on_device():
+            assert equal(weights(again), weights(reference))
+            found.append((metrics, weights(reference)))
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize(
     ("where", "estimator"), [("loss", "k3_unbiased"), ("loss", "full"), ("reward", "k1"), ("reward", "full")]
 )
@@ -171,6 +209,20 @@ REFUSED = {
     "nothing looks at the reference policy": {"reference": {"ema": 0.9}},
     "the optimiser is reset with the reference, which never is": {"reference": {"reset_optimizer": True}},
     "a reference that follows the policy needs no reset": {"reference": {"ema": 0.9, "reset_every_steps": 5}},
+    "learner.device is cpu": {
+        "reference": {"offload": True},
+        "algorithm": {"kl_loss_coef": 0.1},
+        "learner": {"device": "cpu"},
+    },
+    "full looks at it in every micro-batch": {
+        "reference": {"offload": True},
+        "algorithm": {"kl_loss_coef": 0.1, "kl_estimator": "full"},
+    },
+    "it is the model without its adapters": {
+        "reference": {"offload": True},
+        "algorithm": {"kl_loss_coef": 0.1},
+        "model": {"lora": {"rank": 2}, "freeze_vision_tower": True},
+    },
     "only adapters are trained": {
         "reference": {"reset_every_steps": 5},
         "algorithm": {"kl_loss_coef": 0.1},
@@ -180,7 +232,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_reference_that_could_not_move_is_refused(make_config: MakeConfig, why: str) -> None:
+def test_a_reference_that_could_not_do_as_told_is_refused(make_config: MakeConfig, why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         make_config(**REFUSED[why])
 
