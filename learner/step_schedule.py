@@ -64,7 +64,8 @@ class StepSchedule:
     def wait_for_batch(self) -> float:
         """Wait for the groups of the next step, and return the seconds in which an evaluation held it up.
 
-        The learner has the device on return. There is no step where the ledger `is_over` by then.
+        The learner has the device on return. There is no step where the ledger `is_over` by then. The deadline is for
+        the next group, also one that a filter drops.
         """
         self.device.lend()
         held_up_before_s = self._waited_for_evaluation_s
@@ -72,9 +73,10 @@ class StepSchedule:
             if self._is_held_up:
                 self._wait_for_evaluation(lambda: self._has_batch or not self._is_held_up)
             else:
+                arrived = self.ledger.counts().arrived
                 with self.waits.waiting("groups"):
                     self.network.wait_until(
-                        lambda: self._has_batch or self._is_held_up or self._is_evaluated or self.ledger.is_over,
+                        lambda arrived=arrived: self._can_go_on or self.ledger.counts().arrived > arrived,
                         timeout_s=sum(self._patience_s.values()),
                         what=lambda: f"{self._describe_wait()} ({' + '.join(self._patience_s)})",
                         judge=self._judge_servers,
@@ -97,6 +99,11 @@ class StepSchedule:
     @property
     def _has_batch(self) -> bool:
         return self.ledger.ready() and not self.network.parity.holds_step
+
+    @property
+    def _can_go_on(self) -> bool:
+        """True if there is anything to do but wait for groups."""
+        return self._has_batch or self._is_held_up or self._is_evaluated or self.ledger.is_over
 
     @property
     def _is_held_up(self) -> bool:

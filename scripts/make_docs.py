@@ -38,7 +38,7 @@ OVERLAYS = """## One word for a whole method
 
 What a paper sets besides its function is in an overlay, a few lines of YAML in
 [configs/algorithms](../configs/algorithms). A word without `=` on the command line is the name of one of these, or the
-path of an overlay of your own; what comes later on the line counts:
+path of an overlay of your own; what comes later on the line counts, and a key that ends in `+` adds to a list:
 
 ```bash
 asyncrl demo rloo

@@ -334,7 +334,8 @@ class AlgorithmConfig(Section):
     takes the place of each; where trainer.max_steps is 0 the run ends with its epochs, after fewer steps. Names of
     built-ins (see asyncrl/algorithms/filters.py) or `file.py:function` or `package.module:function`."""
     filter_component: str = ""
-    """Component of the reward that filters take for the score; empty means the reward itself."""
+    """Component of the reward that filters take for the score: its name, or `accuracy` for the one that is reported as
+    accuracy (`reward.accuracy`); empty means the reward itself."""
     filter_low: float | None = None
     """The filter zero_variance drops groups whose mean score is not above this, too. Nothing means no bound."""
     filter_high: float | None = None

@@ -45,7 +45,8 @@ def config_reference() -> str:
     parts = [
         "# Configuration reference\n",
         "Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a "
-        "list has its index in place of `N`, as in `reward.functions.0.weight=2`. Unknown keys are refused. "
+        "list has its index in place of `N`, as in `reward.functions.0.weight=2`, and `key+=value` adds an item or a "
+        "list of them, as in `reward.functions+={function: format_think}`. Unknown keys are refused. "
         "Relative paths are relative to the directory in which the command runs.\n",
     ]
     for section, keys in groupby(all_keys().values(), key=lambda key: key.path.partition(".")[0]):

@@ -43,6 +43,11 @@ class Key:
         return (self.field.description or "").strip()
 
     @property
+    def is_list(self) -> bool:
+        """Whether its value is a list of any length."""
+        return get_origin(self.field.annotation) is tuple and get_args(self.field.annotation)[-1] is Ellipsis
+
+    @property
     def type_text(self) -> str:
         """Values that are accepted, in words: `whole number > 0`."""
         bounds = [

@@ -68,9 +68,11 @@ class _Draft:
         self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 
     def override(self, text: str) -> None:
-        """Apply one `a.b.c=value`. The value of a text key is taken as it stands, any other is YAML."""
+        """Apply one `a.b.c=value`, or add to a list with `a.b.c+=value`. The value of a text key is taken as it stands,
+        any other is YAML."""
         name, _, raw = text.partition("=")
-        place: Place = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+        name, plus = name.strip().removesuffix("+").rstrip(), "+" * name.rstrip().endswith("+")
+        place: Place = tuple(int(part) if part.isdigit() else part for part in name.split("."))
         path = _schema_path(place)
         if not name:
             self.problems.append(f"override {text!r} has no key: expected key=value, such as batch.group_size=8")
@@ -80,8 +82,7 @@ class _Draft:
             key = all_keys().get(path)
             try:
                 value = raw if key and key.field.annotation is str else yaml_text.parse(raw, f"override {text}")[0]
-                self.data = put(self.data, place, value)
-                self._overrides[place] = f"override {text}"
+                self._put((*place[:-1], f"{place[-1]}+") if plus else place, value, f"override {text}")
             except UserError as problem:
                 self.problems.append(str(problem))
             except LookupError:
@@ -99,10 +100,24 @@ class _Draft:
         for place, value in leaves(data):
             origin = f"{path} line {yaml_text.line_of(node, place)}"
             try:
-                self.data = put(self.data, place, value)
-                self._overrides[place] = origin
+                self._put(place, value, origin)
+            except UserError as problem:
+                self.problems.append(str(problem))
             except LookupError:
                 self.problems.append(f"{'.'.join(map(str, place))}: there is no such key [{origin}]")
+
+    def _put(self, place: Place, value: Any, origin: str) -> None:
+        """Put a value in; at a place whose last name ends in `+` add it to the list that is there, or the items of it.
+        Raises LookupError, and UserError for what is no list."""
+        name = str(place[-1])
+        if name.endswith("+"):
+            place = (*place[:-1], name.removesuffix("+"))
+            key = all_keys().get(_schema_path(place))
+            if key and not key.is_list:
+                raise UserError(f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]")
+            value = _extended(look_up(self.data, place), value)
+        self.data = put(self.data, place, value)
+        self._overrides[place] = origin
 
     def change_methods(self) -> None:
         """Forget what the file says of keys that a method named by an override, or the one that it replaces, has
@@ -141,7 +156,10 @@ class _Draft:
         else:
             key = all_keys().get(path)
             shown = "empty" if given is None else f"{given!r:.120}"
+            inner = [each.removeprefix(f"{path}.") for each in all_keys() if each.startswith(f"{path}.")]
             expected = f"expected {key.type_text}" if key else detail["msg"]
+            if not key and inner:
+                expected = f"expected a mapping with keys of {', '.join(inner)}"
             self.problems.append(f"{name} is {shown}: {expected}{self._origin(place)}")
 
     def _origin(self, place: Place) -> str:
@@ -173,6 +191,37 @@ def _schema_path(place: Place) -> str:
 def _meant(path: str) -> str:
     key = closest_key(path)
     return f": did you mean {key}?" if key else ". docs/migration.md has other frameworks' names"
+
+
+def look_up(data: Any, place: Place) -> Any:
+    """What stands at a place of nested mappings and lists; None where there is nothing."""
+    for part in place:
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return None
+    return data
+
+
+def _extended(there: Any, more: Any) -> list[Any]:
+    """A list with items after it, but for those that it has: a section that says all that an item says is that item."""
+    has = _items(there)
+    return [*has, *(item for item in _items(more) if not any(_says(one, item) for one in has))]
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of a list, of names with commas, or of one thing."""
+    if isinstance(value, str):
+        return value.split(",")
+    return value if isinstance(value, list) else [value] * (value is not None)
+
+
+def _says(one: Any, item: Any) -> bool:
+    if isinstance(one, dict) and isinstance(item, dict):
+        return all(key in one and one[key] == value for key, value in item.items())
+    return one == item
 
 
 def put(data: Any, place: Place, value: Any) -> Any:

@@ -12,6 +12,10 @@ from asyncrl.config.engine_rules import engine_problems
 from asyncrl.config.methods import method_of
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
+from asyncrl.config.sections import component_name
+
+ACCURACY = "accuracy"
+"""Value of algorithm.filter_component that means the component of `reward.accuracy`, unless one has that very name."""
 
 
 class RunConfig(RunSections):
@@ -24,6 +28,7 @@ class RunConfig(RunSections):
     def _sections_fit(self) -> RunConfig:
         rules = (
             number_problems,
+            reward_problems,
             reference_problems,
             staleness_problems,
             device_problems,
@@ -50,13 +55,6 @@ def number_problems(config: RunSections) -> list[str]:
             f"batch.group_size is {batch.group_size}: the filter zero_variance would drop every group. "
             "Set batch.group_size=8"
         )
-    components = config.reward.component_names
-    for setting, component in (
-        ("algorithm.filter_component", algorithm.filter_component),
-        ("data.curriculum.component", config.data.curriculum.component),
-    ):
-        if component and component not in components:
-            problems.append(f"{setting} is {component!r}, but the components of the reward are {', '.join(components)}")
     if config.data.curriculum.visits == "greso" and batch.group_size < 2:
         problems.append(
             f"batch.group_size is {batch.group_size}: no group has spread, which data.curriculum.visits=greso goes by. "
@@ -95,12 +93,37 @@ def number_problems(config: RunSections) -> list[str]:
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
             f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
-    if algorithm.noisy_rollout.rows > batch.group_size:
+    if algorithm.noisy_rollout.rows > left:
         problems.append(
-            f"algorithm.noisy_rollout.rows ({algorithm.noisy_rollout.rows}) is more than batch.group_size "
-            f"({batch.group_size}). Set it to half of that"
+            f"algorithm.noisy_rollout.rows ({algorithm.noisy_rollout.rows}) is more than the {left} completions of a "
+            "group that are sampled (batch.group_size without algorithm.demonstrations.rows). Set it to half of that"
         )
     return problems
+
+
+def reward_problems(config: RunSections) -> Iterator[str]:
+    """Name what looks for a component that there is not, or for scores that would not mean what it takes them for, with
+    its fix."""
+    algorithm, curriculum, components = config.algorithm, config.data.curriculum, config.reward.component_names
+    for setting, component, others in (
+        ("algorithm.filter_component", algorithm.filter_component, (ACCURACY,)),
+        ("data.curriculum.component", curriculum.component, ()),
+    ):
+        if component and component not in (*components, *others):
+            yield f"{setting} is {component!r}, but the components of the reward are {', '.join(components)}"
+    compared = [component_name(function) for function in config.reward.functions if function.group]
+    if "greedy_row" in algorithm.needs and compared:
+        yield (
+            f"algorithm.adv_estimator {algorithm.adv_estimator} subtracts the score of a greedy completion, but "
+            f"reward.functions has {compared[0]} (group: true), which scores that one and the sampled ones by each "
+            "other: what depends on them is no baseline for them. Leave it out, or choose rloo"
+        )
+    if curriculum.visits == "greso" and algorithm.demonstrations.rows:
+        yield (
+            "data.curriculum.visits is greso, which passes over prompts without a right completion: those that have "
+            "the most to learn from their demonstration. Set data.curriculum.visits=all, or "
+            "algorithm.demonstrations.rows=0"
+        )
 
 
 def reference_problems(config: RunSections) -> Iterator[str]:

@@ -428,8 +428,8 @@ class LearnerConfig(Section):
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for the groups of one step before the run stops with a reason. Until a first group has arrived in a
-    process, half of it is the time after which a ticket goes to another server, too."""
+    """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until
+    a first group has arrived in a process, half of it is the time after which a ticket goes to another server, too."""
 
     @field_validator("max_staleness", mode="before")
     @classmethod

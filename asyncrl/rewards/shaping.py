@@ -15,14 +15,17 @@ from typing import Any
 from asyncrl.rewards.sample import RewardSample
 
 
-def soft_overlong(sample: RewardSample, *, buffer: int) -> float:
+def soft_overlong(sample: RewardSample, *, buffer: int | None = None) -> float:
     """0 down to -1 over the last `buffer` tokens before the limit of length (DAPO, arXiv 2503.14476, eq. 13).
 
-    Example: limit 20480, buffer 4096: 16384 tokens -> 0, 18432 -> -0.5, 20480 -> -1
+    `buffer` is a fifth of the limit where it is left out, as in the paper: 4,096 of 20,480 tokens.
+    Example: limit 20480: 16384 tokens -> 0, 18432 -> -0.5, 20480 -> -1
     """
+    limit = _limit(sample)
+    buffer = max(1, limit // 5) if buffer is None else buffer
     if buffer <= 0:
         raise ValueError(f"buffer is {buffer}: give a number of tokens above 0")
-    over = sample.num_tokens - (_limit(sample) - buffer)
+    over = sample.num_tokens - (limit - buffer)
     return min(0.0, max(-1.0, -over / buffer))
 
 

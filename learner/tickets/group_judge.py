@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.registration import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import ACCURACY, RunConfig
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
@@ -113,7 +113,10 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
         source = Greso(curriculum, order, seed, component=component, per_step=per_step, end=end)
     elif curriculum.visits == "pass_rate":
         source = PassRate(curriculum, order, seed, component=component, end=end)
-    return GroupJudge(source, config.algorithm, num_rows=order.num_rows, prompts_per_step=per_step)
+    algorithm = config.algorithm
+    if algorithm.filter_component == ACCURACY and ACCURACY not in config.reward.component_names:
+        algorithm = algorithm.model_copy(update={"filter_component": config.reward.accuracy_component})
+    return GroupJudge(source, algorithm, num_rows=order.num_rows, prompts_per_step=per_step)
 
 
 def sampled_group(item: ReceivedGroup) -> SampledGroup:

@@ -61,6 +61,11 @@ class LedgerCounts:
     """Dropped groups by reason."""
 
     @property
+    def arrived(self) -> int:
+        """Groups that are awaited no more, of the whole run: they never become fewer."""
+        return self.issued - self.waiting - self.in_flight
+
+    @property
     def residual(self) -> int:
         """0 at every instant; anything else is a lost or doubled group."""
         known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())

@@ -79,7 +79,7 @@ CHARTS = {
         Chart("Groups that teach nothing", "zero_variance_groups: groups", "zero variance"),
         Chart("Groups dropped by filters", "filtered_share: of those sampled", show=share, ceiling=1.0),
         Chart("Dropped groups by reason", "dropped/(.+)", "so far", compared=0),
-        Chart("KL to the reference", "reference_kl", "nats per token"),
+        Chart("KL to the reference", "reference_kl: reference, kl_prcp: masked images", "nats per token"),
         Chart("Learning rate", "lr: rate, critic/lr: critic's"),
         Chart("Demonstrations", "demonstrations/logprob: log-prob, loss/supervised: part of the loss", floor=None),
         Chart("Weight of demonstrations", "supervised_weight: of -log p"),

@@ -80,6 +80,9 @@ def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
         ("data.train_files.1=b.parquet", lambda c: c.data.train_files, ("a.parquet", "b.parquet")),
         ("run_dir=123", lambda c: c.run_dir, "123"),
         ("data.system_prompt=Say: yes, #1", lambda c: c.data.system_prompt, "Say: yes, #1"),
+        ("data.train_files+=b.parquet", lambda c: c.data.train_files, ("a.parquet", "b.parquet")),
+        ("data.train_files+=[a.parquet, b.parquet]", lambda c: c.data.train_files, ("a.parquet", "b.parquet")),
+        ("algorithm.selections += m2po", lambda c: c.algorithm.selections, ("m2po",)),
         ("reward.functions.0.weight=2", lambda c: c.reward.functions[0].weight, 2.0),
         ("reward.functions.0.kwargs.deep.er=1e-3", lambda c: c.reward.functions[0].kwargs, {"deep": {"er": 0.001}}),
     ],
@@ -186,6 +189,7 @@ def test_wrong_values_are_named(tmp_path: Path, addition: str, expected: str) ->
         ("batch.group_size=", "batch.group_size is empty"),
         ("reward.functions.5.weight=1", "there is no such key or item"),
         ("run_dir.x=1", "there is no such key or item"),
+        ("batch.group_size+=4", "batch.group_size is no list, and nothing can be added to it"),
     ],
 )
 def test_wrong_overrides_are_named(minimal: Path, override: str, expected: str) -> None:
@@ -261,6 +265,16 @@ def test_an_overlay_is_a_few_keys_over_a_file_in_the_order_of_the_command_line(m
     whole = write(tmp_path, dump_config(load_config(minimal)))
     assert load_config(whole, ["rloo", "algorithm.norm_adv_by_std=false"]).algorithm.adv_estimator == "rloo"
     assert load_config(whole, [*words, "grpo"]).algorithm.policy_loss == "ppo", "the last word counts"
+
+
+def test_an_overlay_adds_to_a_list_what_is_not_there(minimal: Path, tmp_path: Path) -> None:
+    once = load_config(minimal, ["dapo"])
+    assert [part.function for part in once.reward.functions] == ["exact_match", "soft_overlong"]
+    assert once.reward.accuracy_component == "exact_match"
+    whole = write(tmp_path, dump_config(once))
+    assert load_config(whole, ["dapo"]) == once
+    own = "reward.functions+={function: soft_overlong, weight: 0.5, kwargs: {buffer: 64}}"
+    assert load_config(minimal, [own, "dapo"]).reward.functions[1].weight == 0.5
 
 
 def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path: Path) -> None:

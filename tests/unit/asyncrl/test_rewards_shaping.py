@@ -35,6 +35,7 @@ def of_length(num_tokens: int, max_tokens: int = 1000, **fields: Any) -> RewardS
 def test_the_reference_values() -> None:
     for length, value in VECTORS["overlong"]["p"].items():
         assert soft_overlong(of_length(int(length), 20480), buffer=4096) == pytest.approx(value, abs=1e-6)
+        assert soft_overlong(of_length(int(length), 20480)) == pytest.approx(value, abs=1e-6), "a fifth of the limit"
     assert ngram_repetition(RewardSample("a b c A b c a")) == pytest.approx(VECTORS["ngram"]["a"], abs=1e-6)
     assert ngram_repetition(RewardSample("a b")) == VECTORS["ngram"]["b"]
     lengths = {"0": 0, "half": 500, "full": 1000}

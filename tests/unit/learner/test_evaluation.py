@@ -260,13 +260,14 @@ class Network:
         self.tickets, self.evaluations, self.servers = rig.tickets, rig.evaluations, rig.servers
         self.parity: Any = SimpleNamespace(holds_step=None, has_complete=False)
         self.timeline: Any = SimpleNamespace(doing=lambda *_: SimpleContext())
-        self.waits = 0
+        self.waits = self.deadlines = 0
 
     def call_soon(self, method: Callable[..., None], *args: Any) -> None:
         method(*args)
         self.rig.turn()
 
     def wait_until(self, satisfied: Callable[[], bool], **_: Any) -> None:
+        self.deadlines += 1
         while not satisfied():
             self.waits += 1
             out = sorted(i for i, entry in self.rig.ledger.out._entries.items() if entry.holders)
@@ -335,6 +336,19 @@ def test_in_sync_mode_the_first_wait_has_room_for_the_start_of_the_engine(
     rig.join("a")
     assert schedule._patience_s == {"learner.wait_timeout_s": 60.0}
     assert sum(make_schedule(make_config(**limits), 1)._patience_s.values()) == 60
+
+
+def test_each_group_of_a_step_has_the_whole_deadline(
+    rig: Rig, make_config: MakeConfig, make_schedule: Callable[..., StepSchedule]
+) -> None:
+    """Filters may drop many groups before a step has enough: as long as some arrive, nothing is lost."""
+    schedule = make_schedule(make_config(learner={"max_staleness": BOUND}), 1)
+    network = cast(Network, schedule.network)
+    rig.join("a")
+    rig.servers.announce(manifest(0))
+    schedule.open_for_work()
+    schedule.wait_for_batch()
+    assert network.deadlines == network.waits == PER_STEP
 
 
 def test_off_policy_the_learner_trains_beside_an_evaluation_and_records_it_once(

@@ -97,6 +97,13 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
             config_of(algorithm=algorithm)
 
 
+def test_a_filter_may_look_at_accuracy_whatever_its_name() -> None:
+    """Where all are wrong, penalties of other lengths are no spread."""
+    config = config_of(algorithm={"filters": ["zero_variance"], "filter_component": "accuracy"})
+    judge = make_judge(config, DataOrder(1, seed=0, shuffle=False))
+    assert judge._config.filter_component == config.reward.accuracy_component != "accuracy"
+
+
 # --- a filter of the user ----------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.group_producer import GroupProducer
-from tests.rigs.made_up_batch import KeepGradients
+from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.policies import CPU, fresh_logits, picture
 from tests.rigs.tiny import ROOT
 
@@ -137,5 +137,28 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
 def test_noise_needs_the_learners_own_log_probs(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r"Set algorithm.proximal=recompute"):
         make_config(algorithm={"noisy_rollout": {"rows": 2}, "proximal": "loglinear"})
-    with pytest.raises(ValueError, match=r"algorithm.noisy_rollout.rows \(9\) is more than batch.group_size"):
+    with pytest.raises(ValueError, match=r"algorithm.noisy_rollout.rows \(9\) is more than the 4 completions"):
         make_config(algorithm={"noisy_rollout": {"rows": 9}})
+    with pytest.raises(ValueError, match="is more than the 3 completions of a group that are sampled"):
+        make_config(algorithm={"policy_loss": "luffy", "noisy_rollout": {"rows": 4}})
+
+
+def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> None:
+    """The demonstration is nobody's sample: it sees no image, and the noisy ones stand before it."""
+    config = make_config(**NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"rows": 2, "steps": 900}}})
+    processor = PromptProcessor(config.model)
+    orders = TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.orders
+    assert [bool(order.images) for order in orders] == [False, True, True, False]
+    assert [bool(order.prefix) for order in orders] == [False, False, False, True]
+    batch = made_up_batch(config, processor)
+    assert batch.is_noisy.tolist() == [False, True, True, False] * 2
+    assert not (batch.noisy & batch.expert).any()
+    actor = KeepGradients(config, config.learner.optim, 1)
+    actor.prepare()
+    results: list[dict[str, float]] = []
+    for shift in (0.0, 3.0):
+        moved = batch.behaviour_logprobs.clone()
+        moved[batch.trained.flat[batch.noisy | batch.expert]] -= shift
+        results.append(LearnerStep(actor, config)(replace(batch, behaviour_logprobs=moved), 0))
+    assert results[0] == results[1]
+    assert results[0]["demonstrations/tokens"] > 0
