@@ -14,7 +14,8 @@ import torch
 from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean, sequence_ratio
 from asyncrl.algorithms.registration import policy_loss
-from asyncrl.config.algorithm import AlgorithmConfig, PapoConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.methods import method_of
 
 LARGEST_LOG_RATIO = 10.0

@@ -114,7 +114,9 @@ class _Draft:
             place = (*place[:-1], name.removesuffix("+"))
             key = all_keys().get(_schema_path(place))
             if key and not key.is_list:
-                raise UserError(f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]")
+                raise UserError(
+                    f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]"
+                )
             value = _extended(look_up(self.data, place), value)
         self.data = put(self.data, place, value)
         self._overrides[place] = origin

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from asyncrl.config.algorithm import NoisyRolloutConfig
+from asyncrl.config.method_settings import NoisyRolloutConfig
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import RenderedPrompt
 

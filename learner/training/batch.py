@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl.config.algorithm import PapoConfig
+from asyncrl.config.method_settings import PapoConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Completion, TrainGroup, flat_rows

@@ -28,7 +28,8 @@ from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.methods import methods
 from asyncrl.tools.import_config.names import AGGREGATIONS
 

@@ -25,7 +25,8 @@ from asyncrl.algorithms.ratios import (
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import m2po
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.methods import KINDS as METHOD_KINDS
 from asyncrl.config.methods import NEEDS, methods
 from tests.rigs.tiny import ROOT

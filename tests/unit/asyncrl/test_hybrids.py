@@ -13,7 +13,8 @@ from asyncrl.algorithms.losses import PolicyLoss, token_weights, update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig, MaskConfig
 from asyncrl.config.demonstrations import ChordConfig, HintConfig
 from asyncrl.config.methods import methods
 from tests.rigs.tiny import ROOT

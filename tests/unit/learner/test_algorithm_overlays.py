@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from asyncrl.config import yaml_text
-from asyncrl.config.algorithm import PapoConfig
 from asyncrl.config.load import load_config
+from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.methods import KINDS, methods
 from asyncrl.config.overlays import FOLDERS, shipped_overlays
 from asyncrl.config.schema import RunConfig

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.config.algorithm import NoisyRolloutConfig
+from asyncrl.config.method_settings import NoisyRolloutConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.noisy_images import annealing, noisy_image
 from asyncrl.journal.writer import TicketSlot

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from asyncrl.algorithms.losses import perception_loss
-from asyncrl.config.algorithm import PapoConfig
+from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import blacken_patches
 from asyncrl.models.processing import PromptProcessor

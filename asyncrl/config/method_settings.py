@@ -1,0 +1,121 @@
+"""Settings of single methods: estimators, losses, controllers and terms with more than one number of their own.
+
+Those that learn from demonstrations are in `demonstrations`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections import Section
+
+KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3_unbiased", "full"]
+
+
+class GaeConfig(Section):
+    """`adv_estimator: gae` (arXiv 1506.02438)."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of the policy's advantages."""
+    critic_lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of the critic's targets (VC-PPO, arXiv 2503.01491)."""
+    length_alpha: float = Field(default=0.0, ge=0)
+    """Above 0 the policy's lambda is 1 - 1 / (length_alpha * length), not `lam` (VAPO, arXiv 2504.05118: 0.05)."""
+    whiten: bool = True
+    """Give the advantages of a batch mean 0 and variance 1."""
+
+
+class DppoConfig(Section):
+    """`policy_loss: dppo` (arXiv 2602.04879)."""
+
+    delta_low: float = Field(default=0.2, gt=0, le=1)
+    """Largest fall of a token's probability below the behaviour's, if the advantage is negative."""
+    delta_high: float = Field(default=0.2, gt=0, le=1)
+    """Largest rise of a token's probability above the behaviour's, if the advantage is positive."""
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio of target and behaviour."""
+
+
+class SapoConfig(Section):
+    """`policy_loss: sapo` (arXiv 2511.20347)."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate elsewhere."""
+
+
+class CovarianceConfig(Section):
+    """`policy_loss: clip_cov | kl_cov`, and the selections that they mark tokens by (arXiv 2505.22617)."""
+
+    fraction: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the batch's tokens that is marked, one at least."""
+    lower: float = 1.0
+    """Smallest covariance of advantage and log-prob that clip_cov may mark."""
+    upper: float = 5.0
+    """Largest one."""
+    kl_coef: float = Field(default=1.0, ge=0)
+    """Weight of kl_cov's penalty |log r|."""
+
+    def number_of(self, tokens: int) -> int:
+        """Tokens that are marked of a batch's."""
+        return max(int(self.fraction * tokens), 1)
+
+
+class KlControlConfig(Section):
+    """Movement of `algorithm.kl_loss_coef` and `algorithm.kl_reward_coef` during the run."""
+
+    kind: Literal["fixed", "adaptive", "linear"] = "fixed"
+    """`adaptive`: after each step the coefficients grow or shrink by at most 0.2 * trajectories / horizon, towards a KL
+    of `target`. `linear`: they fall to 0 over the steps of the run."""
+    target: float = Field(default=0.1, gt=0)
+    """KL in nats per token, a mean over trajectories."""
+    horizon: int = Field(default=10000, gt=0)
+    """Trajectories over which `adaptive` moves the coefficients."""
+
+
+class EntropyControlConfig(Section):
+    """Adaptive `algorithm.entropy_coeff` (arXiv 2505.22312)."""
+
+    target: float = Field(default=0.0, ge=0)
+    """Entropy in nats per token. After a step at or below it the coefficient grows and the next step has the bonus;
+    after any other step the coefficient falls and there is no bonus. 0 is off: the coefficient is fixed."""
+    delta: float = Field(default=0.005, gt=0)
+    """Change of the coefficient by one step."""
+    min: float = Field(default=0.0, ge=0)
+    """Smallest coefficient."""
+    max: float = Field(default=1.0, gt=0)
+    """Largest coefficient."""
+
+
+class PapoConfig(Section):
+    """PAPO (arXiv 2507.06448): completions are to become less likely where parts of the images are black."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || policy with masked images) per token, which is made larger; 0 is off (in the paper 0.02,
+    and 0.01 without a KL to a reference). Costs a second pass and its memory. Tokens of prompts without images have no
+    such term. metrics.jsonl has the KL as `kl_prcp`: where it jumps, the loss is gamed."""
+    entropy_coeff: float = Field(default=0.03, ge=0)
+    """Weight of the entropies with images as they are and masked, which are made smaller: without it the KL grows by
+    what the policy makes of masked images alone."""
+    mask_ratio: float = Field(default=0.6, gt=0, le=1)
+    """Probability of each square to be black."""
+    patch_pixels: int = Field(default=14, gt=0)
+    """Side of a square, in pixels of the image as it is given."""
+
+
+class NoisyRolloutConfig(Section):
+    """Trajectories that see distorted images and are trained on the clean ones (NoisyRollout, arXiv 2504.13055)."""
+
+    rows: int = Field(default=0, ge=0)
+    """Trajectories of each group that see the distorted images; 0 distorts none."""
+    steps: int = Field(default=500, gt=0, le=1000)
+    """Steps of forward diffusion, of 1,000, when the run begins."""
+    schedule: Literal["sigmoid", "linear"] = "sigmoid"
+    """How the steps fall to 0 over the run."""
+    steepness: float = Field(default=30.0, gt=0)
+    """Of the sigmoid."""
+    midpoint: float = Field(default=2 / 3, ge=0, le=1)
+    """Share of the run at which the sigmoid is a half."""
