@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.schema import RunConfig
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
@@ -40,29 +39,26 @@ OF_THE_REFERENCE = frozenset({"reference_logprobs", "exact_kl"})
 """Columns that the reference has a part in."""
 
 
+@dataclass(frozen=True)
 class Roles:
     """The actor, which is trained, the critic, which is trained beside it, and the reference, which only scores."""
 
-    def __init__(
-        self,
-        actor: TorchEngine,
-        config: RunConfig,
-        critic: Critic | None = None,
-        reference: Reference | None = None,
-    ):
-        """`reference`: one with weights of its own; without it the actor's model without its adapters is meant."""
-        self.actor = actor
-        self.critic = critic
-        self.own_reference = reference
-        self.reference = reference or WithoutAdapters(actor)
-        self._budget = config.batch.tokens_per_microbatch
+    actor: TorchEngine
+    critic: Critic | None = None
+    own_reference: Reference | None = None
+    """One with weights of its own."""
+
+    @property
+    def reference(self) -> Reference | WithoutAdapters:
+        """The reference; without one of its own it is the actor's model without adapters."""
+        return self.own_reference or WithoutAdapters(self.actor)
 
     @torch.no_grad()
-    def score(self, batch: Batch, wanted: Collection[str]) -> Scored:
+    def score(self, batch: Batch, wanted: Collection[str], tokens_per_microbatch: int) -> Scored:
         """Compute the `wanted` columns, by their names; each micro-batch is built once."""
         columns = {name: torch.zeros(len(batch.trained.row)) for name in wanted}
         with nullcontext() if OF_THE_REFERENCE.isdisjoint(wanted) else self.reference.on_device():
-            for micro_batch in self.micro_batches(batch.train_groups) if columns else ():
+            for micro_batch in self.micro_batches(batch.train_groups, tokens_per_microbatch) if columns else ():
                 place = batch.places(micro_batch.row, micro_batch.column)
                 for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
                     columns[name][place] = values.cpu()
@@ -91,7 +87,7 @@ class Roles:
             found["reference_logprobs"] = self.reference.logprobs(micro_batch)
         return {name: values for name, values in found.items() if values is not None and name in wanted}
 
-    def micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
+    def micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
         """Build one at a time: only one micro-batch's pixels are on the device."""
-        for part in plan_micro_batches(groups, self._budget):
+        for part in plan_micro_batches(groups, tokens_per_microbatch):
             yield build_micro_batch(self.actor.unwrap_model(), part, self.actor.device)

@@ -28,11 +28,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from learner.training.batch import Batch
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
 from learner.training.packing import MicroBatch, TrainGroup
-from learner.training.reference import Reference
 from learner.training.roles import Roles, Scored
 
 
@@ -51,18 +49,11 @@ class LearnerStep:
     trained: TrainedBatch
     """Each row and token of the last batch: what its metrics summarise."""
 
-    def __init__(
-        self,
-        actor: TorchEngine,
-        config: RunConfig,
-        critic: Critic | None = None,
-        reference: Reference | None = None,
-        *,
-        total_steps: int = 1,
-    ):
-        """`reference`: one with weights of its own. `total_steps` of the run."""
-        self.roles = Roles(actor, config, critic, reference)
+    def __init__(self, roles: Roles, config: RunConfig, *, total_steps: int = 1):
+        """`total_steps` of the run."""
+        self.roles = roles
         self.config = config
+        self._budget = config.batch.tokens_per_microbatch
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
@@ -129,7 +120,7 @@ class LearnerStep:
             "exact_kl": algorithm.kl_reward_coef and algorithm.kl_estimator == "full",
             "values": "critic" in algorithm.needs,
         }
-        scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
+        scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted], self._budget)
         behaviour = batch.behaviour_logprobs[batch.trained.flat]
         if scored.proximal_logprobs is not None:
             behaviour = torch.where(batch.noisy, scored.proximal_logprobs, behaviour)
@@ -190,7 +181,7 @@ class LearnerStep:
             self.config.algorithm,
             max_response_length=self.config.data.max_response_length,
         )
-        for number, micro_batch in enumerate(self.roles.micro_batches(groups), 1):
+        for number, micro_batch in enumerate(self.roles.micro_batches(groups, self._budget), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 part = self.objective(self.roles, micro_batch, decided, weights)
             loss = float(part.loss.detach())

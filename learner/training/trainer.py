@@ -28,6 +28,7 @@ from learner.training.critic import Critic
 from learner.training.engine import TorchEngine, create_engine
 from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Trainer:
             restore_engines(checkpoint, self.engine, self.saved_roles)
             self.progress.step, self.progress.version = state.step, state.version
         total = self.progress.total_steps
-        self.step = LearnerStep(self.engine, config, self.critic, self.reference, total_steps=total)
+        self.step = LearnerStep(Roles(self.engine, self.critic, self.reference), config, total_steps=total)
         if state:
             self.step.coefficients.restore(state.controllers)
         automatic = config.learner.max_staleness == "auto"

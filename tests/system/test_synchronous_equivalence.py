@@ -21,6 +21,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
@@ -38,7 +39,7 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
     engine, rewards = HFEngine(config, processor), RewardPool(config.reward)
     trainer = TorchEngine(config, config.learner.optim, config.trainer.max_steps)
     trainer.prepare()
-    step = LearnerStep(trainer, config)
+    step = LearnerStep(Roles(trainer), config)
     await rewards.start()
     await engine.start()
     producer = GroupProducer(engine, rewards, processor, "plain")

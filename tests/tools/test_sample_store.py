@@ -28,6 +28,7 @@ from asyncrl.tools.inspect.__main__ import main as inspect
 from asyncrl.tools.samples.model import Order, SampleQuery, SampleRow
 from asyncrl.tools.samples.store import SampleStore
 from learner.training.batch import Batch
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
@@ -346,7 +347,7 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     engine = KeepGradients(config, config.learner.optim, 1)
     engine.prepare()
     batch = made_up_batch(config, PromptProcessor(config.model))
-    step = LearnerStep(engine, config)
+    step = LearnerStep(Roles(engine), config)
     values = step(batch, 2)
     trained = ~np.isnan(step.trained.logprobs)
     scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([i.group.lengths for i in batch.received]))

@@ -22,6 +22,7 @@ from learner.training.batch import make_batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT
@@ -77,7 +78,7 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
         reference = Reference(config) if config.reference_model else None
         if reference:
             reference.prepare()
-        step = LearnerStep(engine, config, critic, reference)
+        step = LearnerStep(Roles(engine, critic, reference), config)
         for version in (3, config.critic.warmup_steps + 4):
             metrics = step(batch, version)
             assert all(math.isfinite(value) for key, value in metrics.items() if key != "critic/explained_variance"), (

@@ -23,6 +23,7 @@ from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT
@@ -66,7 +67,7 @@ def test_explained_variance() -> None:
 def test_a_critic_learns_and_warms_up_alone(make_config: MakeConfig) -> None:
     config = make_config(**SETTINGS | {"critic": {"optim": {"lr": 1e-3}, "clip_range": 0.0, "warmup_steps": 12}})
     actor, critic, batch = engines(config)
-    step, before = LearnerStep(actor, config, critic), weights(actor)
+    step, before = LearnerStep(Roles(actor, critic), config), weights(actor)
     metrics = [step(batch, version) for version in range(12)]
     assert metrics[0]["critic/value"] == 0, "the head begins with zeros"
     assert metrics[0]["critic/explained_variance"] == 0
@@ -83,7 +84,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig) -> None:
     for budget in (72, 4096):
         config = make_config(**SETTINGS, batch={"tokens_per_microbatch": budget})
         actor, critic, batch = engines(config)
-        metrics = LearnerStep(actor, config, critic)(batch, 0)
+        metrics = LearnerStep(Roles(actor, critic), config)(batch, 0)
         found.append((metrics, weights(critic)))
     (many, of_many), (one, of_one) = found
     for name in ("loss", "critic/loss", "critic/grad_norm", "grad_norm"):
@@ -94,7 +95,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig) -> None:
 def test_a_critic_comes_back_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(**SETTINGS)
     actor, critic, batch = engines(config)
-    step = LearnerStep(actor, config, critic)
+    step = LearnerStep(Roles(actor, critic), config)
     step(batch, 0)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")

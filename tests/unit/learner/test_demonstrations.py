@@ -22,6 +22,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch
 from learner.training.packing import plan_micro_batches
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.messages import TrajectoryOrder, TrajectoryRecord
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -136,7 +137,7 @@ def prepared(make_config: MakeConfig, name: str, budget: int = 4096, **algorithm
 def one_step(config: RunConfig, batch: Batch, version: int = 3) -> tuple[dict[str, float], KeepGradients]:
     engine = KeepGradients(config, config.learner.optim, 1)
     engine.prepare()
-    return LearnerStep(engine, config)(batch, version), engine
+    return LearnerStep(Roles(engine), config)(batch, version), engine
 
 
 def distance(ours: KeepGradients, theirs: KeepGradients) -> float:
@@ -175,7 +176,7 @@ def test_expert_tokens_have_no_behaviour_policy(make_config: MakeConfig, name: s
 def test_the_supervised_part_is_what_the_formula_says(make_config: MakeConfig, name: str, version: int) -> None:
     config, batch = prepared(make_config, name)
     metrics, engine = one_step(config, batch, version)
-    step = LearnerStep(engine, config)
+    step = LearnerStep(Roles(engine), config)
     logprobs = torch.from_numpy(_learner_logprobs(step, batch, version))[batch.expert]
     p = logprobs.exp()
     mu = {"chord_mu": 0.125 if version == 50 else 0.26, "chord_phi": 0.1, "uft": 1e-3}[name]
@@ -224,7 +225,7 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
     config, batch = prepared(make_config, "luffy")
     for name, credited in (("luffy", True), ("chord_mu", False)):
         config, batch = prepared(make_config, name)
-        step = LearnerStep(KeepGradients(config, config.learner.optim, 1), config)
+        step = LearnerStep(Roles(KeepGradients(config, config.learner.optim, 1)), config)
         step.roles.actor.prepare()
         step(batch, 3)
         advantages = torch.from_numpy(step.trained.advantages)
@@ -242,7 +243,7 @@ def test_hpt_trains_a_group_on_its_demonstration_or_on_what_it_sampled(make_conf
     scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     assert batch.is_demonstration.tolist() == [False, False, False, True] * 4
     _, engine = one_step(config, batch := replace(batch, scores=scores))
-    decided = LearnerStep(engine, config)._decide(batch, 3)
+    decided = LearnerStep(Roles(engine), config)._decide(batch, 3)
     trained = {batch.trained.row[decided.batch.places_of([group])].unique().numel() for group in decided.train_groups}
     rows = [c.row for group in decided.train_groups for c in group.completions]
     assert rows == [3, 4, 5, 8, 9, 10, 15], "row 6 could not be scored"

@@ -26,6 +26,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.errors import ProtocolError
 from protocol.messages import TicketKind
@@ -142,7 +143,7 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
     after = compare(learner, processor, received, 512)
     assert (after.largest > limit) == stale
 
-    values = LearnerStep(learner, pair_config)(make_batch(received, processor), version=1)
+    values = LearnerStep(Roles(learner), pair_config)(make_batch(received, processor), version=1)
     nothing: Any = None
     ParityJudge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]

@@ -26,6 +26,7 @@ from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.errors import ProtocolError
 from protocol.messages import Group
@@ -124,7 +125,7 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     for shift in (0.0, 3.0):  # what the engine says of noisy rows is of no account
         moved = batch.behaviour_logprobs.clone()
         moved[batch.trained.flat[batch.noisy]] -= shift
-        metrics = LearnerStep(actor, config)(replace(batch, behaviour_logprobs=moved), 0)
+        metrics = LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0)
         results.append((metrics, {name: g.clone() for name, g in actor.gradients.items()}))
     (one, gradients), (two, same) = results
     assert one == two
@@ -159,6 +160,6 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
     for shift in (0.0, 3.0):
         moved = batch.behaviour_logprobs.clone()
         moved[batch.trained.flat[batch.noisy | batch.expert]] -= shift
-        results.append(LearnerStep(actor, config)(replace(batch, behaviour_logprobs=moved), 0))
+        results.append(LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0))
     assert results[0] == results[1]
     assert results[0]["demonstrations/tokens"] > 0

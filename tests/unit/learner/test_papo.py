@@ -17,6 +17,7 @@ from asyncrl.data.images import blacken_patches
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.tools.memory_plan.rehearsal import rehearse
 from learner.training.batch import Batch, make_batch
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.tiny import ROOT
@@ -62,7 +63,7 @@ def masked_batch(config: RunConfig) -> tuple[Batch, Batch]:
 def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Callable[..., RunConfig]) -> None:
     def step(batch: Batch, kl_coef: float, entropy_coeff: float) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         papo = {"kl_coef": kl_coef, "entropy_coeff": entropy_coeff}
-        metrics = LearnerStep(engine, make_config(algorithm={"papo": papo}))(batch, 3)
+        metrics = LearnerStep(Roles(engine), make_config(algorithm={"papo": papo}))(batch, 3)
         return metrics, engine.gradients
 
     config = make_config()

@@ -17,6 +17,7 @@ from asyncrl.models.published import load_published
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.adapters import lora_config, made_up_adapter
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -45,7 +46,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_frozen_reference_stays_where_the_policy_began(make_config: MakeConfig) -> None:
     config = make_config(**KL)
     actor, reference, batch = engines(config)
-    before, step = weights(reference), LearnerStep(actor, config, reference=reference)
+    before, step = weights(reference), LearnerStep(Roles(actor, own_reference=reference), config)
     assert equal(before, weights(actor))
     kl = [step(batch, version)["reference_kl"] for version in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-6)
@@ -57,7 +58,7 @@ def test_a_frozen_reference_stays_where_the_policy_began(make_config: MakeConfig
 def test_a_reference_is_reset_to_the_policy(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(**KL, reference={"reset_every_steps": 2})
     actor, reference, batch = engines(config)
-    step = LearnerStep(actor, config, reference=reference)
+    step = LearnerStep(Roles(actor, own_reference=reference), config)
     step(batch, 0)
     assert not equal(weights(reference), weights(actor))
     step(batch, 1)
@@ -73,7 +74,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     """AdamW begins anew, and a run that is resumed from just after that makes the same next step."""
     config = make_config(**KL, reference={"reset_every_steps": 2, "reset_optimizer": True})
     actor, reference, batch = engines(config)
-    step = LearnerStep(actor, config, reference=reference)
+    step = LearnerStep(Roles(actor, own_reference=reference), config)
     step(batch, 0)
     assert actor.optimizer.state
     step(batch, 1)
@@ -86,7 +87,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     resumed.model.load_state_dict(actor.model.state_dict())
     resumed.load(tmp_path)
     its_reference.load(folder)
-    again = LearnerStep(resumed, config, reference=its_reference)(batch, 2)
+    again = LearnerStep(Roles(resumed, own_reference=its_reference), config)(batch, 2)
     assert again == step(batch, 2)
     assert equal(weights(resumed), weights(actor))
 
@@ -95,7 +96,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
 def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Path, dtype: str) -> None:
     config = make_config(**KL, model={"dtype": dtype, "freeze_vision_tower": True}, reference={"ema": 0.9})
     actor, reference, batch = engines(config)
-    step = LearnerStep(actor, config, reference=reference)
+    step = LearnerStep(Roles(actor, own_reference=reference), config)
     expected = [master.clone().double() for master in actor.masters.stepped()]
     for version in range(3):
         step(batch, version)
@@ -139,7 +140,7 @@ def test_off_the_device_between_its_uses_it_is_the_same(
             with pytest.raises(UserError, match="is the CPU here"):
                 reference.check_fits(actor)
         step, batch = (
-            LearnerStep(actor, config, reference=reference),
+            LearnerStep(Roles(actor, own_reference=reference), config),
             made_up_batch(config, PromptProcessor(config.model)),
         )
         metrics = [step(batch, version) for version in range(2)]
@@ -181,7 +182,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, where: str, est
         if reference:
             reference.prepare()
         batch = made_up_batch(config, PromptProcessor(config.model))
-        metrics = LearnerStep(actor, config, reference=reference)(batch, 3)
+        metrics = LearnerStep(Roles(actor, own_reference=reference), config)(batch, 3)
         found.append((metrics, torch.cat([g.flatten() for g in actor.gradients.values()])))
     assert abs(found[0][0]["reference_kl"]) > 0.01, "made-up tokens: k1 may be negative"
     for metrics, gradient in found[1:]:
@@ -195,7 +196,7 @@ def test_kl_in_the_reward_pulls_back_what_has_no_score(make_config: MakeConfig) 
     config = make_config(**KL | {"algorithm": {"kl_reward_coef": 0.5, "adv_estimator": "reinforce", "gamma": 1.0}})
     actor, reference, batch = engines(config, KeepGradients)
     batch.scores[:] = torch.where(batch.scores.isnan(), batch.scores, 0.0)
-    step = LearnerStep(actor, config, reference=reference)
+    step = LearnerStep(Roles(actor, own_reference=reference), config)
     assert step(batch, 3)["grad_norm"] == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         for parameter in reference.model.parameters():

@@ -25,6 +25,7 @@ from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.model_flops import ModelFlops
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
@@ -105,7 +106,7 @@ def prepared(config: RunConfig) -> tuple[KeepTokenGradients, Batch]:
 def one_step(config: RunConfig) -> tuple[dict[str, float], KeepTokenGradients, int]:
     """Metrics, engine and the number of micro-batches of a step at version 3."""
     engine, batch = prepared(config)
-    metrics = LearnerStep(engine, config)(batch, 3)
+    metrics = LearnerStep(Roles(engine), config)(batch, 3)
     return metrics, engine, len(plan_micro_batches(batch.train_groups, config.batch.tokens_per_microbatch))
 
 
@@ -171,7 +172,7 @@ def test_what_stands_at_tokens_that_are_not_trained_reaches_nothing(make_config:
     before, batch = engine.gradients, prepared(config)[1]
     behaviour = torch.where(batch.trained.place < 0, bad, batch.behaviour_logprobs)
     assert not behaviour.isfinite().all()
-    assert LearnerStep(engine, config)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
+    assert LearnerStep(Roles(engine), config)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
     assert all(torch.equal(gradient, before[name]) for name, gradient in engine.gradients.items())
 
 
@@ -187,7 +188,7 @@ def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeC
         for name, parameter in engine.model.named_parameters():
             if "lora_B" in name:  # an adapter that changes something, so that there is a KL
                 torch.nn.init.constant_(parameter, 0.01)
-        metrics = LearnerStep(engine, config)(prepared(make_config())[1], 3)
+        metrics = LearnerStep(Roles(engine), config)(prepared(make_config())[1], 3)
         assert metrics["reference_kl"] > 0
         assert metrics["mask_fraction"] == len(masks)
         gradients.append(any(bool(gradient.any()) for gradient in engine.gradients.values()))
@@ -245,7 +246,7 @@ def test_a_token_baseline_costs_one_forward_pass(make_config: MakeConfig) -> Non
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"selections": ["m2po"]})
     engine, batch = prepared(config)
-    assert LearnerStep(engine, config)(replace(batch, train_groups=()), 3) == {}
+    assert LearnerStep(Roles(engine), config)(replace(batch, train_groups=()), 3) == {}
 
 
 # --- numbers that are not finite ----------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_a_bad_number_stops_the_run_before_the_update(
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     with pytest.raises(NotFiniteError, match=says) as stop:
-        LearnerStep(engine, config)(prepared(config)[1], 6)
+        LearnerStep(Roles(engine), config)(prepared(config)[1], 6)
     assert stop.value.number == number
     assert all(torch.equal(before[name], p) for name, p in engine.model.named_parameters())
 

@@ -17,6 +17,7 @@ from learner.network.logprob_parity import compare
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import build_micro_batch, plan_micro_batches
+from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import MakeConfig, lora_config, made_up_adapter, merged
@@ -38,7 +39,7 @@ def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: di
     engine = TorchEngine(config, config.learner.optim, 1)
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.unwrap_model().named_parameters()}
-    LearnerStep(engine, config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+    LearnerStep(Roles(engine), config)(made_up_batch(config, PromptProcessor(config.model)), 3)
     moved = {n for n, p in engine.unwrap_model().named_parameters() if not torch.equal(p, before[n])}
     assert moved == {name for name in before if ".lora_B." in name}, "A has no gradient while B is 0"
     assert any(".visual." in name for name in moved) == bool(lora)
@@ -72,7 +73,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, kl: float) -> N
         engine = KeepGradients(config, config.learner.optim, 1)
         engine.prepare()
         load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
-        metrics = LearnerStep(engine, config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+        metrics = LearnerStep(Roles(engine), config)(made_up_batch(config, PromptProcessor(config.model)), 3)
         results.append((metrics, engine.gradients))
     (many_metrics, many), (metrics, one) = results
     # Terms of about 1 that cancel to 0.002: fp32 rounds the former, so the error is theirs.
@@ -117,7 +118,7 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
         engine.prepare()
         load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
         batch = made_up_batch(config, PromptProcessor(config.model))
-        step = LearnerStep(engine, config)
+        step = LearnerStep(Roles(engine), config)
         step.estimator = lambda trajectories, algorithm: Credit(torch.zeros(len(trajectories.row)))
         metrics[coefficient] = step(batch, 3), engine.gradients
     (without, no_gradient), (with_kl, gradient) = metrics[0.0], metrics[0.5]
