@@ -90,7 +90,8 @@ def _methods(kind: Kind, titles: tuple[str, str]) -> str:
         needs = ", ".join(sorted(method.needs))
         needs += f"tokens of the selection `{method.marks}`" if method.marks else ""
         formula = method.formula.replace("|", "\\|")
-        lines.append(f"| `{name}` | {method.summary.rstrip('.')} | {formula} | {needs} | {defaults} | {paper} |")
+        summary = method.summary.rstrip(".").replace("|", "\\|")
+        lines.append(f"| `{name}` | {summary} | {formula} | {needs} | {defaults} | {paper} |")
     return "\n".join(lines)
 
 
