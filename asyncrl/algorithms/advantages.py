@@ -22,7 +22,7 @@ NO_SPREAD = 1e-6
 EPSILON = 1e-6
 
 
-@advantage(formula="(s - mean_group) / (std_group + 1e-6)", paper="2402.03300")
+@advantage(formula="(s - mean_group) / (std_group + 1e-6)", paper="2402.03300", compares_rows=True)
 def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over the group's standard deviation (GRPO, section 4.1.2).
 
@@ -36,6 +36,7 @@ def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     formula="s - mean_group",
     paper="2503.20783",
     defaults={"norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+    compares_rows=True,
 )
 def dr_grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean (Dr. GRPO): no standard deviation, and a constant in place of the length."""
@@ -43,14 +44,14 @@ def dr_grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, g.centred))
 
 
-@advantage(formula="s - mean of the others in the group", paper="2402.14740")
+@advantage(formula="s - mean of the others in the group", paper="2402.14740", compares_rows=True)
 def rloo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score minus the mean of the others in the group: n/(n-1) (s - mean) (RLOO)."""
     g = group_statistics(t.scores, t.group)
     return t.share(_with_spread(g, g.centred * g.count / (g.count - 1).clamp_min(1)))
 
 
-@advantage(formula="s - sum(l s) / sum(l) over the group, l the length", paper="2505.23585")
+@advantage(formula="s - sum(l s) / sum(l) over the group, l the length", paper="2505.23585", compares_rows=True)
 def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score minus the length-weighted mean of its group, the baseline of least variance on-policy (OPO)."""
     g = group_statistics(t.scores, t.group, weights=t.lengths)
@@ -62,6 +63,7 @@ def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     paper="2504.02546",
     defaults={"norm_adv_by_std": False, "policy_loss": "gpg"},
     plain_scores=True,
+    compares_rows=True,
 )
 def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, scaled up by the share of rows that earned nothing (GPG)."""
@@ -72,7 +74,7 @@ def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, scale * centred))
 
 
-@advantage(formula="(s - mean_group) / (std_batch + 1e-6)", paper="2508.08221")
+@advantage(formula="(s - mean_group) / (std_batch + 1e-6)", paper="2508.08221", compares_rows=True)
 def lite_ppo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over the standard deviation of all scores of the batch (Lite PPO)."""
     g = group_statistics(t.scores, t.group)
@@ -81,7 +83,10 @@ def lite_ppo(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
 
 @advantage(
-    formula="(s - mean_group) / mean_group, 0 where the mean is not positive", paper="2602.02710", plain_scores=True
+    formula="(s - mean_group) / mean_group, 0 where the mean is not positive",
+    paper="2602.02710",
+    plain_scores=True,
+    compares_rows=True,
 )
 def maxrl(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over that mean: rare successes weigh more (MaxRL). No score may be negative."""
@@ -91,7 +96,9 @@ def maxrl(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, torch.where(g.mean > 0, g.centred / g.mean.clamp_min(EPSILON), 0.0)))
 
 
-@advantage(formula="(best - second) / (std_group + 1e-6) for the best row, else 0", paper="2503.19595")
+@advantage(
+    formula="(best - second) / (std_group + 1e-6) for the best row, else 0", paper="2503.19595", compares_rows=True
+)
 def grpo_passk(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Gap between the best row of a group and the second, for the best alone (Pass@k policy optimisation).
 
@@ -108,7 +115,10 @@ def grpo_passk(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
 
 @advantage(
-    formula="(1 - R) / sigma for right rows, R = 1 - C(wrong, k) / C(n, k)", paper="2508.10751", plain_scores=True
+    formula="(1 - R) / sigma for right rows, R = 1 - C(wrong, k) / C(n, k)",
+    paper="2508.10751",
+    plain_scores=True,
+    compares_rows=True,
 )
 def passk_training(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Analytic advantage of Pass@k training, k = `algorithm.pass_k`. A row is right if its score is
@@ -132,6 +142,7 @@ def passk_training(t: Trajectories, config: AlgorithmConfig) -> Credit:
     formula="z over the batch of sum_k w_k (s_k - mean_group) / (std_group + 1e-4)",
     paper="2601.05242",
     plain_scores=True,
+    compares_rows=True,
 )
 def gdpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Each reward component normalised in its group before they are added up, so that rows of different components and

@@ -23,8 +23,13 @@ def advantage(
     needs: tuple[str, ...] = (),
     defaults: Defaults | None = None,
     plain_scores: bool = False,
+    compares_rows: bool = False,
 ) -> Callable[[F], F]:
-    """Make `f(trajectories, config) -> Credit` a value of `algorithm.adv_estimator`."""
+    """Make `f(trajectories, config) -> Credit` a value of `algorithm.adv_estimator`.
+
+    `plain_scores`: scores or components are read as they were given, so that no penalty may be in them.
+    `compares_rows`: rows of a group get credit by each other, so that a group of one gets none.
+    """
     return lambda function: function
 
 

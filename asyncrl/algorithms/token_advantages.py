@@ -67,7 +67,7 @@ def reinforce_plus_plus(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return Credit(whiten(returns), returns)
 
 
-@advantage(formula="whitened (s - mean_group)", paper="2501.03262")
+@advantage(formula="whitened (s - mean_group)", paper="2501.03262", compares_rows=True)
 def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, whitened over the tokens of the batch (REINFORCE++-baseline)."""
     return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
@@ -93,7 +93,7 @@ def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return Credit(returns, returns)
 
 
-@advantage(formula="sum_k gamma^k R_(turn+k), normalised in the group", paper="")
+@advantage(formula="sum_k gamma^k R_(turn+k), normalised in the group", paper="", compares_rows=True)
 def step_reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each turn, against the mean and standard deviation of its group's turns."""
     turn, first = _turns(t)
@@ -128,6 +128,7 @@ def _returns_of_turns(t: Trajectories, turn: torch.Tensor, first: torch.Tensor, 
 @advantage(
     formula="G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_(t' <= t) (1 - 2 p + sum_v p_v^2)",
     needs=("proximal", "squared_probabilities"),
+    compares_rows=True,
 )
 def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Return to come minus the group's baseline of least variance at the same place (as in verl).

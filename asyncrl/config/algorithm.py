@@ -88,9 +88,10 @@ def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
     loss, used = method_of("policy_loss", config.policy_loss), config.demonstrations.are_used
     for method in config.chosen_methods:
         if "demonstrations" in method.needs and not used:
+            hints = "hints" in method.defaults.get("demonstrations", {})
+            fix = "hints.segments=5" if hints else "rows=1"
             yield (
-                f"{method.name} needs {NEEDS['demonstrations']}, and there are none. "
-                "Set algorithm.demonstrations.rows=1"
+                f"{method.name} needs {NEEDS['demonstrations']}, and there are none. Set algorithm.demonstrations.{fix}"
             )
     if used and (loss is None or "demonstrations" not in loss.needs):
         able = ", ".join(name for name, each in methods("policy_loss").items() if "demonstrations" in each.needs)
@@ -107,7 +108,7 @@ def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
     if config.demonstrations.rows and "zero_variance" in config.filters:
         yield (
             "algorithm.filters has zero_variance, which would drop the groups that have the most to learn from "
-            "their demonstration: those without a right completion. Leave that filter out, or set "
+            "their demonstration: those without a right completion. Set algorithm.filters=[], or "
             "algorithm.demonstrations.rows=0"
         )
     if config.kl_reward_coef and "success_gate" in config.selections:

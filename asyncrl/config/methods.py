@@ -22,8 +22,9 @@ Kind = Literal["advantage", "policy_loss", "selection", "group_filter"]
 KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection", "group_filter")
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
-    "entropies": "entropies of that policy, over the whole batch",
-    "squared_probabilities": "sums of that policy's squared probabilities, over the whole batch",
+    "entropies": "entropies of the policy at the start of the step, over the whole batch",
+    "squared_probabilities": "sums of the squared probabilities of the policy at the start of the step, over the whole "
+    "batch",
     "reference": "log-probs of the reference policy",
     "critic": "values of a critic",
     "greedy_row": "a greedy completion in every group, scored and not trained",
@@ -65,6 +66,8 @@ class Method:
     """Of TAKES_FROM, for a selection."""
     plain_scores: bool
     """Whether an estimator reads scores or components as they were given, so that no penalty may be in them."""
+    compares_rows: bool
+    """Whether an estimator gives the rows of a group credit by each other, so that a group of one gets none."""
     credits_demonstrations: bool
     """Whether demonstrations are members of their group to a loss: in its statistics, with an advantage."""
     shares_denominator: bool
@@ -140,6 +143,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     marks=facts.get("marks", ""),
                     takes_from=facts.get("takes_from", "loss"),
                     plain_scores=facts.get("plain_scores", False),
+                    compares_rows=facts.get("compares_rows", False),
                     credits_demonstrations=facts.get("credits_demonstrations", False),
                     shares_denominator=facts.get("shares_denominator", False),
                     summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),

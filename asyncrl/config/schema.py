@@ -45,10 +45,12 @@ def number_problems(config: RunSections) -> list[str]:
     """Name each number that does not fit another one, with its fix."""
     batch, algorithm = config.batch, config.algorithm
     problems: list[str] = []
-    if algorithm.adv_estimator == "grpo" and batch.group_size < 2:
+    estimator = method_of("advantage", algorithm.adv_estimator)
+    least, why = (algorithm.pass_k, " (algorithm.pass_k)") if algorithm.adv_estimator == "passk_training" else (2, "")
+    if estimator and estimator.compares_rows and batch.group_size < least:
         problems.append(
-            f"batch.group_size is {batch.group_size}: GRPO needs at least 2 completions per prompt "
-            "to compute an advantage. Set batch.group_size=8"
+            f"batch.group_size is {batch.group_size}: {estimator.name} needs at least {least} completions per "
+            f"prompt{why} to compute an advantage. Set batch.group_size={max(8, least)}"
         )
     if "zero_variance" in algorithm.filters and batch.group_size < 2:
         problems.append(

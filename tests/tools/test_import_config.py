@@ -395,7 +395,7 @@ def test_the_printed_file_names_what_is_missing_and_keeps_every_key(
     )
     assert main(["import-config", str(source)]) == 2
     printed = capsys.readouterr().out
-    assert "batch.group_size is 1: GRPO needs at least 2 completions per prompt" in printed
+    assert "batch.group_size is 1: grpo needs at least 2 completions per prompt" in printed
     assert "algorithm.updates_per_batch: optimiser steps per batch of 10 prompts" in printed
 
 

@@ -152,9 +152,11 @@ batch:
 
 def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
     message = refusal(minimal, "batch.group_size=1", "algorithm.updates_per_batch=3", "batch.tokens_per_microbatch=100")
-    assert "batch.group_size is 1: GRPO needs at least 2" in message
+    assert "batch.group_size is 1: grpo needs at least 2" in message
     assert "must be a multiple of algorithm.updates_per_batch (3)" in message
     assert "over batch.tokens_per_microbatch = 100" in message
+    assert "passk_training needs at least 4" in refusal(minimal, "passk_training", "batch.group_size=3")
+    assert load_config(minimal, ["reinforce_plus_plus", "batch.group_size=1"]).batch.group_size == 1
 
 
 def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal: Path) -> None:
