@@ -69,6 +69,17 @@ With d = log policy - log reference at the sampled token:
 | `k1+`, `k3+` | that of k1 or k3 | the gradient of k2 |
 | `k3_unbiased` | k3 times policy / behaviour | the KL's gradient on average, whichever policy has sampled |
 | `full` | the sum over the vocabulary | the exact gradient, for the logits of both models, some tokens at a time |"""
+BESIDE = """## Beside these
+
+Any method may have an entropy bonus, fixed or towards a target (`algorithm.entropy_coeff`,
+`algorithm.entropy_control`), masked images (`algorithm.papo`), distorted images (`algorithm.noisy_rollout`), weights
+and masks for stale samples (`algorithm.correction`), several updates of one batch (`algorithm.updates_per_batch`) and a
+choice of rows (`data.curriculum`); penalties of length and repetition are rewards ([rewards.md](rewards.md)). Their
+keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
+run would have.
+
+Not here: BRIDGE, replay of groups (SSB, PF-PPO), on-policy distillation, branched rollouts (VinePPO, trees), and what
+needs several turns (GiGPO)."""
 NAMES_ELSEWHERE = """## Names elsewhere
 
 `asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
@@ -138,7 +149,7 @@ def pages() -> dict[str, str]:
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
-    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, KL, _names()])
+    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, KL, BESIDE, _names()])
     return {
         "algorithms.md": algorithms + "\n",
         "configuration.md": config_reference().strip() + "\n",
