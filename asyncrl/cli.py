@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 OVERRIDES = (
-    "replace keys of the configuration; a word without `=` is an overlay: a YAML file, an algorithm such as rloo, or a "
-    "task such as geo3k"
+    "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
+    "algorithm such as rloo, or a task such as geo3k"
 )
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 

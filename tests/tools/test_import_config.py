@@ -214,7 +214,7 @@ def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo data.train_files=rows.parquet \\\n"
         "  data.train_batch_size=64 actor_rollout_ref.model.path=model actor_rollout_ref.rollout.n=4 \\\n"
         "  actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean \\\n"
-        "  algorithm.filter_groups.enable=true algorithm.filter_groups.metric=score \\\n"
+        "  algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc \\\n"
         "  actor_rollout_ref.actor.clip_ratio_high=0.4 actor_rollout_ref.actor.fsdp_config.param_offload=true \\\n"
         "  custom_reward_function.path=score.py custom_reward_function.name=f trainer.test_freq=5 \\\n"
         "  reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128 \\\n"
@@ -228,6 +228,7 @@ def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
         "algorithm.clip_ratio_low": 0.2,
         "algorithm.updates_per_batch": 4,
         "algorithm.filters": ["zero_variance"],
+        "algorithm.filter_component": "accuracy",
         "batch.group_size": 4,
         "model.path": "model",
         "evaluation.every_steps": 5,

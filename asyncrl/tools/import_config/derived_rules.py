@@ -267,21 +267,25 @@ def online_filtering(value: Any, theirs: Values) -> Outcome:
         return no_setting("off there")
     bounds = {"algorithm.filter_low": 0.01, "algorithm.filter_high": 0.99}
     settings = {"algorithm.filters": ["zero_variance"]} | {key: theirs.get(key, least) for key, least in bounds.items()}
-    key = theirs.get("algorithm.filter_key", "overall")
-    missing = "" if key == "overall" else f"algorithm.filter_component: the name of the reward component {key}"
     text = "groups without spread are dropped, too; a dropped group's place goes to the next prompt at once"
-    return becomes(settings, text, missing)
+    return _filtered_by(theirs.get("algorithm.filter_key", "overall"), settings, text)
 
 
 def filter_groups(value: Any, theirs: Values) -> Outcome:
     """verl's DAPO recipe: groups whose metric has spread are kept, and sampling goes on until a batch is full."""
     if not value:
         return no_setting("off there")
-    metric = theirs.get("algorithm.filter_groups.metric")
-    is_whole = metric in (None, "seq_reward", "seq_final_reward", "score")
-    missing = "" if is_whole else f"algorithm.filter_component: the name of the reward component {metric}"
     text = "a dropped group's place goes to the next prompt at once, and what is left over to the next batch"
-    return becomes({"algorithm.filters": ["zero_variance"]}, text, missing)
+    return _filtered_by(theirs.get("algorithm.filter_groups.metric"), {"algorithm.filters": ["zero_variance"]}, text)
+
+
+def _filtered_by(metric: str | None, settings: Mapping[str, Any], text: str) -> Outcome:
+    """A filter by what is there the whole score, the accuracy, or a component of the user's."""
+    if metric in (None, "overall", "seq_reward", "seq_final_reward", "score"):
+        return becomes(settings, text)
+    if metric in ("acc", "accuracy"):
+        return becomes({**settings, "algorithm.filter_component": "accuracy"}, text)
+    return becomes(settings, text, f"algorithm.filter_component: the name of the reward component {metric}")
 
 
 # --- turns and precision ----------------------------------------------------------------------------------
