@@ -171,7 +171,7 @@ def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal
     ("addition", "expected"),
     [
         ("batch: {group_size: true}", "batch.group_size is True: expected whole number > 0"),
-        ("batch: 8", "batch is 8: Input should be a valid dictionary"),
+        ("batch: 8", "batch is 8: expected a mapping with keys of prompts_per_step"),
         ("learner: {optim: {lr: .nan}}", "learner.optim.lr is nan: expected number > 0"),
         ("learner: {optim: {betas: [0.9]}}", "learner.optim.betas"),
         ("data.shuffle: true", "dots are for overrides"),
@@ -273,10 +273,10 @@ def test_an_overlay_adds_to_a_list_what_is_not_there(minimal: Path, tmp_path: Pa
     once = load_config(minimal, ["dapo"])
     assert [part.function for part in once.reward.functions] == ["exact_match", "soft_overlong"]
     assert once.reward.accuracy_component == "exact_match"
-    whole = write(tmp_path, dump_config(once))
-    assert load_config(whole, ["dapo"]) == once
     own = "reward.functions+={function: soft_overlong, weight: 0.5, kwargs: {buffer: 64}}"
     assert load_config(minimal, [own, "dapo"]).reward.functions[1].weight == 0.5
+    whole = write(tmp_path, dump_config(once))
+    assert load_config(whole, ["dapo"]) == once
 
 
 def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path: Path) -> None:
