@@ -14,6 +14,7 @@ import torch
 from asyncrl.algorithms.registration import advantage
 from asyncrl.algorithms.trajectories import Credit, GroupStatistics, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.errors import BadStateError
 
 AdvantageEstimator = Callable[[Trajectories, AlgorithmConfig], Credit]
 
@@ -91,7 +92,10 @@ def lite_ppo(t: Trajectories, config: AlgorithmConfig) -> Credit:
 def maxrl(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over that mean: rare successes weigh more (MaxRL). No score may be negative."""
     if (t.scores < 0).any():
-        raise ValueError(f"maxrl divides by the mean score, and a score is {float(t.scores.nan_to_num().min())}")
+        raise BadStateError(
+            f"algorithm.adv_estimator maxrl divides by the mean score, and a score is "
+            f"{float(t.scores.nan_to_num().min()):g}. Give a reward that is never negative (no penalty in reward.functions), or choose another estimator"
+        )
     g = group_statistics(t.scores, t.group)
     return t.share(_with_spread(g, torch.where(g.mean > 0, g.centred / g.mean.clamp_min(EPSILON), 0.0)))
 

@@ -3,12 +3,14 @@ checked where there is no torch; here a name becomes its function. A user's own 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from asyncrl import plugins
 from asyncrl.config.methods import Kind, methods
+from asyncrl.errors import BadStateError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -72,6 +74,40 @@ def group_filter(*, formula: str, paper: str = "") -> Callable[[F], F]:
 def load_method(kind: Kind, name: str, setting: str) -> Any:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
     located = plugins.locate(name, methods(kind), setting)
-    if located is not None:
-        return plugins.load(located)
-    return getattr(importlib.import_module(methods(kind)[name].module), name)
+    if located is None:
+        return getattr(importlib.import_module(methods(kind)[name].module), name)
+    function = plugins.load(located)
+    return _checked(function, kind, f"{setting} {name}", str(located.path)) if kind in COLUMNS else function
+
+
+COLUMNS: Mapping[Kind, str] = {"advantage": "advantages", "policy_loss": "token_loss", "selection": ""}
+"""What a method's answer has for each trained token; empty: the answer itself is that."""
+ANSWERS: Mapping[Kind, str] = {
+    "advantage": "a Credit whose advantages are",
+    "policy_loss": "a PolicyLoss whose token_loss is",
+    "selection": "a bool tensor",
+}
+
+
+def _checked(function: Callable[..., Any], kind: Kind, what: str, file: str) -> Callable[..., Any]:
+    """The user's method, whose mistakes are bad states that name it: another attempt would meet them again."""
+
+    @functools.wraps(function)
+    def call(seen: Any, *more: Any) -> Any:
+        try:
+            answer = function(seen, *more)
+        except BadStateError:
+            raise
+        except Exception as error:
+            raise BadStateError(f"{what} failed: {plugins.one_line(error, file)}") from error
+        values = getattr(answer, COLUMNS[kind], None) if COLUMNS[kind] else answer
+        shape, expected = getattr(values, "shape", None), seen.row.shape
+        if shape != expected:
+            found = type(answer).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+            raise BadStateError(
+                f"{what} answered a {found}: expected {ANSWERS[kind]} of shape {tuple(expected)}, one for each trained "
+                "token (docs/bring-your-own.md)"
+            )
+        return answer
+
+    return call

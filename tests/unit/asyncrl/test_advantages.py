@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import methods
+from asyncrl.config.methods import Kind, methods
+from asyncrl.errors import BadStateError
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,3 +226,23 @@ def test_a_batch_without_trained_tokens_has_no_credit(name: str) -> None:
         **dict.fromkeys(("proximal_logprobs", "squared_probabilities", "values"), nothing),
     )
     assert estimate(name, t).advantages.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("advantage", "return seen.scoress", r"algorithm.x .*mine failed: AttributeError: .* \(mine.py:2 in mine\)"),
+        ("advantage", "return 1.0", r"answered a float: expected a Credit whose advantages are of shape \(4,\)"),
+        ("policy_loss", "return seen.row", "answered a Tensor: expected a PolicyLoss whose token_loss"),
+        (
+            "selection",
+            "return seen.row[:3]",
+            r"answered a Tensor of shape \(3,\): expected a bool tensor of shape \(4,",
+        ),
+    ],
+)
+def test_a_users_method_that_is_wrong_stops_the_run_by_name(tmp_path: Path, kind: Kind, body: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def mine(seen, *more):\n    {body}\n")
+    method = load_method(kind, f"{tmp_path}/mine.py:mine", "algorithm.x")
+    with pytest.raises(BadStateError, match=said):
+        method(SimpleNamespace(row=torch.zeros(4)), None)
