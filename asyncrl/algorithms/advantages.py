@@ -93,8 +93,9 @@ def maxrl(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, over that mean: rare successes weigh more (MaxRL). No score may be negative."""
     if (t.scores < 0).any():
         raise BadStateError(
-            f"algorithm.adv_estimator maxrl divides by the mean score, and a score is "
-            f"{float(t.scores.nan_to_num().min()):g}. Give a reward that is never negative (no penalty in reward.functions), or choose another estimator"
+            "algorithm.adv_estimator maxrl divides by the mean score, and a score is "
+            f"{float(t.scores.nan_to_num().min()):g}. Give a reward that is never negative (no penalty in "
+            "reward.functions), or choose another estimator"
         )
     g = group_statistics(t.scores, t.group)
     return t.share(_with_spread(g, torch.where(g.mean > 0, g.centred / g.mean.clamp_min(EPSILON), 0.0)))
