@@ -77,20 +77,19 @@ def load_method(kind: Kind, name: str, setting: str) -> Any:
     if located is None:
         return getattr(importlib.import_module(methods(kind)[name].module), name)
     function = plugins.load(located)
-    return _checked(function, kind, f"{setting} {name}", str(located.path)) if kind in COLUMNS else function
+    return _checked(function, kind, f"{setting} {name}", str(located.path)) if kind != "group_filter" else function
 
 
-COLUMNS: Mapping[Kind, str] = {"advantage": "advantages", "policy_loss": "token_loss", "selection": ""}
-"""What a method's answer has for each trained token; empty: the answer itself is that."""
-ANSWERS: Mapping[Kind, str] = {
+CHECKED: Mapping[Kind, str] = {
     "advantage": "a Credit whose advantages are",
     "policy_loss": "a PolicyLoss whose token_loss is",
-    "selection": "a bool tensor",
 }
+"""Answers whose shape is looked at here. A selection's is where it is used."""
 
 
 def _checked(function: Callable[..., Any], kind: Kind, what: str, file: str) -> Callable[..., Any]:
-    """The user's method, whose mistakes are bad states that name it: another attempt would meet them again."""
+    """The user's method, whose mistakes are bad states that name it: another attempt would meet them again. Group
+    filters are called where the row is known, too."""
 
     @functools.wraps(function)
     def call(seen: Any, *more: Any) -> Any:
@@ -100,12 +99,12 @@ def _checked(function: Callable[..., Any], kind: Kind, what: str, file: str) -> 
             raise
         except Exception as error:
             raise BadStateError(f"{what} failed: {plugins.one_line(error, file)}") from error
-        values = getattr(answer, COLUMNS[kind], None) if COLUMNS[kind] else answer
+        values = getattr(answer, "advantages" if kind == "advantage" else "token_loss", None)
         shape, expected = getattr(values, "shape", None), seen.row.shape
-        if shape != expected:
+        if kind in CHECKED and shape != expected:
             found = type(answer).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
             raise BadStateError(
-                f"{what} answered a {found}: expected {ANSWERS[kind]} of shape {tuple(expected)}, one for each trained "
+                f"{what} answered a {found}: expected {CHECKED[kind]} of shape {tuple(expected)}, one for each trained "
                 "token (docs/bring-your-own.md)"
             )
         return answer
