@@ -62,7 +62,7 @@ class _FastLoader(_Rules, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes whatever YAML 1.1 or 1.2 would not read back as text."""
 
 
