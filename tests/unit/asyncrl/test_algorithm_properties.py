@@ -110,18 +110,22 @@ def estimate(name: str, made: Made, config: AlgorithmConfig | None = None) -> Cr
     return load_method("advantage", name, "adv_estimator")(made.trajectories(), config)
 
 
-def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-    """[N] gradient of an update's loss by its log-probs, in micro-batches of these rows (all in one by default)."""
-    config, t = config_of(estimator, loss, mode), made.trajectories()
+def updates(
+    made: Made, estimator: str, loss: str, modes: Sequence[str], parts: Sequence[Sequence[int]] = ()
+) -> list[torch.Tensor]:
+    """Per aggregation [N], the gradient of an update's loss by its log-probs, in micro-batches of these rows (all in
+    one by default). Aggregations are weights of tokens, and nothing else reads them."""
+    config, t = config_of(estimator, loss, modes[0]), made.trajectories()
     assert t.entropies is not None
     is_hybrid = "demonstrations" in methods("policy_loss")[loss].needs
     expert = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
     credit = estimate(estimator, made, config)
     marked = Selections(config)(replace(t, expert=expert), credit).marked
-    weights = update_weights(t.row, t.group[t.row], expert, config, max_response_length=5)
+    configs = [config_of(estimator, loss, mode) for mode in modes]
+    weights = [update_weights(t.row, t.group[t.row], expert, each, max_response_length=5) for each in configs]
     target, proximal, behaviour = (made.flat[:, column].clone() for column in range(3))
     target.requires_grad_()
-    total = torch.zeros(())
+    totals = [torch.zeros(()) for _ in modes]
     for rows in parts or [range(len(made.group))]:
         here = torch.cat([torch.zeros(0, dtype=torch.long), *((t.row == row).nonzero()[:, 0] for row in rows)])
         tokens = PolicyTokens(
@@ -137,9 +141,14 @@ def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Seq
         )
         correction = correct(tokens, config.correction)
         token_loss = load_method("policy_loss", loss, "policy_loss")(tokens, config).token_loss
-        total = total + (weights[here] * torch.where(correction.masked, 0.0, correction.weights * token_loss)).sum()
-    (gradient,) = torch.autograd.grad(total, target, materialize_grads=True)
-    return gradient
+        corrected = torch.where(correction.masked, 0.0, correction.weights * token_loss)
+        totals = [total + (each[here] * corrected).sum() for total, each in zip(totals, weights, strict=True)]
+    return [torch.autograd.grad(total, target, materialize_grads=True, retain_graph=True)[0] for total in totals]
+
+
+def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """[N] gradient by one aggregation."""
+    return updates(made, estimator, loss, [mode], parts)[0]
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -157,10 +166,11 @@ def test_every_estimator_goes_with_every_loss_and_aggregation() -> None:
     for columns in tokens:
         columns[:, 1:3] = columns[:, :1]  # nothing is clipped
     made = Made((0, 0, 0, 1, 1), (1.0, 0.0, 0.5, 0.0, 1.0), tokens)
-    for estimator, loss, mode in itertools.product(ESTIMATORS, LOSSES, AGGREGATIONS):
-        gradient = update(made, estimator, loss, mode)
-        assert gradient.isfinite().all(), (estimator, loss, mode)
-        assert gradient.any(), (estimator, loss, mode)
+    modes = list(AGGREGATIONS)
+    for estimator, loss in itertools.product(ESTIMATORS, LOSSES):
+        for mode, gradient in zip(modes, updates(made, estimator, loss, modes), strict=True):
+            assert gradient.isfinite().all(), (estimator, loss, mode)
+            assert gradient.any(), (estimator, loss, mode)
 
 
 @given(batches(), combination, st.randoms(use_true_random=False))
