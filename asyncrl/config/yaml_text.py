@@ -52,17 +52,21 @@ class _Rules:
         return int(text, 16) if text.lower().startswith("0x") else int(text)
 
 
+_LIBYAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LIBYAML_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
 class _Loader(_Rules, yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML declares it so; _RULES fill our own table)
 
 
-class _FastLoader(_Rules, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+class _FastLoader(_Rules, _LIBYAML_LOADER):
     """The same by libyaml, ten times as fast."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+class _Dumper(_LIBYAML_DUMPER):
     """Quotes whatever YAML 1.1 or 1.2 would not read back as text."""
 
 

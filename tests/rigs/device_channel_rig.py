@@ -112,6 +112,7 @@ def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float 
 def receive(folder: Path, device: torch.device) -> str | int:
     """Receive a version as `start` and `order` in the folder say; returns a problem or 0."""
     start = decode([(folder / "start").read_bytes()], (TransferStart,), Limits())
+    assert isinstance(start, TransferStart)
     order = json.loads((folder / "order").read_text())
     stage = Stage(device)
     stage.begin(StageOrder(**order, memory=start.memory.model_dump() if start.memory else {}), rank=1)
