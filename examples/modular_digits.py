@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of each stage, which learn nothing")
     arguments = parser.parse_args()
     folder, seed, quick = arguments.folder, arguments.seed, arguments.quick
-    steps = {"connector": 2, "sft": 4, "grpo": 2} if quick else {"connector": 50, "sft": 300, "grpo": 120}
+    steps = {"connector": 2, "sft": 4, "grpo": 2} if quick else {"connector": 50, "sft": 600, "grpo": 300}
     rows = ["--sft-rows", f"{64 * (steps['connector'] + steps['sft'])}", "--rl-rows", f"{32 * steps['grpo']}"]
     rows += ["--eval-rows", "16"] if quick else []
     subprocess.run(
@@ -95,6 +95,7 @@ def main() -> None:
         run(command, str(config), f"run_dir={folder}/{name}", f"model.path={folder}/{model}", *settings)
         seconds = time.monotonic() - began
         scored.append(f"{score(folder / name / 'export', f'after {name}', [*data])}   {seconds:.0f} s")
+        print(scored[-1], flush=True)
     print("\nheld-out accuracy, greedy", *scored, sep="\n")
 
 

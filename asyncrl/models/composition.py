@@ -45,6 +45,8 @@ def compose(parts: Composition, target: Path) -> str:
     Raises UserError for parts that do not go together.
     """
     torchvision_cpu.install()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     tower, image_processor = _load_tower(parts)
     language, tokenizer = _load_language(parts)
     template = _chat_template(parts, tokenizer)
@@ -56,6 +58,8 @@ def compose(parts: Composition, target: Path) -> str:
     processor = _processor(parts, tower, image_processor, tokenizer, template)
     _check_text(model, language, ids, alone)
     _check_images(model, processor, tower)
+    # Names in the file are those of released folders, which vLLM reads: only `from_pretrained` would see to that.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     export_model(model, processor, target)
     return _describe(model, parts, target)
 

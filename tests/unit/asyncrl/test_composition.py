@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.sections import ModelConfig
@@ -99,6 +100,9 @@ def test_parts_keep_their_weights_and_read_images(
     assert composed(parts, target, tower, language, f"connector={connector}", "feature_layer=-1") == 0
     assert f"rollout.engine  {engines}" in capsys.readouterr().out
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(target)
+    with safe_open(target / "model.safetensors", "pt") as opened:
+        level = "embeddings." if tower == "dinov2" else "vision_model.embeddings."
+        assert any(name.startswith(f"vision_tower.{level}") for name in opened.keys())  # noqa: SIM118 (no mapping)
     text = transformers.AutoModelForCausalLM.from_pretrained(parts / language)
     whole = transformers.AutoModel.from_pretrained(parts / tower)
     theirs = (whole.vision_model if tower == "clip" else whole).state_dict()
