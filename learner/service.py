@@ -37,6 +37,7 @@ from learner.resume import (
 from learner.step_schedule import StepSchedule
 from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
+from learner.tickets.replay_buffer import ReplayBuffer
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
@@ -115,6 +116,7 @@ class Learner:
                 unmeasured_s=config.learner.wait_timeout_s / 2,  # another one then has as long before the run stops
             ),
             judge=make_judge(config, self.writer.order()),
+            replay=ReplayBuffer(config.algorithm.replay_buffer_size, seed=config.trainer.seed),
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)

@@ -78,7 +78,7 @@ choice of rows (`data.curriculum`); penalties of length and repetition are rewar
 keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
 run would have.
 
-Not here: BRIDGE, replay of groups (SSB, PF-PPO), on-policy distillation, branched rollouts (VinePPO, trees), and what
+Not here: BRIDGE, PF-PPO, on-policy distillation, branched rollouts (VinePPO, trees), and what
 needs several turns (GiGPO)."""
 NAMES_ELSEWHERE = """## Names elsewhere
 

@@ -113,6 +113,10 @@ class AlgorithmSettings(Section):
     """The filter zero_variance drops groups whose mean score is not above this, too. Nothing means no bound."""
     filter_high: float | None = None
     """The filter zero_variance drops groups whose mean score is not below this, too. Nothing means no bound."""
+    replay_buffer_size: int = Field(default=0, ge=0)
+    """Groups of earlier steps, the most spread first, that may be trained once more in the places of those that filters
+    drop: SSB (arXiv 2504.16656). A group is drawn in proportion to mean |s - mean s| of its scores, where a step would
+    else wait for another prompt, and only while no token of it is over learner.max_staleness. 0 is off; TRL has 64."""
 
     @property
     def functions(self) -> tuple[tuple[str, str, Collection[str]], ...]:

@@ -262,6 +262,11 @@ class RunSections(Section):
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
 
     @property
+    def replayable_steps(self) -> int:
+        """Steps before a checkpoint's whose groups a later step may replay: the journal keeps them."""
+        return self.largest_staleness if self.algorithm.replay_buffer_size else 0
+
+    @property
     def first_meeting_s(self) -> float:
         """Longest time for what a server and the learner do together once: the log-prob check, NCCL's first group."""
         return min(self.start_timeout_s, self.learner.wait_timeout_s / 2)  # the learner's own wait is to go on after it

@@ -31,6 +31,7 @@ class RunConfig(RunSections):
             reward_problems,
             reference_problems,
             staleness_problems,
+            replay_problems,
             device_problems,
             engine_problems,
             sampling_problems,
@@ -176,4 +177,27 @@ def staleness_problems(config: RunSections) -> Iterator[str]:
             "learner.on_stale is mask, which takes a trajectory's old tokens away, but this is computed from all of "
             f"them: {', '.join(parts)}. Set learner.on_stale=drop or wait, or correct token by token "
             "(algorithm.correction.kind=token_tis, mask dppo_tv, selection m2po)"
+        )
+
+
+def replay_problems(config: RunSections) -> Iterator[str]:
+    """Name what leaves the replay buffer nothing to do, with its fix."""
+    size = config.algorithm.replay_buffer_size
+    if not size:
+        return
+    where = f"algorithm.replay_buffer_size is {size}"
+    if not config.algorithm.filters:
+        yield (
+            f"{where}, and no group is dropped whose place another one could take. Set "
+            "algorithm.filters=[zero_variance], or leave it out"
+        )
+    if not config.largest_staleness:
+        yield (
+            f"{where}, but learner.max_staleness is 0: groups of earlier steps were sampled by older versions, and "
+            "their tokens are over that bound. Set learner.max_staleness=4, or leave it out"
+        )
+    if config.batch.prompts_per_step < 2:
+        yield (
+            f"{where}, but batch.prompts_per_step is 1, and every step trains a new group. Raise the latter, or leave "
+            "the former out"
         )

@@ -12,7 +12,7 @@ from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
 
-SCHEMA = 4
+SCHEMA = 5
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES
@@ -39,6 +39,7 @@ CREATE TABLE consumption (
     position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL,
     bound INTEGER NOT NULL, step INTEGER NOT NULL);
 CREATE INDEX consumption_by_step ON consumption (step);
+CREATE TABLE replayed (step INTEGER NOT NULL, ticket_id INTEGER NOT NULL, PRIMARY KEY (step, ticket_id)) WITHOUT ROWID;
 CREATE TABLE again (position INTEGER PRIMARY KEY);
 CREATE TABLE filtered (
     position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL,

@@ -26,6 +26,7 @@ _DIGESTED = {
     "tickets": "SELECT ticket_id, position, version, bound FROM tickets",
     "groups": "SELECT ticket_id, segment, offset, length, checksum FROM groups",
     "consumption": "SELECT position, ticket_id, version, bound, step FROM consumption",
+    "replayed": "SELECT step, ticket_id FROM replayed",
     "again": "SELECT position FROM again",
     "filtered": "SELECT position, ticket_id, version, bound, reason FROM filtered",
     "prompt_source": "SELECT key, value FROM prompt_source",
@@ -170,6 +171,10 @@ def _account_problem(db: sqlite3.Connection) -> str | None:
     tables = ("tickets", "consumption", "filtered")
     live, consumed, filtered = (_scalar(db, f"SELECT COUNT(*) FROM {table}") for table in tables)
     again = by_reason.get(STALE, 0)
+    replayed, rows = counters.get("replayed", 0), _scalar(db, "SELECT COUNT(*) FROM replayed")
+    trained_before = "replayed JOIN consumption USING (ticket_id) WHERE consumption.step < replayed.step"
+    if not replayed == rows == _scalar(db, f"SELECT COUNT(*) FROM {trained_before}"):
+        return f"does not add up: {replayed} times a group was replayed, but {rows} are named, or not trained before"
     if issued == trained + dropped + live and consumed == trained and filtered + again == dropped:
         return None
     return (

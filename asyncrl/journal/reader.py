@@ -13,6 +13,7 @@ from asyncrl.journal.segments import PLACE, Place, read_place, segment_path, unp
 from protocol.messages import Group
 
 _KEPT = "JOIN groups USING (ticket_id)"
+_BATCHES = "(SELECT step, ticket_id FROM consumption UNION ALL SELECT step, ticket_id FROM replayed)"
 
 
 class JournalView:
@@ -22,8 +23,16 @@ class JournalView:
     _db: sqlite3.Connection
 
     def consumed(self, step: int) -> tuple[TicketSlot, ...]:
-        """The groups taken for `step`, in the order of the batch."""
+        """The groups taken for `step`, in the order of the batch, which `replayed` ones end."""
         return self._slots("consumption WHERE step = ?", step)
+
+    def replayed(self, step: int) -> tuple[TicketSlot, ...]:
+        """The groups that `step` trained once more."""
+        return self._slots("replayed JOIN consumption USING (ticket_id) WHERE replayed.step = ?", step)
+
+    def replayable(self, version: int) -> tuple[TicketSlot, ...]:
+        """The consumed and kept groups that may be within their bounds at `version`, by when they were consumed."""
+        return self._slots(f"consumption {_KEPT} WHERE step - 1 + bound >= ?", version)
 
     def _slots(self, rest: str, *values: int) -> tuple[TicketSlot, ...]:
         rows = self._rows(f"SELECT {SLOT} FROM {rest} ORDER BY ticket_id", values)
@@ -60,11 +69,11 @@ class JournalView:
 
     def kept_steps(self) -> dict[int, int]:
         """Step -> number of its groups that are kept."""
-        return dict(self._rows(f"SELECT step, COUNT(*) FROM consumption {_KEPT} GROUP BY step ORDER BY step"))
+        return dict(self._rows(f"SELECT step, COUNT(*) FROM {_BATCHES} {_KEPT} GROUP BY step ORDER BY step"))
 
     def consumed_by_step(self) -> dict[int, int]:
-        """Step -> number of groups that it took."""
-        return dict(self._rows("SELECT step, COUNT(*) FROM consumption GROUP BY step"))
+        """Step -> number of groups that it took, and trained once more."""
+        return dict(self._rows(f"SELECT step, COUNT(*) FROM {_BATCHES} GROUP BY step"))
 
     def filtered(self) -> dict[int, str]:
         """Position -> reason of the groups that a filter has dropped."""

@@ -3,7 +3,8 @@
 One SQLite file in WAL mode, and the groups' bytes in files beside it (segments.py). A transaction holds the
 ticket, group or consumption rows *and* the ledger's counters, and commits after the bytes of its groups were written:
 a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
-position in the data order: the database itself refuses to train a prompt twice.
+position in the data order: the database itself refuses to train a prompt twice. That a step has trained a consumed
+group once more, from the replay buffer, is a row of its own.
 
 Payloads (the groups) are needed until a checkpoint holds their step, and the newest of the others are kept for
 inspection; rows of consumption stay: 40 bytes a group.
@@ -155,6 +156,10 @@ class Journal(JournalView):
         """Record the groups as the batch of `step`."""
         self._insert("consumption", [(s.position, s.ticket_id, s.version, s.bound, step) for s in slots])
         self._remove_tickets(slots)
+
+    def replay(self, step: int, slots: Sequence[TicketSlot]) -> None:
+        """Record groups that `step` trains besides those that it consumes: steps before it have consumed them."""
+        self._insert("replayed", [(step, slot.ticket_id) for slot in slots])
 
     def set_meta(self, **values: str) -> None:
         """Store key-value metadata; each key can be written once."""

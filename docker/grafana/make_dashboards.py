@@ -146,6 +146,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"{L}rows", "{{status}}"),
                     (f"{L}zero_variance_groups", "groups without variance"),
                     (f"{L}baselines_missing", "groups without a baseline"),
+                    (f"{L}replayed_groups", "replayed groups"),
                 ),
             ),
             "Policy": (

@@ -51,7 +51,9 @@ class Saver:
         logger.info("checkpoint %s", folder)
 
     def forget_groups(self) -> None:
-        """Forget groups of the steps so far, which a checkpoint holds, beyond trainer.keep_samples_gib."""
+        """Forget groups that no restart needs, beyond trainer.keep_samples_gib: a checkpoint holds their steps, and
+        they are too old to be replayed."""
         keep_bytes = int(self.config.trainer.keep_samples_gib * GIB)
-        first = self.ledger.forget_payloads(self.training.progress.step, keep_bytes=keep_bytes)
+        last = max(self.training.progress.step - self.config.replayable_steps, 0)
+        first = self.ledger.forget_payloads(last, keep_bytes=keep_bytes)
         self.reporter.forget_tokens(first)

@@ -75,6 +75,7 @@ METRICS = (
     _gauge("baselines_missing", "groups", "Groups not trained: their greedy completion has no score.", "0"),
     _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
     _gauge("filtered_ratio", "ratio", "Share of the last step's groups that filters dropped.", "steady, below 0.8"),
+    _gauge("replayed_groups", "groups", "Groups of the last batch from the replay buffer.", "below half"),
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
     _gauge("loss", "nats", "Loss of the last step.", "near 0; its sign means nothing"),
     _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
@@ -250,7 +251,7 @@ GAUGE_OF_RECORD = {
     for name in (
         *("accuracy", "zero_variance_groups", "loss", "grad_norm", "entropy", "reference_kl", "mismatch_kl_k1"),
         *("ratio_max", "logprob_diff_max", "clip_fraction", "mask_fraction", "truncation_fraction"),
-        *("length_bias", "lease_fence", "supervised_weight"),
+        *("length_bias", "lease_fence", "supervised_weight", "replayed_groups"),
     )
 }
 """Name in metrics.jsonl -> gauge."""

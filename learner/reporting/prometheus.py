@@ -90,7 +90,7 @@ class LearnerExporter:
         m["policy_version"].set(version + 1)
         m["steps_total"].inc()
         m["tokens_total"].inc(record["tokens"])
-        m["groups_consumed_total"].inc(len(batch.received))
+        m["groups_consumed_total"].inc(sum(not item.is_replayed for item in batch.received))
         for name in ("step", "wait", "learn", "publish"):
             m[f"{name}_seconds"].observe(record[f"{name}_s"])
         for name, gauge in GAUGE_OF_RECORD.items():

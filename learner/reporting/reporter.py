@@ -171,8 +171,9 @@ class Reporter:
             record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
-        self._sample(step, batch.received[: self.config.trainer.samples_per_step])
-        groups = [(item.ticket.prompt, item.group) for item in batch.received]
+        new = [item for item in batch.received if not item.is_replayed]  # which come first
+        self._sample(step, new[: self.config.trainer.samples_per_step])
+        groups = [(item.ticket.prompt, item.group) for item in new]
         self._behind.do(self._samples.write, step, version, groups, trained)
         self._write_timeline()
 

@@ -19,6 +19,11 @@ A group that a filter drops (`group_judge.py`) gives its place to the next posit
 again. It is judged in the transaction that journals it; on-policy when all that were issued with it have arrived, so
 that what is sampled together does not depend on which came first. When no position is left, the last step takes what is
 there, and the ledger `is_over`.
+
+While the replay buffer (`replay_buffer.py`) has a group for it, the place is *reserved* as its group is dropped: no
+ticket is issued for it until the buffer has none any more, and a step that has too few new groups, but one at least,
+fills reserved places from the buffer. So nothing becomes due too early, and no step waits for the buffer. A replayed
+group was counted as trained when it was consumed, and is not counted again.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from asyncrl.config.sections import OnStale
@@ -39,6 +45,7 @@ from learner.tickets.evaluation import Evaluation
 from learner.tickets.group_judge import GroupJudge
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
+from learner.tickets.replay_buffer import ReplayBuffer
 from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
@@ -90,9 +97,10 @@ class TicketLedger:
         on_stale: OnStale = "wait",
         deadline: TicketDeadline | None = None,
         judge: GroupJudge | None = None,
+        replay: ReplayBuffer | None = None,
     ):
         """`deadline`: of a server for a ticket; None: with its defaults. `judge`: filters and prompt source; None:
-        every position is issued, and every group kept."""
+        every position is issued, and every group kept. `replay`: groups for the places of filtered ones; None: none."""
         self.changed = threading.Condition()
         self.journal = journal
         self.bound = bound
@@ -114,6 +122,7 @@ class TicketLedger:
         self._counters = Counter(recorded.counters)
         self._judge = judge or GroupJudge(PromptSource(total_groups))
         self._judge.source.restore(recorded.prompt_source)
+        self._replay = replay or ReplayBuffer()
         self._unjudged: set[int] = set()
         """Tickets whose groups are buffered and wait for those that were issued with them."""
         self._again = list(recorded.again)
@@ -125,8 +134,9 @@ class TicketLedger:
     def admissible(self, version: int) -> list[TicketSlot]:
         """Training tickets that may be issued before `version` (idempotent until `issue`)."""
         with self.changed:
-            capacity = min((self.bound + version + 1) * self._per_step, self._total) - self._counters["unfilled"]
-            free = max(0, capacity - (self._counters["issued"] - self._num_dropped))
+            capacity = min((self.bound + version + 1) * self._per_step, self._total)
+            without_ticket = sum(self._counters[name] for name in ("unfilled", "replayed", "reserved"))
+            free = max(0, capacity - without_ticket - (self._counters["issued"] - self._num_dropped))
             again, next_id = self._again[:free], self._counters["next_id"]
             fresh = self._judge.source.next(free - len(again), self._counters["next_position"])
             positions = enumerate([*again, *fresh])
@@ -200,6 +210,7 @@ class TicketLedger:
                     self.journal.set_prompt_source(verdicts.source)
                     self.journal.filter_out(verdicts.reasons)
                     self._count(**Counter(DROPPED + reason for reason in verdicts.reasons.values()))
+                    self._reserve(len(verdicts.reasons))
                 self._buffer |= training
                 self._unjudged = (self._unjudged | training.keys()) - judged
                 for slot in verdicts.reasons:
@@ -236,8 +247,14 @@ class TicketLedger:
     def ready(self) -> bool:
         """Whether a step can be made now."""
         with self.changed:
-            enough = len(self._buffer) >= self._per_step or (self._buffer and self._is_used_up)
-            return bool(enough) and not self._late(self._earliest())
+            is_whole = len(self._buffer) + self._counters["reserved"] >= self._per_step
+            return bool(self._buffer) and (is_whole or self._is_used_up) and not self._late(self._earliest())
+
+    def _reserve(self, dropped: int = 0) -> None:
+        """Reserve places of dropped groups, and give back those that the buffer has no group for, in a transaction."""
+        reserved = self._counters["reserved"]
+        if change := min(reserved + dropped, self._replay.available, self._per_step - 1) - reserved:
+            self._count(reserved=change)
 
     @property
     def _is_used_up(self) -> bool:
@@ -298,7 +315,7 @@ class TicketLedger:
     def take(self) -> list[ReceivedGroup]:
         """Take `prompts_per_step` groups in ticket order, stale tokens masked; from now on they count as trained.
 
-        When the data is used up, the last step takes what is left.
+        Those that are replayed come last. When the data is used up, the last step takes what is left.
         """
         with self.changed:
             assert self.ready(), "take() before ready()"
@@ -306,16 +323,25 @@ class TicketLedger:
             ids = sorted(earliest)
             sampled = [self._buffer[i] for i in ids]
             taken = [within_bound(item, self._version, self._on_stale) for item in sampled]
+            step, empty = self._version + 1, self._per_step - len(taken)
+            drawn = self._replay.draw(step, min(empty, self._counters["reserved"]))
+            replayed = [within_bound(item, self._version, self._on_stale) for item in drawn]
             with self.journal.transaction():
-                self.journal.consume(self._version + 1, [item.slot for item in taken])
+                self.journal.consume(step, [item.slot for item in taken])
                 self._count(trained=len(taken), **self.lengths.trained(sampled, taken))
-                if unfilled := self._per_step - len(taken):
+                if replayed:
+                    self.journal.replay(step, [item.slot for item in replayed])
+                    self._count(replayed=len(replayed), reserved=-len(replayed))
+                if unfilled := empty - len(replayed):
                     self._count(unfilled=unfilled)
+                self._replay.add(sampled)
+                self._replay.forget(step)
+                self._reserve()
             for i in ids:
                 del self._buffer[i]
-            self.last_step = self._version + 1
+            self.last_step = step
         crash_point("step.consumed")
-        return taken
+        return taken + replayed
 
     # --- after a restart --------------------------------------------------------------------------
 
@@ -334,6 +360,9 @@ class TicketLedger:
                 first = self._counters["issued_together_from"]
                 self._unjudged = {i for i, item in self._buffer.items() if not item.slot.bound and i >= first}
             self._unfinished = self._arrived_before = ()
+            self._replay.restore(self.journal, write, self.last_step)
+            with self.journal.transaction() if self._counters["reserved"] else nullcontext():
+                self._reserve()  # the buffer may have another size than before
 
     def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
         """The batch that `step` took before the restart, as it was. Raises as `recover` does."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError, UserError
@@ -14,25 +16,32 @@ from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
 
 
-def read_batch(journal: JournalView, step: int, size: int) -> list[tuple[TicketSlot, Group]]:
-    """Read the groups that `step` took: `size`, or fewer where it used the data up. Raises BadStateError where there
-    are none or more, or they are not kept."""
-    slots = journal.consumed(step)
+class RecordedGroup(NamedTuple):
+    slot: TicketSlot
+    group: Group
+    is_replayed: bool
+
+
+def read_batch(journal: JournalView, step: int, size: int) -> list[RecordedGroup]:
+    """Read the groups that `step` took, then those that it replayed: `size` in all, or fewer where it used the data up.
+    Raises BadStateError where there are none or more, or they are not kept."""
+    slots = dict.fromkeys(journal.consumed(step), False) | dict.fromkeys(journal.replayed(step), True)
     if not 0 < len(slots) <= size:
         raise BadStateError(
             f"the journal holds {len(slots)} groups of step {step}, expected {size}: it belongs to another checkpoint"
         )
-    return [(slot, journal.group(slot.ticket_id)) for slot in slots]
+    return [RecordedGroup(slot, journal.group(slot.ticket_id), is_replayed) for slot, is_replayed in slots.items()]
 
 
 def batch_again(
-    groups: Sequence[tuple[TicketSlot, Group]],
+    groups: Sequence[RecordedGroup],
     write: Callable[[TicketSlot], PreparedTicket],
     version: int,
     on_stale: OnStale,
 ) -> list[ReceivedGroup]:
     """Rebuild the batch that `version` consumes. Raises UserError if a ticket's prompt is not its group's any more."""
-    return [within_bound(as_journaled(write(slot), group), version, on_stale) for slot, group in groups]
+    received = [replace(as_journaled(write(r.slot), r.group), is_replayed=r.is_replayed) for r in groups]
+    return [within_bound(item, version, on_stale) for item in received]
 
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:

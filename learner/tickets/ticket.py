@@ -55,6 +55,8 @@ class ReceivedGroup:
     """The group as it travelled; empty if it did not."""
     arrived_at: float = field(default_factory=time.monotonic, compare=False)
     """Monotonic seconds; for a group from before a restart, the time of the restart."""
+    is_replayed: bool = False
+    """Whether a step before has trained it, too: it comes from the replay buffer."""
 
     @property
     def ticket(self) -> Ticket:

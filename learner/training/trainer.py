@@ -124,6 +124,8 @@ class Trainer:
             logger.info("max_staleness moves from %d to %d", before, self.bound)
         self.progress.step += 1
         self.progress.version += 1
+        if algorithm.replay_buffer_size:
+            values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def state(self, run_id: str) -> LearnerState:

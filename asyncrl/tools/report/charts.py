@@ -78,6 +78,7 @@ CHARTS = {
         Chart("Trajectories by status", "rows/(.+)", "per step", compared=0, is_stacked=True),
         Chart("Groups that teach nothing", "zero_variance_groups: groups", "zero variance"),
         Chart("Groups dropped by filters", "filtered_share: of those sampled", show=share, ceiling=1.0),
+        Chart("Groups from the replay buffer", "replayed_groups: groups", "of a batch"),
         Chart("Dropped groups by reason", "dropped/(.+)", "so far", compared=0),
         Chart("KL to the reference", "reference_kl: reference, kl_prcp: masked images", "nats per token"),
         Chart("Learning rate", "lr: rate, critic/lr: critic's"),

@@ -58,6 +58,10 @@ def write_steps(journal: Journal, first: int, last: int, *, per_step: int = 4) -
         add(journal, make_group(again.ticket_id, length=10))
         state = journal.state()
         take(journal, step, [slot for slot in (*state.waiting, *state.buffered) if base <= slot.ticket_id < base + 10])
+        if step > 1:
+            with journal.transaction():
+                journal.replay(step, journal.consumed(1)[:1])
+                journal.count(replayed=1)
 
 
 def content(journal: Journal) -> dict[str, Any]:
@@ -71,6 +75,7 @@ def content(journal: Journal) -> dict[str, Any]:
         "slots": (state.waiting, state.buffered, state.again, state.last_step),
         "consumed": consumed,
         "filtered": journal.filtered(),
+        "replayed": {step: journal.replayed(step) for step in consumed},
         "prompt_source": state.prompt_source,
         "groups": {i: b"".join(pack_frames(encode(journal.group(i)))) for i in ids if i in kept},
         "kept": kept,
@@ -181,7 +186,7 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(killed: Killed, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "table", ["meta", "ledger", "tickets", "groups", "consumption", "again", "filtered", "prompt_source"]
+    "table", ["meta", "ledger", "tickets", "groups", "consumption", "replayed", "again", "filtered", "prompt_source"]
 )
 def test_a_value_that_changes_where_sqlite_cannot_see_it_is_noticed(killed: Killed, tmp_path: Path, table: str) -> None:
     """Through SQLite itself, so that pages and indexes are perfect: every column of a row, and a missing row."""

@@ -23,6 +23,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
 from learner.tickets.group_judge import FRUITLESS_STEPS, GroupJudge, make_judge, sampled_group
 from learner.tickets.ledger import TicketLedger
+from learner.tickets.replay_buffer import ReplayBuffer
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import TrajectoryOrder, TrajectoryRecord
 from tests.conftest import small_config
@@ -91,6 +92,8 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
     for algorithm, said in (
         ({"filter_low": 0.5, "filter_high": 0.5}, r"filter_low \(0.5\) must be below"),
         ({"filter_component": "right"}, "filter_component is 'right', but the components .* are short"),
+        ({"replay_buffer_size": 8}, "replay_buffer_size is 8, and no group is dropped .*filters"),
+        ({"replay_buffer_size": 8, "filters": ["zero_variance"]}, "but learner.max_staleness is 0: groups of earlier"),
         ({"filters": ["zero_varianc"]}, "has 'zero_varianc', which is no built-in.* Did you mean"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -284,11 +287,13 @@ def source_of(kind: str, num_rows: int, seed: int, end: int | None) -> PromptSou
     epochs=st.integers(1, 4),
     kind=st.sampled_from(SOURCES),
     on_stale=st.sampled_from(["wait", "drop", "mask"]),
+    replay_size=st.sampled_from([0, 1, 64]),
 )
 def test_every_position_is_trained_filtered_or_passed_over_once(
-    seed: int, per_step: int, bound: int, num_rows: int, epochs: int, kind: str, on_stale: Any
+    seed: int, per_step: int, bound: int, num_rows: int, epochs: int, kind: str, on_stale: Any, replay_size: int
 ) -> None:
-    """Random arrivals, kills and steps: the account adds up at every instant, and the epochs end."""
+    """Random arrivals, kills and steps: the account adds up at every instant, and the epochs end. What is replayed was
+    trained before, is within the bound, and is replayed again by a learner that makes its last step again."""
     rng = random.Random(seed)
     steps = -(-num_rows * epochs // per_step)
     end = steps * per_step
@@ -297,10 +302,11 @@ def test_every_position_is_trained_filtered_or_passed_over_once(
     def new_ledger() -> TicketLedger:
         source = source_of(kind, num_rows, seed, end)
         shape = {"steps": steps, "source": source, "num_rows": 10**6, "on_stale": on_stale}
-        return make_ledger(per_step, bound, journal=journal, **shape)
+        return make_ledger(per_step, bound, journal=journal, replay=ReplayBuffer(replay_size, seed=seed), **shape)
 
     ledger = new_ledger()
     trained: list[int] = []
+    taken: list[ReceivedGroup] = []
     for _ in range(5000):
         waiting = ledger.out.waiting()
         choice = rng.choice(("issue", "receive", "receive", "receive", "step", "kill"))
@@ -318,19 +324,35 @@ def test_every_position_is_trained_filtered_or_passed_over_once(
             taken = step(ledger)
             assert all(map(has_spread, taken))
             assert len(taken) == per_step or ledger.is_over
-            trained += [item.slot.position for item in taken]
+            replayed = [item for item in taken if item.is_replayed]
+            assert {item.slot.position for item in replayed} <= {*trained}
+            assert all(item.oldest_version >= ledger.version - 1 - bound for item in replayed)
+            assert len(replayed) < min(per_step, replay_size + 1)
+            trained += [item.slot.position for item in taken if not item.is_replayed]
         elif choice == "kill" and rng.random() < 0.2:
             before, version, known = ledger.counts(), ledger.version, ledger._judge.source.state()
-            buffered = {*ledger._buffer}
+            buffered, replayable = {*ledger._buffer}, {*ledger._replay._groups}
+            places = {name: number for name, number in ledger._counters.items() if number}
+            journal.forget_payloads(max(version - 1 - bound * bool(replay_size), 0))  # a checkpoint of the step before
             ledger = new_ledger()
             ledger.recover(prepared, withhold_s=0.0)
+            if taken:
+                ledger.advance(version - 1)
+                again = ledger.take_again(version, prepared)
+                assert [(item.slot, item.is_replayed) for item in again] == [(i.slot, i.is_replayed) for i in taken]
+                masks = [np.concatenate([item.group.loss_mask for item in batch]) for batch in (again, taken)]
+                assert np.array_equal(*masks)
             ledger.advance(version)
             assert ledger.counts() == before
+            assert {name: number for name, number in ledger._counters.items() if number} == places
             assert ledger._judge.source.state() == known
             assert {*ledger._buffer} == buffered
+            assert {*ledger._replay._groups} == replayable
         counts = ledger.counts()
         assert counts.residual == 0
-        assert counts.issued - sum(counts.dropped.values()) <= (bound + ledger.version + 1) * per_step
+        live = counts.issued - sum(counts.dropped.values())
+        without_ticket = ledger._counters["replayed"] + ledger._counters["reserved"]
+        assert live + without_ticket <= (bound + ledger.version + 1) * per_step
         if ledger.is_over:
             break
     assert ledger.is_over, "the epochs end"
