@@ -80,9 +80,9 @@ for _tag, _pattern, _first in _RULES:
 def parse(text: str, name: str) -> tuple[Any, Node | None]:
     """Read YAML. Returns the value and its node, which knows the lines. Raises UserError."""
     with suppress(yaml.YAMLError, ValueError):  # Python's parser says better what is wrong
-        return _construct(_FastLoader(text))
+        return _construct(_FastLoader, text)
     try:
-        return _construct(_Loader(text))
+        return _construct(_Loader, text)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         hint = ". YAML indents with spaces, never tabs" if "'\\t'" in str(error.problem) else ""
@@ -91,7 +91,8 @@ def parse(text: str, name: str) -> tuple[Any, Node | None]:
         raise UserError(f"{name}: this is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _construct(loader: Any) -> tuple[Any, Node | None]:
+def _construct(kind: Any, text: str) -> tuple[Any, Node | None]:
+    loader = kind(text)
     node = loader.get_single_node()
     return (None if node is None else loader.construct_document(node)), node
 
