@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import tempfile
+import weakref
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 with contextlib.suppress(ImportError):  # installed with vLLM
     import_module("transformers.tokenization_mistral_common")
@@ -28,5 +33,16 @@ for module in (
 # The first processor imports the video processors of all models, the first model compiles the names of all models.
 list(import_module("transformers.models.auto.video_processing_auto").VIDEO_PROCESSOR_MAPPING.values())
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
+# The first model that is loaded compiles the names of its tensors.
+with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    import_module("transformers.utils.logging").disable_progress_bar()  # its thread would be forked
+    model = import_module("tests.rigs.tiny").make_tiny_model(Path(folder) / "model")
+    import_module("transformers").AutoModelForImageTextToText.from_pretrained(model)
+    import_module("transformers").AutoProcessor.from_pretrained(model)
+    import_module("transformers.utils.logging").enable_progress_bar()
+# What torch has registered is taken apart at the end of each process, which ends all the same.
+finalizers: Any = weakref.finalize
+for registered in list(finalizers._registry):
+    registered.atexit = False
 # Each loaded configuration is formatted, for a log that is off: half of what loading one costs.
 import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__
