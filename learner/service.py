@@ -41,7 +41,6 @@ from learner.tickets.replay_buffer import ReplayBuffer
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.model_flops import ModelFlops
 from learner.training.prompts_ahead import PromptsAhead
 from learner.training.step import NotFiniteError
 from learner.training.trainer import Trainer
@@ -87,7 +86,7 @@ class Learner:
         self.parity_tickets = self.writer.write_parity()
         self.training = Trainer(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
         self.progress, self.engine = self.training.progress, self.training.engine
-        self.flops = ModelFlops(self.engine.unwrap_model())
+        self.flops = self.engine.facts.flops
 
     def _open(self, start: StartingPoint) -> None:
         """Open journal, shared memory, sockets and metrics endpoint: all of them, or none where one cannot be had."""
@@ -125,14 +124,15 @@ class Learner:
         self.device_weights = open_device_weights(config, self.publication, self.engine)
         if self.device_weights:
             self._resources.callback(self.device_weights.close)
-        vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
         self.network = NetworkThread(
             config,
             self.run_id,
             ledger=self.ledger,
             write_ticket=self.writer.write,
             publication=self.publication,
-            facts=ModelFacts(self.training.architecture, self.processor.fingerprint, vocabulary, self.training.base),
+            facts=ModelFacts(
+                self.training.architecture, self.processor.fingerprint, self.engine.facts.vocabulary, self.training.base
+            ),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,

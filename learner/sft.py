@@ -30,7 +30,7 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
 from learner.resume import refuse_taken
 from learner.training.engine import create_engine
-from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import Completion, TrainGroup, plan_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class SupervisedRun:
         targets = sum(len(c.token_ids) for group in demonstrations for c in group.completions)
         total = 0.0
         for part in plan_micro_batches(demonstrations, self.config.batch.tokens_per_microbatch):
-            micro_batch = build_micro_batch(self.engine.unwrap_model(), part, self.engine.device)
+            micro_batch = self.engine.pack(part)
             loss = -self.engine.forward(micro_batch).logprobs.sum() / targets
             self.engine.backward(loss)
             total += float(loss.detach())

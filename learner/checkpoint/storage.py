@@ -22,12 +22,10 @@ import torch
 import xxhash
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.export import export_model
 from asyncrl.models.lora import read_adapter, write_adapter_folder
-from asyncrl.models.published import load_published
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
-from learner.training.engine import TorchEngine
+from learner.training.train_engine import TrainEngine
 from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
 
@@ -54,11 +52,11 @@ class LearnerState:
 
 def save_checkpoint(
     run_path: Path,
-    engine: TorchEngine,
+    engine: TrainEngine,
     processor: Any,
     state: LearnerState,
     keep: int,
-    others: Mapping[str, TorchEngine] | None = None,
+    others: Mapping[str, TrainEngine] | None = None,
 ) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
@@ -88,20 +86,19 @@ def save_checkpoint(
 
 
 def _write(
-    building: Path, engine: TorchEngine, processor: Any, state: LearnerState, others: Mapping[str, TorchEngine]
+    building: Path, engine: TrainEngine, processor: Any, state: LearnerState, others: Mapping[str, TrainEngine]
 ) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
     building.mkdir(parents=True)
-    model = engine.unwrap_model()
     if engine.adapter is None:
-        export_model(model, processor, building / MODEL_FOLDER)
+        engine.save_model(processor, building / MODEL_FOLDER)
     else:
         write_adapter_folder(
             building / ADAPTER_FOLDER,
             engine.adapter,
             engine.published_state(),
             base=state.base,
-            base_path=model.name_or_path,
+            base_path=engine.facts.source,
         )
     crash_point("checkpoint.writing")
     engine.save(building)
@@ -155,7 +152,7 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
 
 
-def restore_engines(folder: Path, engine: TorchEngine, others: Mapping[str, TorchEngine]) -> None:
+def restore_engines(folder: Path, engine: TrainEngine, others: Mapping[str, TrainEngine]) -> None:
     """Restore adapter, optimiser, the other roles' engines and the random state; a whole model was loaded from the
     checkpoint's model folder.
 
@@ -168,7 +165,7 @@ def restore_engines(folder: Path, engine: TorchEngine, others: Mapping[str, Torc
             "model.path=TARGET"
         )
     if engine.adapter is not None:
-        load_published(engine.unwrap_model(), read_adapter(folder / ADAPTER_FOLDER).items())
+        engine.load_published(read_adapter(folder / ADAPTER_FOLDER).items())
     engine.load(folder)
     for name, other in others.items():
         other.load(folder / name)

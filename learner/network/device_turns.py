@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER, Timeline
 from learner.network.servers import Servers, ServerState
-from learner.training.engine import TorchEngine
+from learner.training.train_engine import TrainEngine
 from protocol.device_lock import POLL_S, DeviceLease, LeaseError, describe
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
@@ -91,7 +91,7 @@ class DeviceTurns:
 
     config: RunConfig
     lease: DeviceLease | None
-    engine: TorchEngine
+    engine: TrainEngine
     grants: LeaseGrants
     call_soon: Callable[..., None]
     """Runs a method of `grants` on the network thread."""

@@ -16,8 +16,8 @@ from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.reporting.reporter import Reporter
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
-from learner.training.engine import TorchEngine
-from learner.training.packing import build_micro_batch, plan_micro_batches
+from learner.training.packing import plan_micro_batches
+from learner.training.train_engine import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,13 @@ class Parity:
 
 @torch.no_grad()
 def compare(
-    engine: TorchEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
+    engine: TrainEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
 ) -> Parity:
     """Compare groups that were sampled with the weights that the engine has now."""
     batch = make_batch(received, processor)
     learner = torch.full_like(batch.behaviour_logprobs, float("nan"))
     for part in plan_micro_batches(batch.train_groups, tokens_per_microbatch):
-        packed = build_micro_batch(engine.unwrap_model(), part, engine.device)
+        packed = engine.pack(part)
         index = batch.flat_index(packed.row, packed.column)
         learner[index] = engine.forward(packed, as_sampled=True).logprobs.float().cpu()
     # A token that the learner could not compute is as wrong as can be.
@@ -74,7 +74,7 @@ class ParityJudge:
     handshake: ParityHandshake
     call_soon: Callable[..., None]
     """Runs a method of the handshake on the network thread."""
-    engine: TorchEngine
+    engine: TrainEngine
     processor: PromptProcessor
     reporter: Reporter
     _largest_warned: float = 0.0

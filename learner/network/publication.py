@@ -11,7 +11,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
 from learner.network.device_weights import DeviceWeights
-from learner.training.engine import TorchEngine
+from learner.training.train_engine import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
 from protocol.messages import WeightManifest
@@ -24,7 +24,7 @@ def open_publication(run_id: str) -> Publication:
     return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
-def open_device_weights(config: RunConfig, publication: Publication, engine: TorchEngine) -> DeviceWeights | None:
+def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
     """Create the copies of versions in device memory, for transfers between devices.
 
     None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, and where a
@@ -36,11 +36,10 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tor
     if config.gpu_memory.budget_gib and not required:
         return None
     network = config.network
-    total_bytes = sum(tensor.nbytes for _, tensor in engine.published_state())
     return DeviceWeights(
         publication,
         engine.device,
-        total_bytes,
+        engine.facts.published_bytes,
         host="0.0.0.0" if network.host == "*" else network.host,
         deadline_s=network.timeout_s,
         first_s=config.first_meeting_s,
@@ -49,7 +48,7 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tor
 
 
 def publish(
-    publication: Publication, engine: TorchEngine, version: int, device_weights: DeviceWeights | None = None
+    publication: Publication, engine: TrainEngine, version: int, device_weights: DeviceWeights | None = None
 ) -> WeightManifest:
     """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
     try:
@@ -61,7 +60,7 @@ def publish(
     return manifest
 
 
-def _tensors(engine: TorchEngine) -> Iterator[Tensor]:
+def _tensors(engine: TrainEngine) -> Iterator[Tensor]:
     for name, tensor in engine.published_state():
         crash_point("weights.publishing")
         yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.models.published import published_tensors
+from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from learner.training.master_weights import MasterWeights
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.train_engine import EngineFacts, describe_model
 
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
@@ -68,6 +69,7 @@ class TorchEngine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
         self._make_head()
+        self.facts: EngineFacts = describe_model(self.model, self.adapter)
         self._make_optimizer()
 
     def _make_head(self) -> None:
@@ -131,6 +133,10 @@ class TorchEngine:
         self._sleeper.check_awake()
         return hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
 
+    def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
+        """One micro-batch of these groups, on the device."""
+        return build_micro_batch(self.unwrap_model(), groups, self.device)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
         with _exact(self.device):
@@ -171,6 +177,10 @@ class TorchEngine:
         self._sleeper.check_awake()
         return published_tensors(self.model)
 
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
+        load_published(self.unwrap_model(), tensors)
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, `forward` is that of the initial policy, without gradient: the adapter is switched off."""
@@ -185,7 +195,11 @@ class TorchEngine:
         """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
         if self._adapted is not None:
             self._adapted = self._adapted.merge_and_unload()
-        export_model(self.model, processor, folder)
+        self.save_model(processor, folder)
+
+    def save_model(self, processor: Any, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        export_model(self.unwrap_model(), processor, folder)
 
     def save(self, folder: Path) -> None:
         """Save master weights, optimiser and schedule; the model, or its adapter, is saved beside it."""

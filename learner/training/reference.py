@@ -16,7 +16,6 @@ from safetensors.torch import load_model, save_model
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.output_head import OtherStates
-from asyncrl.models.published import architecture_fingerprint
 from learner.training.engine import TorchEngine
 from learner.training.master_weights import MasterWeights
 from learner.training.packing import MicroBatch
@@ -62,12 +61,12 @@ class Reference(TorchEngine):
                 "memory is the host's. Set reference.offload=false"
             )
         where = f"reference.path is {self._config.model.path!r}"
-        if self._settings.moves and architecture_fingerprint(self.model) != architecture_fingerprint(actor.model):
+        if self._settings.moves and self.facts.architecture != actor.facts.architecture:
             raise UserError(
                 f"{where}, a model of another size than the policy, and can neither be set to it nor follow it. Leave "
                 "reference.reset_every_steps and reference.ema out"
             )
-        sizes = [engine.model.get_output_embeddings().weight.shape[0] for engine in (self, actor)]
+        sizes = [engine.facts.vocabulary for engine in (self, actor)]
         if self._compares_distributions and sizes[0] != sizes[1]:
             raise UserError(
                 f"{where}, with a vocabulary of {sizes[0]}, and the policy's is {sizes[1]}: algorithm.kl_estimator "

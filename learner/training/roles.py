@@ -11,7 +11,7 @@ import torch
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
-from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import MicroBatch, TrainGroup, plan_micro_batches
 from learner.training.reference import Reference, WithoutAdapters
 
 
@@ -90,4 +90,4 @@ class Roles:
     def micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
         """Build one at a time: only one micro-batch's pixels are on the device."""
         for part in plan_micro_batches(groups, tokens_per_microbatch):
-            yield build_micro_batch(self.actor.unwrap_model(), part, self.actor.device)
+            yield self.actor.pack(part)

@@ -15,7 +15,6 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.numbers import size
@@ -74,7 +73,7 @@ class Trainer:
             check_adapter(checkpoint, state, adapter, self.base)
         check_room(config, self.engine.device)
         self.engine.prepare()
-        self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
+        self.architecture = self.engine.facts.architecture
         self.critic = Critic(config, updates) if "critic" in config.algorithm.needs else None
         if self.critic:
             self.critic.prepare()

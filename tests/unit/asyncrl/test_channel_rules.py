@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,9 +69,8 @@ def test_without_a_gpu_nothing_is_loaded(
 
 
 def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_from(make_config: MakeConfig) -> None:
-    engine: Any = type(
-        "Engine", (), {"adapter": None, "device": torch.device("cpu"), "published_state": lambda _: ()}
-    )()
+    facts = SimpleNamespace(published_bytes=0)
+    engine: Any = SimpleNamespace(adapter=None, device=torch.device("cpu"), facts=facts)
     publication: Any = None
     assert open_device_weights(make_config(trainer={"mode": "sync"}), publication, engine) is None
     assert open_device_weights(make_config(), publication, engine) is not None

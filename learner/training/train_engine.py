@@ -1,0 +1,99 @@
+"""The interface of training engines, and facts about their models.
+
+An engine may divide its model over processes. `forward`, `backward`, `optimizer_step`, `published_state`, `save_model`,
+`save`, `load` and `export` are then collectives: all processes call them, in the same order, and the first one writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.models.output_head import Entropy, OtherStates, TokenOutputs
+from asyncrl.models.published import fingerprint_of, published_tensors
+from learner.training.model_flops import ModelFlops
+from learner.training.packing import MicroBatch, TrainGroup
+from protocol.messages import AdapterSpec
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What others ask about an engine's model, whose weights they do not touch."""
+
+    vocabulary: int
+    """Rows of the output layer."""
+    architecture: str
+    """Fingerprint of published names, dtypes and shapes."""
+    published_bytes: int
+    source: str
+    """Folder that the model was loaded from."""
+    flops: ModelFlops
+
+
+def describe_model(model: Any, adapter: AdapterSpec | None) -> EngineFacts:
+    """Facts about a loaded model, whole and in its own dtype."""
+    tensors = list(published_tensors(model))
+    shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+    return EngineFacts(
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        architecture=fingerprint_of(shapes, adapter),
+        published_bytes=sum(tensor.nbytes for _, tensor in tensors),
+        source=model.name_or_path,
+        flops=ModelFlops(model),
+    )
+
+
+class TrainEngine(Protocol):
+    """A model that is trained. The step, checkpoints and publication know no more of it than this."""
+
+    facts: EngineFacts
+    device: torch.device
+    """Where micro-batches and their outputs are."""
+    adapter: AdapterSpec | None
+    """The adapter that is trained and published; None: the model itself."""
+
+    def prepare(self) -> None: ...
+
+    def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
+        """One micro-batch of these groups, on the device."""
+        ...
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        entropy: Entropy = "none",
+        squared_probabilities: bool = False,
+        other: OtherStates | None = None,
+        as_sampled: bool = False,
+    ) -> TokenOutputs: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a loss that is already divided by counts over the whole update."""
+        ...
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Raises BadStateError, in all processes, when the gradient is not finite."""
+        ...
+
+    def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors, one at a time; all processes take them all."""
+        ...
+
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def save_model(self, processor: Any, folder: Path) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, processor: Any, folder: Path) -> None: ...
+
+    def sleep(self) -> int: ...
+
+    def wake(self) -> int: ...
