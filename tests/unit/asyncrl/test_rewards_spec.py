@@ -91,12 +91,12 @@ def test_a_wrong_module_is_refused_with_the_fix(rewards_package: str, function: 
 
 
 def test_a_module_in_the_working_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "mine.py").write_text("def good(sample): return 1\n")
+    (tmp_path / "not_installed.py").write_text("def good(sample): return 1\n")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text("import nothing_there\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"named by its path: mine\.py:good"):
-        load_reward("mine:good")
+    with pytest.raises(UserError, match=r"named by its path: not_installed\.py:good"):
+        load_reward("not_installed:good")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"a package of it cannot be imported: .*nothing_there"):
         load_reward("broken.rewards:good")
