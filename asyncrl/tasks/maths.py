@@ -6,19 +6,22 @@ math-verify is an extra. Without it this file cannot be loaded, and a run says s
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from asyncrl.rewards.builtin import accepted_answers, last_boxed, same_latex
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.tasks.completions import after_thinking
 
 try:
-    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+    import math_verify  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
         "math-verify is not installed: pip install 'asyncrl[maths]'. What compares text and plain numbers alone is the "
         "built-in boxed_match: name it in reward.functions"
     ) from error
 
+MATH_VERIFY: Any = math_verify
+"""Its annotations do not name None, which switches its own time limits off."""
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: reward.timeout_s is
 
 
@@ -37,12 +40,14 @@ def equal(given: str, answer: str) -> bool:
     if same_latex(given, answer):
         return True
     expected, found = (_read(text) for text in (answer, given))
-    return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+    return bool(MATH_VERIFY.verify(expected, found, timeout_seconds=None, raise_on_error=True))
 
 
-def _read(text: str) -> list[object]:
+def _read(text: str) -> Any:
     inner = last_boxed(text)
-    return parse(f"\\boxed{{{text if inner is None else inner}}}", parsing_timeout=None, raise_on_error=True)
+    return MATH_VERIFY.parse(
+        f"\\boxed{{{text if inner is None else inner}}}", parsing_timeout=None, raise_on_error=True
+    )
 
 
 equal("1", "2")  # compiles its expressions and its grammar now: that takes longer than a sample has
