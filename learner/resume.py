@@ -81,7 +81,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
-    journal = open_journal(config, resources, max(state.step - config.replayable_steps, 0) if state else 0)
+    journal = open_journal(config, resources, config.last_step_not_needed(state.step if state else 0))
     if recorded := recorded_updates(journal):  # else its learner died before it had begun
         _check_update(journal, recorded[-1], update_settings(config), state.step if state else 0)
     return StartingPoint(journal, checkpoint, state)

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from asyncrl.config import yaml_text
 from asyncrl.config.sections import Section
-from asyncrl.config.suggest import did_you_mean, file_hint
+from asyncrl.config.suggest import field_problem, file_hint
 from asyncrl.errors import UserError
 
 
@@ -58,9 +58,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _describe(detail: Any) -> str:
-    key = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "missing":
-        return f"{key} is missing: give {key}=FOLDER, or org/name of the hub"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {key}.{did_you_mean(key, Composition.model_fields)}"
-    return f"{key} is {detail['input']!r:.120}: {detail['msg']}"
+    problem = field_problem(detail, Composition.model_fields)
+    part = detail["loc"][0]
+    return f"{problem}: give {part}=FOLDER, or org/name of the hub" if detail["type"] == "missing" else problem

@@ -261,10 +261,11 @@ class RunSections(Section):
         bound = self.learner.max_staleness
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
 
-    @property
-    def replayable_steps(self) -> int:
-        """Steps before a checkpoint's whose groups a later step may replay: the journal keeps them."""
-        return self.largest_staleness if self.algorithm.replay_buffer_size else 0
+    def last_step_not_needed(self, saved_step: int) -> int:
+        """Last step whose groups a restart from the checkpoint of `saved_step` does not read, 0 where it may read all:
+        the steps until then are in the checkpoint, and too old to be replayed."""
+        replayable = self.largest_staleness if self.algorithm.replay_buffer_size else 0
+        return max(saved_step - replayable, 0)
 
     @property
     def first_meeting_s(self) -> float:

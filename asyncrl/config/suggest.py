@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def close_names(name: str, choices: Iterable[str]) -> list[str]:
@@ -17,6 +18,17 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A sentence with the most similar choice, after a space; empty if none is similar."""
     close = close_names(name, choices)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def field_problem(detail: Any, fields: Iterable[str], prefix: str = "") -> str:
+    """One error of a pydantic ValidationError, in words. `fields` of the model; `prefix` of its keys as users write
+    them."""
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return f"{prefix}{key} is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {prefix}{key}.{did_you_mean(key, fields)}"
+    return f"{prefix}{key} is {detail['input']!r:.120}: {detail['msg']}"
 
 
 def file_hint(path: Path) -> str:

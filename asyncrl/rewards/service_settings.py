@@ -12,7 +12,7 @@ import jinja2
 from pydantic import Field, ValidationError
 
 from asyncrl.config.sections import ModelConfig, RewardFunctionConfig, Section, component_name
-from asyncrl.config.suggest import did_you_mean
+from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 
 QUESTION = """Grade {{ "the answers" if completions|length > 1 else "the answer" }} to a question.
@@ -134,17 +134,8 @@ def service_settings(component: RewardFunctionConfig) -> Settings:
     try:
         return kind.model_validate(component.kwargs)
     except ValidationError as error:
-        problems = "; ".join(_problem(detail, kind) for detail in error.errors())
+        problems = "; ".join(field_problem(detail, kind.model_fields, "kwargs.") for detail in error.errors())
         raise UserError(f"reward {component_name(component)}: {problems}") from None
-
-
-def _problem(detail: Any, kind: type[Section]) -> str:
-    key = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "missing":
-        return f"kwargs.{key} is missing"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key kwargs.{key}.{did_you_mean(key, kind.model_fields)}"
-    return f"kwargs.{key} is {detail['input']!r:.120}: {detail['msg']}"
 
 
 def check_service(component: RewardFunctionConfig) -> None:

@@ -51,9 +51,8 @@ class Saver:
         logger.info("checkpoint %s", folder)
 
     def forget_groups(self) -> None:
-        """Forget groups that no restart needs, beyond trainer.keep_samples_gib: a checkpoint holds their steps, and
-        they are too old to be replayed."""
+        """Forget groups that no restart needs, beyond trainer.keep_samples_gib."""
         keep_bytes = int(self.config.trainer.keep_samples_gib * GIB)
-        last = max(self.training.progress.step - self.config.replayable_steps, 0)
+        last = self.config.last_step_not_needed(self.training.progress.step)
         first = self.ledger.forget_payloads(last, keep_bytes=keep_bytes)
         self.reporter.forget_tokens(first)
