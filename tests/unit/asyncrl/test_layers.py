@@ -26,6 +26,7 @@ TORCH_FREE = (
     "protocol/",
     "asyncrl/config/",
     "asyncrl/data/",
+    "asyncrl/environments/",
     "asyncrl/demo/data.py",
     "asyncrl/demo/reward.py",
     "asyncrl/rewards/",

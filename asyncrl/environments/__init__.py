@@ -1,0 +1,1 @@
+"""Environments answer a model that takes several turns: an observation, a reward, or the end."""

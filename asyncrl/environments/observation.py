@@ -1,0 +1,50 @@
+"""What an environment answers, in plain types.
+
+These types are the border between whoever runs an environment and whoever makes tokens of its answers: the rollout
+server asks, the bridge encodes, the record carries, the learner encodes again. Nothing here knows of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Part = str | bytes
+"""A piece of a message: text, or the bytes of an encoded image (PNG, JPEG, whatever Pillow opens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message to the model: a tool's result, or what a user says."""
+
+    role: Literal["tool", "user"]
+    parts: tuple[Part, ...]
+    """Text and images in the order in which the model reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The messages that follow a turn of the model, in their order; parallel calls give one `tool` message each."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The images of all messages, in the order in which the model reads them."""
+        return tuple(part for m in self.messages for part in m.parts if isinstance(part, bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """An environment's answer to one turn of the model."""
+
+    observation: Observation | None
+    """What the model reads next; None where the episode is over."""
+    reward: float = 0.0
+    """What this turn earned; a trajectory's reward is the sum over its turns and of the reward functions."""
+    done: bool = False
+    """Whether the episode is over. An observation beside it is not shown to the model."""
+    state_key: bytes = b""
+    """The state after this step, at most 16 bytes, for estimators that compare equal states; empty: unsaid."""
+    info: dict[str, object] = field(default_factory=dict[str, object])
+    """Small facts for the record: MessagePack types, a few kilobytes at most."""
