@@ -29,6 +29,7 @@ TORCH_FREE = (
     "asyncrl/environments/",
     "asyncrl/demo/data.py",
     "asyncrl/demo/reward.py",
+    "asyncrl/environments/",
     "asyncrl/rewards/",
     "asyncrl/tasks/",
     "asyncrl/telemetry/",

@@ -1,0 +1,111 @@
+"""What an author of an environment or of tools works with: `Start`, `Action`, `Call`, and the two exceptions with a
+meaning. Every other exception is a failure of the environment: a counted status, never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from PIL import Image
+
+from asyncrl.environments.observation import Message, Observation, Part, StepResult
+
+
+class ToolError(Exception):
+    """A mistake of the model: its text is the observation, and the episode goes on."""
+
+
+class EpisodeOver(Exception):
+    """The end of the episode, with the reward of this turn and, if wanted, a last observation for the record."""
+
+    def __init__(self, reward: float = 0.0, info: dict[str, Any] | None = None) -> None:
+        super().__init__(reward)
+        self.reward = reward
+        self.info = info or {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in a turn, as the policy wrote it."""
+
+    id: str
+    """Place among the calls of its turn, from `0`."""
+    name: str
+    """Name of the tool; empty where the text did not get as far."""
+    arguments: dict[str, Any]
+    """By name of the parameter, not validated yet; empty where there is an error."""
+    error: str = ""
+    """Why it is no call, with the position in the text: an observation for the model."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode begins with. All trajectories of a ticket have the same but for `index`."""
+
+    row: dict[str, Any] = field(default_factory=dict)
+    """Columns of the data set's row."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The row's prompt as chat messages."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded images of the prompt, in order of appearance."""
+    seed: int = 0
+    """Seed of the ticket. The opening must follow from row, seed and config alone: it is part of the prompt."""
+    index: int = 0
+    """Place of the trajectory in its group."""
+    config: Any = None
+    """`environment.config`: an object of the class's `Config`, or a dict where it has none."""
+
+    def image(self, number: int) -> Image.Image:
+        """Pixels of an image of the prompt."""
+        return Image.open(io.BytesIO(self.images[number])).convert("RGB")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One turn of the policy."""
+
+    text: str
+    """What was sampled, without special tokens."""
+    calls: tuple[Call, ...] = ()
+    """What the call format (`environment.call_format`) found in the text."""
+    turn: int = 0
+    """Number of the turn, from 0."""
+    finish_reason: str = "stop"
+    """`stop`, `stop_string`, or `length` for a turn that was cut, which has no calls."""
+
+
+class Environment(Protocol):
+    """A class with these methods, each plain or async; a new object for each trajectory.
+
+    Named as `path/to/file.py:Class`. An object is made without arguments. `Config`, a pydantic model in the class,
+    validates `environment.config`. Methods marked with `@tool` become tools (`ToolEnvironment` calls them).
+    Nothing may depend on the clock or on other trajectories: the same start and the same actions give the same bytes.
+    """
+
+    def reset(self, start: Start) -> Observation | Awaitable[Observation | None] | None:
+        """Begin; what it returns is the opening, a user message at the end of the prompt."""
+        ...
+
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+        """The consequence of one turn. Raises ToolError, EpisodeOver."""
+        ...
+
+    def close(self) -> Awaitable[None] | None:
+        """The trajectory has ended, or was given up. May be left out."""
+        ...
+
+
+def observe(*parts: Part | Image.Image, role: str = "tool") -> Observation:
+    """An observation of one message; images as PIL images or as encoded bytes."""
+    encoded = tuple(png_bytes(part) if isinstance(part, Image.Image) else part for part in parts)
+    return Observation((Message("user" if role == "user" else "tool", encoded),))
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The same bytes for the same pixels."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG")
+    return buffer.getvalue()
