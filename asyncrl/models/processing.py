@@ -11,13 +11,14 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import blacken_patches, content_hash, decode_image, image_size
@@ -153,7 +154,11 @@ class PromptProcessor:
         # Of the bytes themselves: what came under a name may be something else, and the learner must hear of it.
         hashes = {digest: content_hash(blobs[digest]) for digest in prompt.media_hashes}
         content = prompt.model_dump_json(include={"row_id", "messages", "image_hashes", "videos"})
-        key = hashlib.sha256("".join([content, *hashes.values()]).encode()).hexdigest()
+        return self._cached("".join([content, *hashes.values()]), lambda: self._encode(prompt, blobs, hashes))
+
+    def _cached(self, content: str, make: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+        """Return what was made of this content before, or make it; one thread makes it, and others wait for that."""
+        key = hashlib.sha256(content.encode()).hexdigest()
         with self._lock:
             cached = self._cache.get(key)
             if cached is not None:
@@ -165,7 +170,7 @@ class PromptProcessor:
         if begun is not None:
             return begun.result()
         try:
-            encoded = self._encode(prompt, blobs, hashes)
+            encoded = make()
         except BaseException as error:
             with self._lock:
                 del self._begun[key]
@@ -221,9 +226,15 @@ class PromptProcessor:
         """Expand the image placeholders as the processor does, and tokenise."""
         self._check_media(prompt)
         self._check_text(prompt)
-        sizes = [image_size(bytes(blobs[digest]), f"row {prompt.row_id}") for digest in prompt.image_hashes]
-        grids = arithmetic.grids(sizes)
-        unexpanded = np.asarray(self.tokenize(self.render(prompt)), np.int32)
+        images = [(hashes[digest], bytes(blobs[digest])) for digest in prompt.image_hashes]
+        return self._measure_text(arithmetic, self.render(prompt), images, prompt.row_id)
+
+    def _measure_text(
+        self, arithmetic: ImageGrids, text: str, images: Sequence[tuple[str, bytes]], row_id: str
+    ) -> MeasuredPrompt:
+        """`text` is rendered already; `images` are content hashes and bytes, in order of appearance."""
+        grids = arithmetic.grids([image_size(data, f"row {row_id}") for _, data in images])
+        unexpanded = np.asarray(self.tokenize(text), np.int32)
         times = np.ones(len(unexpanded), np.int64)
         places = np.flatnonzero(unexpanded == self.image_token_id)
         if len(places) == len(grids):  # else the check below has the numbers
@@ -231,15 +242,47 @@ class PromptProcessor:
         ids = np.repeat(unexpanded, times)
         types = (ids == self.image_token_id).astype(np.int32)
         measured = MeasuredPrompt(
-            row_id=prompt.row_id,
+            row_id=row_id,
             token_ids=ids,
             token_types=types,
             image_grids=grids,
-            image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
+            image_hashes=tuple(digest for digest, _ in images),
             unexpanded_ids=unexpanded,
         )
         self._check_placeholders(measured)
         return measured
+
+    def measure_text(self, text: str, images: Sequence[bytes], where: str) -> MeasuredPrompt:
+        """Tokens and grids of text that the chat template has rendered, with one placeholder for each image.
+
+        Any thread may call it. Raises UserError naming `where` as `measure` does, and for images of a processor whose
+        grids cannot be told without pixels.
+        """
+        if not images:
+            ids = np.asarray(self.tokenize(text), np.int32)
+            return MeasuredPrompt(where, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), unexpanded_ids=ids)
+        if self._grids is None:
+            raise UserError(
+                f"row {where}: images that come after a turn of the model are supported for {IMAGE_FAMILIES}, and the "
+                f"model is of the family {self.family}. Use one of these, or tools that answer in text"
+            )
+        try:
+            return self._measure_text(self._grids, text, [(content_hash(data), data) for data in images], where)
+        except ValueError as refused:  # the processor's own: of a shape that it does not take
+            raise UserError(f"row {where}: the processor takes no such image: {refused}") from None
+
+    def encode_text(self, text: str, images: Sequence[bytes], where: str) -> EncodedPrompt:
+        """`measure_text` with pixels. Any thread may call it; raises as that does."""
+        content = "".join(["text", where, "\0", text, *map(content_hash, images)])
+
+        def make() -> EncodedPrompt:
+            measured = self.measure_text(text, images, where)
+            if not images:
+                return EncodedPrompt(**vars(measured))
+            decoded = [decode_image(data, f"row {where}") for data in images]
+            return self._with_pixels(measured, decoded)
+
+        return self._cached(content, make)
 
     def _encode(
         self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
@@ -250,11 +293,15 @@ class PromptProcessor:
                 return self._encode_whole(prompt, blobs, hashes)
         measured = self._measure(self._grids, prompt, blobs, hashes)
         found = {digest: bytes(blobs[digest]) for digest in prompt.image_hashes}
-        out = self.processor.image_processor(**media_arguments([prompt], found), return_tensors="pt")
+        return self._with_pixels(measured, media_arguments([prompt], found)["images"])
+
+    def _with_pixels(self, measured: MeasuredPrompt, images: Sequence[Image]) -> EncodedPrompt:
+        assert self._grids is not None, "it was measured by them"
+        out = self.processor.image_processor(images=images, return_tensors="pt")
         made = self._grids.made(out)
         if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
-                f"row {prompt.row_id}: the processor makes the grids {made.tolist()} of its images, "
+                f"row {measured.row_id}: the processor makes the grids {made.tolist()} of its images, "
                 f"their sizes say {measured.image_grids.tolist()}. asyncrl/models/image_grids.py is not right for this "
                 f"version of transformers: install the one that asyncrl is tested with"
             )
@@ -292,11 +339,13 @@ class PromptProcessor:
 
     def render(self, prompt: Prompt) -> str:
         """The chat template's text, generation prompt included."""
-        messages = [message.model_dump() for message in prompt.messages]
+        return self.render_messages([message.model_dump() for message in prompt.messages])
+
+    def render_messages(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The chat template's text of messages whose contents are lists of parts, `{"type": "text", ...}` and such."""
         if not self.sees_images:  # text-only templates expect plain strings
-            for message in messages:
-                message["content"] = "".join(part["text"] for part in message["content"])
-        return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
+        return self.processor.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of plain text, without special ones around it. Any thread may call it."""

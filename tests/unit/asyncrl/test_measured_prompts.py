@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,14 +21,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.image_grids import limit_pixels
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
+from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import Family, make_family, make_llava
-
-
-def picture(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:
-    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=kind, **options)
-    return buffer.getvalue()
 
 
 def prompt_of(*images: bytes) -> tuple[Prompt, dict[str, bytes]]:

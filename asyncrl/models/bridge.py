@@ -1,0 +1,212 @@
+"""The bridge between two turns: tokens that close what the model has said, show it the answer, and open its next turn.
+
+Tokens are the truth. The prompt of a later turn is all tokens before it, verbatim, and then the bridge; nothing that
+was sampled is decoded and tokenised again. The bridge is derived from the model folder's chat template: a conversation
+of a fixed question, a fixed answer and the new messages is rendered, and what stands behind that answer is the bridge.
+Rollout server and learner make it of the same messages and images, and the learner compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from asyncrl.environments.observation import Message, Observation
+from asyncrl.errors import UserError
+from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+
+_ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
+"""Texts of the fixed conversation; none is part of another."""
+_Rendered = dict[str, Any]
+"""A message as chat templates take it: role, and a list of parts."""
+_Measured = TypeVar("_Measured", bound=MeasuredPrompt)
+
+
+class TurnBridge:
+    """Makes bridges for one model folder. Any thread may use it."""
+
+    def __init__(self, processor: PromptProcessor, stop_token_ids: Sequence[int]):
+        """Raises UserError, with the reason, for a chat template of which no bridge can be derived."""
+        self._processor = processor
+        self._reserved = _reserved_texts(processor)
+        self._close = self._text_behind([], add_generation_prompt=False)
+        self._close_id = self._check_close(stop_token_ids)
+        self._tools_as: Literal["tool", "user"] = "tool" if self._shows("tool") else "user"
+        if not self._shows("user"):
+            raise self._refused("it does not show what a user says after a turn of the assistant")
+        self._images_in = next((role for role in (self._tools_as, "user") if self._shows(role, image=True)), None)
+        self._check_history()
+
+    def measure(self, last_token: int, observation: Observation) -> MeasuredPrompt:
+        """The tokens that follow a turn that ended with `last_token`, and lead to the next one.
+
+        What closes the turn is left out where the model has sampled it. Text of the observation that the model's
+        template reserves (`<|im_end|>`, an image placeholder) is written apart, so that it stays text.
+
+        Raises UserError for images that the model cannot read.
+        """
+        return self._without_close(last_token, self._processor.measure_text(*self._rendered(observation)))
+
+    def encode(self, last_token: int, observation: Observation) -> EncodedPrompt:
+        """`measure` with the pixels of the observation's images."""
+        return self._without_close(last_token, self._processor.encode_text(*self._rendered(observation)))
+
+    def _without_close(self, last_token: int, whole: _Measured) -> _Measured:
+        if last_token != self._close_id:
+            return whole
+        assert whole.unexpanded_ids is not None, "text is measured with its placeholders"
+        return replace(
+            whole,
+            token_ids=whole.token_ids[1:],
+            token_types=whole.token_types[1:],
+            unexpanded_ids=whole.unexpanded_ids[1:],
+        )
+
+    def _rendered(self, observation: Observation) -> tuple[str, tuple[bytes, ...], str]:
+        """Text, images, and the name of both in messages to the user."""
+        if observation.images and self._images_in is None:
+            raise UserError(
+                "an image came after a turn of the model, and its chat template shows images of neither tools nor "
+                "users there. Use a model that sees images, or tools that answer in text"
+            )
+        text = self._text_behind(self._arranged(observation.messages))
+        return text, observation.images, "an observation"
+
+    def _arranged(self, messages: Sequence[Message]) -> list[_Rendered]:
+        """Messages in roles that the template shows. Images that it does not show in a tool's result follow in a user's
+        message; messages of a user that come together are one, since some templates take no two."""
+        arranged: list[_Rendered] = []
+        for message in messages:
+            role = self._tools_as if message.role == "tool" else "user"
+            apart = role != self._images_in
+            texts = [self._written_apart(part) for part in message.parts if isinstance(part, str)]
+            if apart:
+                _add(arranged, role, [{"type": "text", "text": text} for text in texts])
+                images = [{"type": "image"} for part in message.parts if isinstance(part, bytes)]
+                _add(arranged, "user", images)
+            else:
+                rest = iter(texts)
+                kinds = ("image" if isinstance(part, bytes) else "text" for part in message.parts)
+                _add(arranged, role, [{"type": k} if k == "image" else {"type": k, "text": next(rest)} for k in kinds])
+        return arranged
+
+    def _written_apart(self, text: str) -> str:
+        """The text with a space behind the first character of whatever the template reserves."""
+        return self._reserved.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    # --- the template ---------------------------------------------------------------------------
+
+    def _text_behind(self, messages: list[_Rendered], *, add_generation_prompt: bool = True, turns: int = 1) -> str:
+        """What the template writes behind the last of `turns` answers, which `messages` follow."""
+        talk = [_message("user", _ASKED), _message("assistant", _SAID)] * turns
+        try:
+            text = self._processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # templates raise what they like
+            raise self._refused(
+                f"it fails on a conversation of several turns ({type(error).__name__}: {error})"
+            ) from error
+        pieces = text.split(_SAID, turns)
+        if len(pieces) <= turns:
+            raise self._refused("it does not show what the assistant has said, word for word")
+        return pieces[-1]
+
+    def _shows(self, role: Literal["tool", "user"], *, image: bool = False) -> bool:
+        """Return whether the template takes such a message after a turn, and shows its text and its image."""
+        placeholder = self._processor.image_token_id
+        if image and not self._processor.sees_images:
+            return False
+        parts = [{"type": "text", "text": _SHOWN}, *([{"type": "image"}] if image else [])]
+        try:
+            text = self._text_behind([{"role": role, "content": parts}])
+        except UserError:
+            return False
+        return _SHOWN in text and (
+            not image or sum(token == placeholder for token in self._processor.tokenize(text)) == 1
+        )
+
+    def _check_close(self, stop_token_ids: Sequence[int]) -> int:
+        """The token that closes a turn: one by which sampling stops, so that the model learns to close its turns."""
+        first = next(iter(self._processor.tokenize(self._close)), None)
+        if first is None or first not in stop_token_ids:
+            named = self._processor.tokenizer.convert_ids_to_tokens(list(stop_token_ids))
+            raise self._refused(
+                f"it closes a turn of the assistant with {self._close!r}, which does not begin with a stop token "
+                f"({', '.join(map(repr, named))}): what the model samples last would not be what stands there"
+            )
+        return first
+
+    def _check_history(self) -> None:
+        """Refuse a template that writes the same messages differently by what came before, or before what follows."""
+        shown = [_message("user", _SHOWN)]
+        text, unopened = self._text_behind(shown), self._text_behind(shown, add_generation_prompt=False)
+        if not text.startswith(self._close):
+            raise self._refused(
+                f"it closes a turn of the assistant with {self._close!r} at the end of a conversation, and writes "
+                f"{text[: len(self._close)]!r} where the conversation goes on"
+            )
+        if not text.startswith(unopened) or text == unopened:
+            raise self._refused("it does not open a turn of the assistant after what a user says")
+        if self._text_behind(shown, turns=2) != text:
+            raise self._refused("it writes the same message differently in a longer conversation")
+
+    def _refused(self, reason: str) -> UserError:
+        return UserError(
+            f"the chat template of this model cannot carry a conversation of several turns: {reason}. Use a model "
+            "whose template can, or mend chat_template.jinja in the model folder"
+        )
+
+
+def _message(role: str, text: str) -> _Rendered:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def _add(messages: list[_Rendered], role: str, parts: list[dict[str, str]]) -> None:
+    """Add a message, or its parts to the user's one before it; nothing where there are none."""
+    if not parts:
+        return
+    if messages and messages[-1]["role"] == role == "user":
+        messages[-1]["content"] += parts
+    else:
+        messages.append({"role": role, "content": parts})
+
+
+def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
+    """Texts that would become tokens of another meaning: special ones, and those that the template writes itself."""
+    tokenizer = processor.tokenizer
+    template = str(getattr(processor.processor, "chat_template", None) or tokenizer.chat_template)
+    texts = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if (token.special or token.content in template) and len(token.content.strip()) > 1
+    ]
+    # "(?!)" is found nowhere: a tokenizer without such texts reserves nothing.
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def sampled_piece(token_ids: np.ndarray) -> EncodedPrompt:
+    """Tokens of a turn as a piece of a row."""
+    return EncodedPrompt("a turn", token_ids.astype(np.int32), np.zeros(len(token_ids), np.int32), _NO_GRIDS, ())
+
+
+_NO_GRIDS = np.zeros((0, 3), np.int32)
+
+
+def joined_row(prompt: EncodedPrompt, pieces: Iterable[EncodedPrompt]) -> EncodedPrompt:
+    """The prompt of a later turn, or a whole trajectory: tokens and images of all pieces, one after another."""
+    parts = (prompt, *pieces)
+    pixels = [part.pixel_values for part in parts if part.pixel_values is not None]
+    unexpanded = [part.token_ids if part.unexpanded_ids is None else part.unexpanded_ids for part in parts]
+    return replace(
+        prompt,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        token_types=np.concatenate([part.token_types for part in parts]),
+        image_grids=np.concatenate([part.image_grids for part in parts]),
+        image_hashes=tuple(digest for part in parts for digest in part.image_hashes),
+        unexpanded_ids=np.concatenate(unexpanded),
+        pixel_values=torch.cat(pixels) if pixels else None,
+    )
