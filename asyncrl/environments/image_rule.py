@@ -9,6 +9,7 @@ from PIL import Image
 
 from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import ToolError, png_bytes
+from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 
 MAX_ASPECT = 200
@@ -43,6 +44,13 @@ class ImageRule:
         if size == pixels.size:
             return image if isinstance(image, bytes) else png_bytes(pixels)
         return png_bytes(pixels.convert("RGB").resize(size, Image.Resampling.LANCZOS))
+
+    def fit_observation(self, observation: Observation) -> Observation:
+        """The observation with each of its images under the rule. Raises ToolError."""
+        messages = observation.messages
+        return Observation(
+            tuple(Message(m.role, tuple(self.fit(p) if isinstance(p, bytes) else p for p in m.parts)) for m in messages)
+        )
 
     def fitted_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height under the rule. Raises ToolError."""

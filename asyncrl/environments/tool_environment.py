@@ -133,6 +133,9 @@ class ToolEnvironment:
         self.tools = {each.name: each for each in map(tool_of, found)}
         self._nudged = False
         opening = await waited(self.reset(start))
+        if not isinstance(opening, Observation | None):
+            raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
+        opening = opening and self.image_rule.fit_observation(opening)
         self.ctx.images += [ShownImage(data) for data in opening.images] if opening else []
         return opening
 

@@ -35,9 +35,14 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """A process that scores. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
+    """A process that scores or runs episodes. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_dropped: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        on_dropped: Callable[[int], None],
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -47,9 +52,11 @@ class WorkerProcess:
         self._showing = asyncio.create_task(self._show_prints(process.stderr))
         self._stdin = process.stdin
         self._stdout = process.stdout
-        self._messages = channel.unpacker(max_bytes=channel.MAX_REPLY_BYTES)
+        self._messages = channel.unpacker(max_bytes=max_reply_bytes)
         self.begun = ""
         """Name of the component that the worker began last for the latest request; empty before the first."""
+        self.ready: dict[str, Any] = {}
+        """Its answer to the first message."""
         self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -60,8 +67,12 @@ class WorkerProcess:
         module: str = "asyncrl.rewards.worker",
         environment: Mapping[str, str] | None = None,
         timeout_s: float = START_TIMEOUT_S,
+        section: str = "reward",
+        loads: str = "the reward functions",
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
     ) -> WorkerProcess:
-        """Start a process and send it the packed first message. Raises UserError.
+        """Start a process and send it the packed first message. Raises UserError, which names the `section` of the
+        configuration and what the process `loads`; WorkerDied with its traceback, if it sends one, is the cause.
 
         `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
         """
@@ -73,9 +84,9 @@ class WorkerProcess:
             start_new_session=True,  # Ctrl-C in the terminal is the pool's business
             env=_environment() | dict(environment or {}),
         )
-        worker = cls(process, on_dropped)
+        worker = cls(process, on_dropped, max_reply_bytes)
         try:
-            await worker._load(setup, timeout_s)
+            worker.ready = await worker._load(setup, timeout_s, section, loads)
         except BaseException:
             await worker.stop()
             raise
@@ -127,20 +138,20 @@ class WorkerProcess:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
 
-    async def _load(self, setup: bytes, timeout_s: float) -> None:
+    async def _load(self, setup: bytes, timeout_s: float, section: str, loads: str) -> dict[str, Any]:
         try:
             reply = await self.ask(setup, timeout_s)
         except TimeoutError:
-            raise UserError(
-                f"the reward functions were not loaded after {timeout_s:.0f} s. What do they import?"
-            ) from None
+            raise UserError(f"{loads} were not loaded after {timeout_s:.0f} s. What do they import?") from None
         except WorkerDied as died:
             raise UserError(
-                f"a reward worker ended while it loaded the reward functions: {died}. "
-                "Its output is in the log; reward.memory_limit_mib may be too small for what they import"
+                f"a worker of `{section}` ended while it loaded {loads}: {died}. "
+                f"Its output is in the log; {section}.memory_limit_mib may be too small for what they import"
             ) from None
         if not reply.get("ready"):
-            raise UserError(str(reply.get("message")))
+            cause = WorkerDied(reply["traceback"]) if "traceback" in reply else None
+            raise UserError(str(reply.get("message"))) from cause
+        return reply
 
     async def _how_it_ended(self) -> str:
         try:

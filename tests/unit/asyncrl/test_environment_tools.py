@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel
 
+from asyncrl.environments.builtin_tools import calculator
 from asyncrl.environments.call_formats import check_format, parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError, observe, png_bytes
@@ -303,6 +304,31 @@ def test_images_have_numbers_and_the_rule_of_sizes_holds_before_they_are_shown()
     keys = [play(("crop", box), images=(photo,))[1].state_key for box in (only, only, {"box": [0, 0, 1, 1]})]
     assert keys[0] == keys[1] != keys[2], "states that look alike are one state"
     assert len(keys[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(37 + 4) * -2", -82),
+        ("7 // 2 + 2 ** 3 % 5", 6),
+        ("1 / 4", 0.25),
+        ("9 ** 9 ** 9", "too large"),
+        ("2 ** 4000 * 2 ** 4000", "too large"),
+        ("1 / 0", "division by zero"),
+        ("1e308 * 10", "no finite number"),
+        ("__import__('os').getpid()", "no arithmetic expression"),
+        ("3 +", "no arithmetic expression"),
+        ("True + 1", "no arithmetic expression"),
+        ("(-8) ** 0.5", "no finite number"),
+        ("-" * 100_000 + "1", "no arithmetic expression"),
+    ],
+)
+def test_the_calculator_reckons_and_runs_nothing(expression: str, value: float | str) -> None:
+    if isinstance(value, str):
+        with pytest.raises(ToolError, match=value):
+            calculator(expression)
+    else:
+        assert calculator(expression) == value
 
 
 @pytest.mark.parametrize(

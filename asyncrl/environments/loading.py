@@ -1,0 +1,166 @@
+"""From the configuration to a class that is ready to begin episodes, inside a worker and in the terminal."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from asyncrl import plugins
+from asyncrl.config.suggest import did_you_mean, field_problem
+from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
+from asyncrl.environments.call_formats import check_format
+from asyncrl.environments.image_rule import ImageRule
+from asyncrl.environments.interface import Action, EpisodeOver, Start, ToolError
+from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.environments.tool_environment import ToolEnvironment, key_of, marked_methods, waited
+from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
+from asyncrl.errors import UserError
+
+Source = dict[str, Any]
+"""Name, path, package and bytes of a user's file as it was when the run began; of a built-in the name alone."""
+
+
+def sources_of(config: EnvironmentConfig) -> dict[str, Any]:
+    """The user's files that the section names, read. Raises UserError for a file or name that there is not."""
+    if not config.name and not config.tools:
+        raise UserError("there is no environment: set environment.name to path/to/file.py:Class, or environment.tools")
+    named = [(config.name, ADAPTERS, "environment.name")] if config.name else []
+    named += [(tool, TOOLS, "a tool in environment.tools") for tool in config.tools]
+    return {name: _source(name, plugins.locate(name, builtins, setting)) for name, builtins, setting in named}
+
+
+def _source(name: str, located: plugins.UserFunction | None) -> Source:
+    if located is None:
+        return {"name": name, "path": ""}
+    source = plugins.read_source(located.path)
+    return {"name": located.name, "path": str(located.path), "package": located.package, "source": source}
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """A class with its settings, and the tools that the policy is shown."""
+
+    cls: type[Any]
+    config: Any
+    tools: dict[str, Tool]
+    call_format: str
+    file: str
+    """The author's file, for naming lines in it; empty for a built-in."""
+    rule: ImageRule
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON schema of each tool's parameters."""
+        return {name: tool.parameters for name, tool in self.tools.items()}
+
+    async def begin(self, start: Start) -> tuple[Any, Observation | None]:
+        """A new episode and its opening. Raises what the author's code raises, TypeError for what it may not return."""
+        environment = self.cls()
+        if isinstance(environment, ToolEnvironment):
+            return environment, await environment.begin(start)
+        opening = await waited(environment.reset(start))
+        if not isinstance(opening, Observation | None):
+            raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
+        return environment, opening and self.rule.fit_observation(opening)
+
+    async def step(self, environment: Any, action: Action) -> StepResult:
+        """The episode's answer to one turn. Raises as `begin`."""
+        try:
+            result = await waited(environment.step(action))
+        except ToolError as mistake:
+            result = StepResult(Observation((Message("tool", (f"Error: {mistake}",)),)))
+        except EpisodeOver as over:
+            result = StepResult(None, over.reward, True, info=over.info)
+        if not isinstance(result, StepResult):
+            raise TypeError(f"step returned {type(result).__name__}, expected a StepResult")
+        if result.observation is None and not result.done:
+            raise TypeError("step returned no observation, but the episode is not done")
+        if not isinstance(result.reward, int | float) or not abs(result.reward) < float("inf"):
+            raise TypeError(f"step returned the reward {result.reward!r:.80}, expected a finite number")
+        if result.observation is None:
+            return result
+        fitted = result.observation
+        if not isinstance(environment, ToolEnvironment):  # its own are fitted already
+            fitted = self.rule.fit_observation(fitted)
+        key = result.state_key or key_of(fitted)
+        if len(key) > 16:
+            key = key_of(Observation((Message("tool", (key,)),)))
+        return StepResult(fitted, float(result.reward), result.done, key, result.info)
+
+
+async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: ImageRule) -> LoadedEnvironment:
+    """Run the user's files and look at what they define. Raises UserError."""
+    modules: dict[str, ModuleType] = {}  # two names of one file share its globals
+    file = ""
+    if config.name:
+        source = sources[config.name]
+        cls, file = _attribute(source, modules, ADAPTERS), source["path"]
+        _check_class(cls, config.name)
+    else:
+        functions = tuple(_attribute(sources[name], modules, TOOLS) for name in config.tools)
+        file = next((source["path"] for source in sources.values() if source["path"]), "")
+        cls = type("Tools", (ToolEnvironment,), {"functions": functions})
+    settings = _settings(cls, config.config)
+    wish = "" if config.call_format == "auto" else config.call_format
+    if issubclass(cls, ToolEnvironment):
+        limits = {"end": config.end, "calls_per_turn": config.limits.calls_per_turn, "image_rule": rule}
+        cls = type(cls.__name__, (cls,), limits | {"__module__": cls.__module__})
+    list_tools: Callable[[Any], Awaitable[list[Tool]]] | None = getattr(cls, "list_tools", None)
+    tools = tools_by_name(await list_tools(settings) if list_tools else map(tool_of, marked_methods(cls)))
+    call_format = wish or getattr(cls, "call_format", "") or ("hermes" if tools else "none")
+    loaded = LoadedEnvironment(cls, settings, tools, call_format, file, rule)
+    check_format(call_format, loaded.schemas)
+    return loaded
+
+
+def _attribute(source: Source, modules: dict[str, ModuleType], builtins: Any) -> Any:
+    name, path = source["name"], source["path"]
+    if not path:
+        found = builtins[name]
+        return getattr(importlib.import_module(found[0]), found[1]) if isinstance(found, tuple) else found
+    if path not in modules:
+        modules[path] = plugins.load_module(Path(path), source["source"], source["package"])
+    value = getattr(modules[path], name, None)
+    if value is None:
+        there = [key for key, each in vars(modules[path]).items() if callable(each) and not key.startswith("_")]
+        raise UserError(f"{path} has no {name!r}.{did_you_mean(name, there)}")
+    if not callable(value):
+        raise UserError(f"{name} in {path} is {type(value).__name__}, neither a class nor a function")
+    return value
+
+
+def _check_class(cls: Any, name: str) -> None:
+    missing = [method for method in ("reset", "step") if not callable(getattr(cls, method, None))]
+    if not isinstance(cls, type) or missing:
+        has = f"has no method {' and no '.join(missing)}" if isinstance(cls, type) else "is no class"
+        raise UserError(
+            f"environment.name is {name!r}, which {has}. An environment is a class with reset(start) and step(action), "
+            "or is derived from asyncrl.environments.tool_environment.ToolEnvironment"
+        )
+
+
+def _settings(cls: type[Any], values: dict[str, Any]) -> Any:
+    """The class's `Config` of these values, without unknown keys."""
+    model = getattr(cls, "Config", None)
+    if model is None:
+        if values:
+            raise UserError(
+                f"environment.config has {', '.join(values)}, but {cls.__name__} takes no settings. Remove it, or give "
+                "the class a pydantic model named Config"
+            )
+        return {}
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise UserError(f"{cls.__name__}.Config is {model!r:.80}, expected a pydantic model")
+    strict = type("Config", (model,), {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__})
+    try:
+        return strict.model_validate(values)
+    except ValidationError as error:
+        problems = (field_problem(detail, model.model_fields, "environment.config.") for detail in error.errors())
+        raise UserError("; ".join(problems)) from None

@@ -1,0 +1,144 @@
+"""The `environment` section: which environment, how calls are written, and the limits of an episode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from asyncrl.config.sections import Section
+from asyncrl.config.suggest import field_problem
+from asyncrl.errors import UserError
+
+OverLimit = Literal["mask", "score", "zero"]
+
+
+class LimitsConfig(Section):
+    """Bounds of one trajectory; where one is reached `environment.over_limit` says what becomes of it."""
+
+    turns: int = Field(default=6, gt=0)
+    """Most turns of the policy."""
+    calls_per_turn: int = Field(default=4, gt=0)
+    """Most calls in one turn; each one over it is not run, and its result says so."""
+    tokens: int = Field(default=2048, gt=0)
+    """Most tokens behind the prompt, sampled and observed ones together."""
+    tokens_per_turn: int = Field(default=512, gt=0)
+    """Most sampled tokens of one turn."""
+    images: int = Field(default=8, ge=0)
+    """Most images in observations."""
+    image_pixels: int = Field(default=200_704, gt=0)
+    """Largest area of an observed image, in pixels; a larger one is scaled down."""
+    tool_text_tokens: int = Field(default=512, gt=0)
+    """Most tokens of the text of one observation; what is cut off is said in its place."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LimitsConfig:
+        if self.tokens_per_turn > self.tokens:
+            raise ValueError(f"tokens_per_turn ({self.tokens_per_turn}) is more than tokens ({self.tokens})")
+        return self
+
+
+class TimeoutsConfig(Section):
+    """Longest times, in seconds. What takes longer is an error of the environment, never a score."""
+
+    start_s: float = Field(default=120.0, gt=0)
+    """For a worker to import the environment's files."""
+    reset_s: float = Field(default=30.0, gt=0)
+    """For the start of an episode."""
+    step_s: float = Field(default=20.0, gt=0)
+    """For the answer to one turn; then the environment's process is killed."""
+    trajectory_s: float = Field(default=300.0, gt=0)
+    """For all turns of a trajectory, the policy's share included."""
+
+
+class EnvironmentConfig(Section):
+    """Environment and tools of trajectories with several turns (docs/agents.md)."""
+
+    name: str = ""
+    """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or `gymnasium` or `mcp`. Empty: one
+    that is made of `tools`."""
+    tools: tuple[str, ...] = ()
+    """Functions or classes with `@tool` methods, `path/to/file.py:name`, or the built-in `calculator` and `python`."""
+    call_format: str = "auto"
+    """How calls are written: hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own, or hermes."""
+    end: Literal["answer", "nudge"] = "answer"
+    """What a turn without a call is where the environment is made of tools: the final answer, or (once) a reason to ask
+    for a call."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the class's own, checked by its `Config`."""
+    limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    over_limit: OverLimit = "mask"
+    """A trajectory that reaches a limit: `score` trains it as it is, `zero` with a score of 0, `mask` counts its score
+    in the group and does not train it (Mini-o3)."""
+    workers: int = Field(default=4, gt=0)
+    """Processes."""
+    instances_per_worker: int = Field(default=1, gt=0)
+    """Episodes in one process. Async ones run side by side; of plain ones a slow step delays its neighbours."""
+    memory_limit_mib: int = Field(default=2048, gt=0)
+    """Most address space of a process."""
+    retries: int = Field(default=1, ge=0)
+    """Further tries, from the start and with the same seed, of an episode whose environment failed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EnvironmentConfig:
+        if self.name and self.tools:
+            raise ValueError("name and tools are both given. A class lists its own tools in `functions`")
+        if self.timeouts.step_s > self.timeouts.trajectory_s:
+            raise ValueError(f"timeouts.step_s ({self.timeouts.step_s:g}) is longer than timeouts.trajectory_s")
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Most episodes at a time."""
+        return self.workers * self.instances_per_worker
+
+
+def read_environment(values: dict[str, Any], where: str = "environment") -> EnvironmentConfig:
+    """The section of these values. Raises UserError naming the key."""
+    try:
+        return EnvironmentConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError("; ".join(_problem(detail, where) for detail in error.errors())) from None
+
+
+def load_environment(path: Path, overrides: list[str]) -> EnvironmentConfig:
+    """The section `environment` of a YAML file, or the whole file, with `key=value` on top. Raises UserError."""
+    from asyncrl.config import yaml_text
+
+    try:
+        values, _ = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    values = values or {}
+    return override(values.get("environment", values) if isinstance(values, dict) else {}, overrides)
+
+
+def override(values: dict[str, Any], overrides: list[str]) -> EnvironmentConfig:
+    """The section with `key=value` on top, such as `limits.turns=3`. Raises UserError."""
+    from asyncrl.config import yaml_text
+
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"{word!r} is no key=value, such as limits.turns=3")
+        value, _ = yaml_text.parse(text, word)
+        *sections, last = key.removeprefix("environment.").split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return read_environment(values)
+
+
+def _problem(detail: Any, where: str) -> str:
+    section: Any = EnvironmentConfig
+    for key in detail["loc"][:-1]:
+        field = section.model_fields.get(key)
+        section = field.annotation if field else section
+    if not detail["loc"]:
+        return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
+    before = "".join(f"{key}." for key in detail["loc"][:-1])
+    names = getattr(section, "model_fields", ())
+    return field_problem(detail, [f"{before}{name}" for name in names], f"{where}.")

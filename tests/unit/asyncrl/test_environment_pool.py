@@ -1,0 +1,179 @@
+"""Environments in processes: every failure is the status of the episode that it belongs to, never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.environments.interface import Start
+from asyncrl.environments.pool import EnvironmentPool, Episode
+from asyncrl.environments.settings import override
+from asyncrl.environments.worker_host import EnvironmentFailed
+from asyncrl.errors import BadStateError, UserError
+from tests.rigs.tiny import ROOT
+
+FAULTS = f"{ROOT / 'tests' / 'rigs' / 'environment_faults.py'}:Faults"
+ASYNC_FAULTS = FAULTS.replace(":Faults", ":AsyncFaults")
+START = Start({"name": "row"}, seed=3)
+
+
+def run_pool(scenario: Callable[[EnvironmentPool], Awaitable[Any]], name: str = FAULTS, *overrides: str) -> Any:
+    """Run the scenario, and make sure that the closed pool leaves no process behind."""
+
+    async def run() -> Any:
+        before = set(psutil.Process().children(recursive=True))
+        pool = EnvironmentPool(override({"name": name, "workers": 1, "timeouts": {"step_s": 1.5}}, list(overrides)))
+        await pool.start()
+        try:
+            return await asyncio.wait_for(scenario(pool), 90)
+        finally:
+            family = set(psutil.Process().children(recursive=True)) - before
+            await pool.close()
+            assert not [process for process in family if process.is_running()]
+
+    return asyncio.run(run())
+
+
+async def failure_of(episode: Episode, pool: EnvironmentPool, text: str) -> EnvironmentFailed:
+    with pytest.raises(EnvironmentFailed) as failed:
+        await episode.step(pool.action(text))
+    await episode.close()
+    return failed.value
+
+
+def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        async def failed(text: str) -> tuple[str, str]:
+            failure = await failure_of(await pool.begin(START), pool, text)
+            return failure.kind, str(failure)
+
+        first = await pool.begin(START)
+        assert first.opening is not None
+        assert first.opening.messages[0].role == "user"
+        assert first.opening.messages[0].parts == ("seed 3, row",)
+        assert len(first.state_key) == 16
+        mistake = await first.step(pool.action("mistake"))
+        assert mistake.observation is not None
+        assert mistake.observation.messages[0].parts == ("Error: no such place",)
+        result = await first.step(pool.action("look"))
+        assert (result.reward, result.done, result.info) == (0.25, False, {"steps": 2})
+        over = await first.step(pool.action("over"))
+        assert (over.reward, over.done, over.observation, over.info) == (0.5, True, None, {"won": True})
+        await first.close()
+
+        kind, message = await failed("raise")
+        assert kind == "environment_exception"
+        assert "KeyError: 'missing' (environment_faults.py:" in message
+        for text, told in [
+            ("nothing", "step returned NoneType, expected a StepResult"),
+            ("nan", "expected a finite number"),
+            ("memory", "environment.memory_limit_mib"),
+        ]:
+            kind, message = await failed(text)
+            assert kind == "environment_exception"
+            assert told in message
+        assert pool.restarts == 0
+        kind, message = await failed("die")
+        assert kind == "environment_died"
+        assert "it exited with code 7" in message
+        kind, message = await failed("hang")
+        assert kind == "environment_timeout"
+        assert "step was not done after 1.5 s (environment.timeouts.step_s)" in message
+        forked = await pool.begin(START)
+        assert (await forked.step(pool.action("fork"))).info == {"steps": 1}, "the copy says nothing"
+        await forked.close()
+        assert pool.restarts == 2
+        assert pool.live == 0
+        assert pool.errors == {"environment_exception": 4, "environment_died": 1, "environment_timeout": 1}
+
+    run_pool(scenario)
+
+
+def test_who_shares_a_process_with_a_hanging_episode_is_told_apart_from_it() -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        guilty, waits, parked = [await pool.begin(START) for _ in range(3)]
+        failures = await asyncio.gather(failure_of(guilty, pool, "hang"), failure_of(waits, pool, "look"))
+        assert [failure.kind for failure in failures] == ["environment_timeout", "environment_neighbour_killed"]
+        assert failures[1].innocent
+        assert (await failure_of(parked, pool, "look")).innocent
+        again = [await pool.begin(START) for _ in range(3)]
+        steps = [episode.step(pool.action("sleep 0.8")) for episode in again]
+        results = await asyncio.gather(*steps)  # 2.4 s one behind the other, each within its own 1.5 s
+        assert [result.info["steps"] for result in results] == [1, 1, 1]
+        await asyncio.gather(*(episode.close() for episode in again))
+
+    run_pool(scenario, FAULTS, "instances_per_worker=3")
+
+
+def test_an_async_episode_that_hangs_ends_alone_and_others_wait_side_by_side() -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        episodes = [await pool.begin(START) for _ in range(4)]
+        began = time.monotonic()
+        naps = [episode.step(pool.action("nap 1")) for episode in episodes[1:]]
+        failure, *results = await asyncio.gather(failure_of(episodes[0], pool, "wait"), *naps)
+        assert failure.kind == "environment_timeout"
+        assert [result.info["steps"] for result in results] == [1, 1, 1]
+        assert time.monotonic() - began < 4, "not one behind the other"
+        assert pool.restarts == 0, "it was cancelled, its process lives"
+        blocking, other = episodes[1:3]
+        failures = await asyncio.gather(failure_of(other, pool, "wait"), failure_of(blocking, pool, "sleep 60"))
+        assert [failure.kind for failure in failures] == ["environment_neighbour_killed", "environment_timeout"]
+        await asyncio.gather(*(episode.close() for episode in episodes))
+
+    run_pool(scenario, ASYNC_FAULTS, "instances_per_worker=4")
+
+
+def test_a_failed_reset_is_tried_again_and_a_start_that_fails_three_times_stops_the_run(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    once.touch()
+    file = tmp_path / "mine.py"
+    file.write_text((ROOT / "tests" / "rigs" / "environment_faults.py").read_text() + BREAKS.format(flag=str(once)))
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        episode = await pool.begin(START)
+        assert pool.errors == {"environment_timeout": 1}
+        (tmp_path / "broken").touch()
+        assert (await failure_of(episode, pool, "die")).kind == "environment_died"
+        with pytest.raises(BadStateError, match="3 times one after the other") as stopped:
+            await pool.begin(START)
+        assert "RuntimeError: no service" in str(stopped.value)
+        assert "Traceback (most recent call last)" in str(stopped.value)
+
+    run_pool(scenario, f"{file}:Faults", f"config.hang_in_reset={once}", "timeouts.reset_s=1.5")
+
+
+BREAKS = """
+
+if os.path.exists({flag!r}.replace("once", "broken")):
+    raise RuntimeError("no service")
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"name": FAULTS, "config": {"hang": "x"}}, "unknown key environment.config.hang"),
+        ({"name": FAULTS.replace("Faults", "Fault")}, "has no 'Fault'. Did you mean 'Faults'?"),
+        ({"name": FAULTS.replace(":Faults", ":observe")}, "which is no class. An environment is a class with reset"),
+        ({"name": "missing.py:Maze"}, "there is no file"),
+        ({"tools": ["calculater"]}, "Did you mean 'calculator'?"),
+        ({}, "there is no environment"),
+        ({"name": FAULTS, "limits": {"turn": 3}}, "unknown key environment.limits.turn. Did you mean 'limits.turns'?"),
+        ({"name": FAULTS, "over_limit": "skip"}, "environment.over_limit is 'skip'"),
+        ({"name": FAULTS, "call_format": "python"}, "there is no tool 'python'"),
+    ],
+)
+def test_mistakes_in_the_section_are_said_at_the_start(values: dict[str, Any], problem: str) -> None:
+    async def start() -> None:
+        pool = EnvironmentPool(override(values | {"workers": 1}, []))
+        await pool.start()
+
+    with pytest.raises(UserError) as refused:
+        asyncio.run(start())
+    assert problem in str(refused.value)
