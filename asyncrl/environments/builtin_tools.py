@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environments.interface import ToolError
+from asyncrl.environments.sandbox import python
 
 MAX_BITS = 4096
 """Of a result; `9 ** 9 ** 9` would else fill the memory."""
@@ -62,7 +63,7 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 ADAPTERS = {
     "gymnasium": ("asyncrl.environments.gymnasium_adapter", "GymnasiumEnvironment"),
     "mcp": ("asyncrl.environments.mcp_adapter", "McpEnvironment"),

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl import plugins
 from asyncrl.config.suggest import did_you_mean, field_problem
+from asyncrl.environments import sandbox
 from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
 from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
@@ -105,6 +106,8 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
         _check_class(cls, config.name)
     else:
         functions = tuple(_attribute(sources[name], modules, TOOLS) for name in config.tools)
+        if sandbox.python in functions:
+            await sandbox.check_sandbox()
         file = next((source["path"] for source in sources.values() if source["path"]), "")
         cls = type("Tools", (ToolEnvironment,), {"functions": functions})
     settings = _settings(cls, config.config)
