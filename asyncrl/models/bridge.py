@@ -9,16 +9,15 @@ Rollout server and learner make it of the same messages and images, and the lear
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-import torch
-
+from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
 _ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
 """Texts of the fixed conversation; none is part of another."""
@@ -32,7 +31,7 @@ class TurnBridge:
 
     def __init__(self, processor: PromptProcessor, stop_token_ids: Sequence[int]):
         """Raises UserError, with the reason, for a chat template of which no bridge can be derived."""
-        self._processor = processor
+        self.processor = processor
         self._reserved = _reserved_texts(processor)
         self._close = self._text_behind([], add_generation_prompt=False)
         self._close_id = self._check_close(stop_token_ids)
@@ -50,11 +49,27 @@ class TurnBridge:
 
         Raises UserError for images that the model cannot read.
         """
-        return self._without_close(last_token, self._processor.measure_text(*self._rendered(observation)))
+        return self._without_close(last_token, self.processor.measure_text(*self._rendered(observation)))
 
     def encode(self, last_token: int, observation: Observation) -> EncodedPrompt:
         """`measure` with the pixels of the observation's images."""
-        return self._without_close(last_token, self._processor.encode_text(*self._rendered(observation)))
+        return self._without_close(last_token, self.processor.encode_text(*self._rendered(observation)))
+
+    def opened(self, prompt: Prompt, opening: Observation) -> Prompt:
+        """The prompt with what an environment opens with, at the end of its last message if that is a user's."""
+        parts: list[ContentPart] = [
+            TextPart(text=self._written_apart(part)) if isinstance(part, str) else ImagePart()
+            for message in opening.messages
+            for part in message.parts
+        ]
+        *before, last = prompt.messages
+        if last.role != "user":
+            before, last = [*before, last], ChatMessage(role="user", content=())
+        shown = ChatMessage(role="user", content=(*last.content, *parts))
+        hashes = (*prompt.image_hashes, *map(content_hash, opening.images))
+        return Prompt.model_validate(
+            {**dict(prompt), "messages": (*before, shown), "image_hashes": hashes}  # counts placeholders and images
+        )
 
     def _without_close(self, last_token: int, whole: _Measured) -> _Measured:
         if last_token != self._close_id:
@@ -105,7 +120,7 @@ class TurnBridge:
         """What the template writes behind the last of `turns` answers, which `messages` follow."""
         talk = [_message("user", _ASKED), _message("assistant", _SAID)] * turns
         try:
-            text = self._processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
+            text = self.processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
         except Exception as error:  # templates raise what they like
             raise self._refused(
                 f"it fails on a conversation of several turns ({type(error).__name__}: {error})"
@@ -117,8 +132,8 @@ class TurnBridge:
 
     def _shows(self, role: Literal["tool", "user"], *, image: bool = False) -> bool:
         """Return whether the template takes such a message after a turn, and shows its text and its image."""
-        placeholder = self._processor.image_token_id
-        if image and not self._processor.sees_images:
+        placeholder = self.processor.image_token_id
+        if image and not self.processor.sees_images:
             return False
         parts = [{"type": "text", "text": _SHOWN}, *([{"type": "image"}] if image else [])]
         try:
@@ -126,14 +141,14 @@ class TurnBridge:
         except UserError:
             return False
         return _SHOWN in text and (
-            not image or sum(token == placeholder for token in self._processor.tokenize(text)) == 1
+            not image or sum(token == placeholder for token in self.processor.tokenize(text)) == 1
         )
 
     def _check_close(self, stop_token_ids: Sequence[int]) -> int:
         """The token that closes a turn: one by which sampling stops, so that the model learns to close its turns."""
-        first = next(iter(self._processor.tokenize(self._close)), None)
+        first = next(iter(self.processor.tokenize(self._close)), None)
         if first is None or first not in stop_token_ids:
-            named = self._processor.tokenizer.convert_ids_to_tokens(list(stop_token_ids))
+            named = self.processor.tokenizer.convert_ids_to_tokens(list(stop_token_ids))
             raise self._refused(
                 f"it closes a turn of the assistant with {self._close!r}, which does not begin with a stop token "
                 f"({', '.join(map(repr, named))}): what the model samples last would not be what stands there"
@@ -186,27 +201,3 @@ def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
     ]
     # "(?!)" is found nowhere: a tokenizer without such texts reserves nothing.
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def sampled_piece(token_ids: np.ndarray) -> EncodedPrompt:
-    """Tokens of a turn as a piece of a row."""
-    return EncodedPrompt("a turn", token_ids.astype(np.int32), np.zeros(len(token_ids), np.int32), _NO_GRIDS, ())
-
-
-_NO_GRIDS = np.zeros((0, 3), np.int32)
-
-
-def joined_row(prompt: EncodedPrompt, pieces: Iterable[EncodedPrompt]) -> EncodedPrompt:
-    """The prompt of a later turn, or a whole trajectory: tokens and images of all pieces, one after another."""
-    parts = (prompt, *pieces)
-    pixels = [part.pixel_values for part in parts if part.pixel_values is not None]
-    unexpanded = [part.token_ids if part.unexpanded_ids is None else part.unexpanded_ids for part in parts]
-    return replace(
-        prompt,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        token_types=np.concatenate([part.token_types for part in parts]),
-        image_grids=np.concatenate([part.image_grids for part in parts]),
-        image_hashes=tuple(digest for part in parts for digest in part.image_hashes),
-        unexpanded_ids=np.concatenate(unexpanded),
-        pixel_values=torch.cat(pixels) if pixels else None,
-    )

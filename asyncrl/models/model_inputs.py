@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.rows import joined_row
 
 KNOWN_PROMPTS = 256
 """Prompts of each model whose positions are remembered: 48 kB each for 2,000 tokens."""
@@ -39,6 +41,18 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> _Positions:
         if len(known) > KNOWN_PROMPTS:
             known.popitem(last=False)
     return known[key]
+
+
+def positions_behind(model: Any, prompt: EncodedPrompt, completion: EncodedPrompt) -> torch.Tensor:
+    """Positions `[R, T]` of a completion's tokens where there are images among them: those of the whole row.
+
+    A token's position follows from what is before it alone, so that the prompt's are what they are without completion.
+    """
+    length = len(prompt.token_ids)
+    row = joined_row(replace(prompt, pixel_values=None), [replace(completion, pixel_values=None)])
+    positions, _ = prompt_positions(model, row)
+    assert torch.equal(positions[:, :length], prompt_positions(model, prompt)[0]), "a prefix keeps its positions"
+    return positions[:, length:]
 
 
 def _has_grid_positions(model: Any) -> bool:

@@ -488,6 +488,10 @@ class PromptFacts:
     """[videos, 3] int32"""
     video_hashes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, prompt: MeasuredPrompt) -> PromptFacts:
+        return cls(prompt.token_ids, prompt.image_grids, prompt.image_hashes, prompt.video_grids, prompt.video_hashes)
+
 
 def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
     """Ids that the model's configuration keeps under these names."""

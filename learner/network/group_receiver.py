@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.errors import UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
@@ -48,9 +49,13 @@ class GroupReceiver:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            self.verify(group, prepared.ticket, prepared.facts, sender=server_id, version=self.servers.version)
+            facts, now = prepared.facts_of(group), self.servers.version
+            self.verify(group, prepared.ticket, facts, sender=server_id, version=now, bridge=prepared.bridge)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
+            return
+        except UserError as error:  # what an environment opened with cannot be read
+            self._refuse(server_id, group, ProtocolError(ErrorCode.REFUSED_GROUP, f"from {server_id}: {error}"))
             return
         crash_point("group.verified")
         self._arrived[group.ticket_id] = ([server_id], ReceivedGroup(prepared, group, frames))

@@ -12,7 +12,9 @@ from itertools import chain
 
 import numpy as np
 
+from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptFacts
+from learner.network.turn_verification import turn_problems
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, TicketKind, printable
 
@@ -29,10 +31,12 @@ def verify_group(
     version: int,
     vocabulary: int,
     components: Collection[str],
+    bridge: TurnBridge | None = None,
 ) -> None:
     """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`.
 
     `sender` is the server whose connection it came over, `components` are the names of the reward's components.
+    `bridge` makes the tokens between turns, for the ticket of a conversation.
     """
     problems = chain(
         [f"it is signed by {group.server_id}"] if group.server_id != sender else [],
@@ -40,7 +44,8 @@ def verify_group(
         _shape_problems(group, ticket),
         _order_problems(group, ticket),
         _token_problems(group, ticket, vocabulary),
-        _ending_problems(group, ticket),
+        turn_problems(group, ticket, bridge),
+        _ending_problems(group, ticket) if ticket.conversation is None else (),
         _version_problems(group, ticket, version),
         _score_problems(group, components),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from asyncrl.config.sections import OnStale
@@ -11,6 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
 from learner.network.group_verification import prompt_problems
+from learner.network.turn_verification import bridge_problems
 from learner.tickets.staleness import within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
@@ -45,8 +47,9 @@ def batch_again(
 
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
-    """Pair a journaled group with its ticket. Raises UserError if their prompts differ."""
-    if problem := next(prompt_problems(group, prepared.facts), None):
+    """Pair a journaled group with its ticket. Raises UserError if their prompts differ, or bridges between turns."""
+    problems = chain(prompt_problems(group, prepared.facts_of(group)), bridge_problems(group, prepared.bridge))
+    if problem := next(problems, None):
         raise UserError(
             f"--resume: the journaled group of ticket {group.ticket_id} was not sampled from row "
             f"{prepared.ticket.prompt.row_id} as it is now: {problem}. Resume with the data, the data.* settings and "

@@ -10,10 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
+from asyncrl.environments.recording import observation_of
+from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptFacts
 from protocol.codec import Frame, Limits, encode
-from protocol.messages import Group, Ticket, TicketKind
+from protocol.messages import Group, Prompt, Ticket, TicketKind
 
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
@@ -30,6 +33,31 @@ class PreparedTicket:
     """Encoded images of the prompt by content hash."""
     slot: TicketSlot
     facts: PromptFacts
+    bridge: TurnBridge | None = field(default=None, compare=False)
+    """Makes the tokens between turns, where the ticket is that of a conversation."""
+
+    def prompt_of(self, group: Group) -> Prompt:
+        """The prompt that its group was sampled from: the row's, with what the environment opened with.
+
+        Raises UserError where that is not whole, or not asked for.
+        """
+        if not group.opening:
+            return self.ticket.prompt
+        if self.bridge is None:
+            raise UserError(f"row {self.ticket.prompt.row_id}: an environment opened, and the ticket asks for none")
+        return self.bridge.opened(self.ticket.prompt, observation_of(group.opening, group.blobs))
+
+    def blobs_of(self, group: Group) -> Mapping[str, bytes | memoryview]:
+        """Encoded images of that prompt, and of all observations, by content hash."""
+        return {**group.blobs, **self.blobs}
+
+    def facts_of(self, group: Group) -> PromptFacts:
+        """What that prompt must look like. Raises as `prompt_of` does."""
+        if not group.opening:
+            return self.facts
+        prompt = self.prompt_of(group)
+        assert self.bridge is not None, "it has opened the prompt"
+        return PromptFacts.of(self.bridge.processor.measure(prompt, self.blobs_of(group)))
 
     @cached_property
     def header_bytes(self) -> int:
@@ -65,6 +93,16 @@ class ReceivedGroup:
     @property
     def slot(self) -> TicketSlot:
         return self.prepared.slot
+
+    @property
+    def prompt(self) -> Prompt:
+        """What it was sampled from."""
+        return self.prepared.prompt_of(self.group)
+
+    @property
+    def blobs(self) -> Mapping[str, bytes | memoryview]:
+        """Encoded images of the prompt and of observations, by content hash."""
+        return self.prepared.blobs_of(self.group)
 
     @cached_property
     def is_baseline(self) -> np.ndarray:

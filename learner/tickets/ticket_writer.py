@@ -200,7 +200,7 @@ class TicketWriter:
         max_new_tokens: int | None = None,
         orders: tuple[TrajectoryOrder, ...] = (),
     ) -> PreparedTicket:
-        rendered, e = prompt
+        rendered, measured = prompt
         ticket = Ticket(
             ticket_id=slot.ticket_id,
             kind=kind,
@@ -216,8 +216,7 @@ class TicketWriter:
             ),
             orders=orders,
         )
-        facts = PromptFacts(e.token_ids, e.image_grids, e.image_hashes, e.video_grids, e.video_hashes)
-        return PreparedTicket(ticket, rendered.blobs, slot, facts)
+        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured))
 
 
 def _has_media(cell: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from asyncrl.config.method_settings import PapoConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
+from learner.training.observations import observed_row
 from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import FinishReason, TrajectoryRecord, TrajectoryStatus
 
@@ -148,13 +149,16 @@ def make_batch(
         loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
         columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, loss_mask))
         left_out = item.is_baseline | item.lacks_baseline
-        for record, is_out, token_ids, mask in zip(group.trajectories, left_out, *columns, strict=True):
+        for index, (record, is_out, token_ids, mask) in enumerate(
+            zip(group.trajectories, left_out, *columns, strict=True)
+        ):
             if record.status.is_scored and mask.any() and not is_out:
-                completions.append(Completion(len(scores), token_ids, mask))
+                completions.append(Completion(len(scores), token_ids, mask, observed_row(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
-            prompt, blobs = processor.encode(item.ticket.prompt, item.prepared.blobs), item.prepared.blobs
+            blobs = item.blobs
+            prompt = processor.encode(item.prompt, blobs)
             if papo:
                 how = {"patch": papo.patch_pixels, "share": papo.mask_ratio, "seed": item.ticket.seed}
                 prompt = processor.with_masked_images(prompt, blobs, **how)

@@ -1,4 +1,4 @@
-"""Packing of groups into micro-batches: each group's prompt once, then its completions.
+"""Packing of groups into micro-batches: each group's prompt once, then its completions, with the images in them.
 
 See asyncrl/models/shared_prefix.py for the attention between them. The last token of a completion predicts nothing that
 was sampled, so it is a target but no input.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.model_inputs import media_inputs, prompt_positions
+from asyncrl.models.model_inputs import media_inputs, positions_behind, prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.shared_prefix import make_layout
 
@@ -27,6 +27,8 @@ class Completion:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     """1 on tokens that count in the loss."""
+    observed: EncodedPrompt | None = None
+    """The same tokens with the images that an environment showed among them; None: they are all text."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,12 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each completion
         inputs = tokens[is_input]
         ids += [group.prompt.token_ids, inputs]
-        types += [group.prompt.token_types, np.zeros_like(inputs)]
-        after_prompt = torch.from_numpy(column[is_input] + next_position)
-        positions += [prompt_position, after_prompt.expand(prompt_position.shape[0], -1)]
+        types += [group.prompt.token_types, _token_types(group.completions)[is_input]]
+        after_prompt = torch.from_numpy(column + next_position).repeat(prompt_position.shape[0], 1)
+        for place, completion in enumerate(group.completions):
+            if completion.observed is not None:
+                after_prompt[:, number == place] = positions_behind(model, group.prompt, completion.observed)
+        positions += [prompt_position, after_prompt[:, is_input]]
         end += len(group.prompt.token_ids)
         # A token is predicted from the one before it; completions before its own have an input less than tokens.
         sources = np.where(column == 0, end - 1, end + np.arange(len(tokens)) - number - 1)
@@ -136,9 +141,14 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         columns.append(column[kept])
         end += len(inputs)
     lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
-    media = media_inputs(model, [group.prompt for group in groups], _int64(types)[None])
+    seen = [
+        piece
+        for group in groups
+        for piece in (group.prompt, *(c.observed for c in group.completions))
+        if piece is not None
+    ]
+    media = media_inputs(model, seen, _int64(types)[None])
     masked = [group.prompt.masked_pixel_values for group in groups]
-    masked_pixels = [pixels for pixels in masked if pixels is not None]
     tokens_of_groups = torch.tensor([len(part) for part in targets])
     position_ids = torch.cat(positions, dim=1).to(device)
     return MicroBatch(
@@ -153,9 +163,21 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         targets=_int64(targets).to(device),
         row=_int64(rows),
         column=_int64(columns),
-        masked_pixels=torch.cat(masked_pixels).to(device) if masked_pixels else None,
+        masked_pixels=_masked_pixels(seen).to(device) if any(pixels is not None for pixels in masked) else None,
         sees_masked=torch.tensor([pixels is not None for pixels in masked]).repeat_interleave(tokens_of_groups),
     )
+
+
+def _token_types(completions: Sequence[Completion]) -> np.ndarray:
+    """[T] of all completions, one after another: 0 on text, 1 on the tokens of images."""
+    types = (np.zeros_like(c.token_ids) if c.observed is None else c.observed.token_types for c in completions)
+    return np.concatenate(list(types))
+
+
+def _masked_pixels(pieces: Sequence[EncodedPrompt]) -> torch.Tensor:
+    """Pixels of all pieces in their order, masked where a piece has such."""
+    pixels = (p.pixel_values if p.masked_pixel_values is None else p.masked_pixel_values for p in pieces)
+    return torch.cat([part for part in pixels if part is not None])
 
 
 def _int64(parts: list[np.ndarray]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import threading
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
+from learner.training.observations import observed_row
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ class PromptsAhead:
             number = item.ticket.ticket_id
             self._encoded[number] = 0
             try:
-                self._encoded[number] = self._processor.encode(item.ticket.prompt, item.prepared.blobs).nbytes
+                observed = [observed_row(item, index) for index in range(len(item.group.trajectories))]
+                prompt = self._processor.encode(item.prompt, item.blobs)
+                self._encoded[number] = prompt.nbytes + sum(row.nbytes for row in observed if row)
             except Exception as error:  # the step encodes it again, and says what is wrong
                 logger.debug("ticket %d could not be encoded ahead: %s", number, error)
 

@@ -3,8 +3,8 @@
 Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
 
-Reading order: `wire.py` has the base class; `tickets.py` go out and `groups.py` come back; then `life_cycle.py` and
-`weights.py`. The unions below say which messages each endpoint receives.
+Reading order: `wire.py` has the base class; `tickets.py` go out and `groups.py` come back, which `turns.py` are part
+of; then `life_cycle.py` and `weights.py`. The unions below say which messages each endpoint receives.
 """
 
 # ruff: noqa: F401  (these names are the interface of the package)
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from protocol.messages.groups import (
     Ack,
-    FinishReason,
     Group,
     GroupTimings,
+    Limit,
     TicketFailed,
     TrajectoryRecord,
     TrajectoryStatus,
-    Turn,
 )
 from protocol.messages.life_cycle import (
     Error,
@@ -37,6 +36,7 @@ from protocol.messages.tickets import (
     NO_ORDER,
     ChatMessage,
     ContentPart,
+    ConversationLimits,
     ImagePart,
     Prompt,
     Sampling,
@@ -48,6 +48,7 @@ from protocol.messages.tickets import (
     Video,
     VideoPart,
 )
+from protocol.messages.turns import FinishReason, ObservedImage, ObservedMessage, Turn
 from protocol.messages.weights import (
     AdapterSpec,
     Channel,

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from protocol.frames import Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.messages.turns import FinishReason, ObservedMessage, Turn
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, Wire
 
 
@@ -24,18 +25,7 @@ class TrajectoryStatus(StrEnum):
         return self is TrajectoryStatus.FINISHED or self is TrajectoryStatus.TRUNCATED
 
 
-class FinishReason(StrEnum):
-    """Why sampling stopped."""
-
-    STOP = "stop"
-    LENGTH = "length"
-
-
-class Turn(Wire):
-    """Tokens `[start, end)` of the completion that one assistant message sampled."""
-
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+Limit = Literal["", "turns", "tokens", "images", "seconds"]
 
 
 class TrajectoryRecord(Wire):
@@ -43,13 +33,16 @@ class TrajectoryRecord(Wire):
 
     status: TrajectoryStatus
     finish_reason: FinishReason
+    """That of its last turn."""
+    limit: Limit = ""
+    """The limit of the ticket's conversation that ended it before the environment did; empty: none."""
     error_kind: Text = ""
     """Short stable name for `error` and `timed_out`, like `reward_timeout`, `reward_exception`."""
     error_message: Text = ""
     rewards: dict[str, float] = Field(default_factory=dict)
     """Reward components before weighting, by name."""
     reward: float | None = None
-    """Weighted sum of the components; None unless the status is scored."""
+    """Weighted sum of the components, and the sum of the turns' rewards; None unless the status is scored."""
     turns: Many[Turn]
     image_hashes: Many[ContentHash] = ()
     """Content hash of each image that the engine saw in place of the prompt's, as its order has it."""
@@ -60,6 +53,8 @@ class GroupTimings(Wire):
 
     generate_s: Seconds
     reward_s: Seconds
+    environment_s: Seconds = 0.0
+    """Waits for the environment, of all trajectories together."""
 
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "kv_versions")
@@ -72,7 +67,12 @@ class Group(Wire):
     ticket_id: TicketId
     server_id: PeerId
     prompt_ids: Int32Array
-    """[P] exact prompt token ids, image placeholders expanded."""
+    """[P] exact prompt token ids, image placeholders expanded, what the environment opened with included."""
+    opening: Many[ObservedMessage] = ()
+    """What the environment showed first, to all trajectories: the end of the prompt's last message if that is a user's,
+    or a user's message behind it."""
+    blobs: dict[ContentHash, Blob] = Field(default_factory=dict)
+    """Encoded bytes of the images of the opening and of observations, by content hash, each once."""
     image_grids: Int32Matrix
     """[images, 3] temporal, height, width in patches, in order of appearance."""
     image_hashes: Many[ContentHash]
@@ -85,7 +85,8 @@ class Group(Wire):
     token_ids: Int32Array
     """[N] completion token ids."""
     loss_mask: UInt8Array
-    """[N] 1 on tokens that the policy sampled, 0 on what the ticket's orders or the environment put in."""
+    """[N] 1 on tokens that the policy sampled, 0 on what the ticket's orders or the environment put in. Log-probs of an
+    observation are 0, and its versions are those of the token before it."""
     logprobs: Float32Array
     """[N] behaviour log-probabilities of the sampled tokens, 0 elsewhere."""
     versions: Int32Array

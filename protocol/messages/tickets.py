@@ -127,6 +127,16 @@ class TrajectoryOrder(Wire):
 NO_ORDER = TrajectoryOrder()
 
 
+class ConversationLimits(Wire):
+    """Limits of a trajectory of several turns; `Sampling.max_new_tokens` counts its tokens, the observed included."""
+
+    turns: int = Field(gt=0)
+    tokens_per_turn: int = Field(gt=0)
+    """Sampled tokens of one turn. A turn that is cut here ends its trajectory."""
+    images: int = Field(ge=0)
+    """Images that observations may show, the opening's not counted."""
+
+
 class Ticket(Wire):
     """The learner's permission to produce one group."""
 
@@ -141,6 +151,8 @@ class Ticket(Wire):
     sampling: Sampling
     orders: Many[TrajectoryOrder] = ()
     """One for each trajectory; none: all are simply sampled."""
+    conversation: ConversationLimits | None = None
+    """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
 
     @model_validator(mode="after")
     def _orders_fit(self) -> Ticket:
@@ -162,6 +174,8 @@ class Ticket(Wire):
                 raise ValueError(f"{where}: trajectory {index} begins with banned token ids {banned}")
             if stops := sorted({*order.prefix[:-1]} & {*sampling.stop_token_ids}):
                 raise ValueError(f"{where}: trajectory {index} goes on behind the stop token ids {stops}")
+            if self.conversation and (order.prefix or order.images):
+                raise ValueError(f"{where}: trajectory {index} of a conversation has a prefix, or images of its own")
         return self
 
     def order(self, index: int) -> TrajectoryOrder:

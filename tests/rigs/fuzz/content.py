@@ -28,6 +28,8 @@ from protocol.messages import (
     LeaseGrant,
     LeaseRecall,
     LeaseReturn,
+    ObservedImage,
+    ObservedMessage,
     Prompt,
     Refusal,
     Sampling,
@@ -127,6 +129,24 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
     )
 
 
+def conversation(ticket_id: int) -> Group:
+    """A group whose prompt an environment opened, and whose first trajectory it showed an image after a turn."""
+    digest, data = image(ticket_id)
+    shown = (
+        ObservedMessage(
+            role="tool", content=(TextPart(text="see"), ObservedImage(content_hash=digest, grid=(1, 2, 3)))
+        ),
+    )
+    right = group(ticket_id, 0, "server-0", [9, 4])
+    turns = (
+        Turn(start=0, end=2, finish_reason=FinishReason.STOP, reward=0.5, state_key="0a", observation=shown),
+        Turn(start=6, end=9, finish_reason=FinishReason.LENGTH),
+    )
+    first = right.trajectories[0].model_copy(update={"turns": turns, "limit": "turns"})
+    changes = {"opening": shown, "blobs": {digest: memoryview(data)}, "trajectories": (first, right.trajectories[1])}
+    return right.model_copy(update=changes)
+
+
 def is_right(received: Group) -> bool:
     """Compare a group with the one that its ticket demands; the time it took is free."""
     right = group(received.ticket_id, int(received.versions[0]), received.server_id)
@@ -171,6 +191,7 @@ EXAMPLES: tuple[Wire, ...] = (
     example_tickets(),
     group(7, 3, "server-0", [3, 0, 2]),
     group(7, 3, "server-0", []).model_copy(update={"kv_versions": np.zeros(0, np.int32)}),
+    conversation(7),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
     heartbeat(),

@@ -15,10 +15,11 @@ from asyncrl.data.images import content_hash
 from asyncrl.demo.model import CHAT_TEMPLATE
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge, joined_row, sampled_piece
+from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.loading import load_model
 from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.rows import joined_row, sampled_piece
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import make_family

@@ -1,0 +1,172 @@
+"""Verification of conversations: between two turns stands exactly what the environment's answer becomes, and no more.
+
+The learner makes each bridge again of the messages and images that the group records, and compares token ids, grids and
+content hashes. Turns tile the sampled tokens: a token is trained if and only if a turn has sampled it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.environments.recording import images_of, observation_of
+from asyncrl.errors import UserError
+from asyncrl.models.bridge import TurnBridge
+from protocol.messages import ConversationLimits, FinishReason, Group, Ticket, TrajectoryRecord, TrajectoryStatus, Turn
+
+
+class _Columns(NamedTuple):
+    """Columns of one trajectory, [T] each."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    kv_versions: np.ndarray
+
+
+def turn_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> Iterator[str]:
+    """Compare the turns of a group with what its ticket allows, and with bridges made again; see `verify_group`.
+
+    `bridge` is needed for the ticket of a conversation.
+    """
+    if ticket.conversation is None:
+        if group.opening or group.blobs or any(_has_turns(record) for record in group.trajectories):
+            yield "it has turns that an environment answered, and its ticket asks for one turn"
+        return
+    assert bridge is not None, "whoever writes tickets of conversations has a bridge"
+    yield from _blob_problems(group)
+    for index, record in enumerate(group.trajectories):
+        for problem in _trajectory_problems(record, _columns(group, index), group.blobs, ticket, bridge):
+            yield f"completion {index}: {problem}"
+
+
+def bridge_problems(group: Group, bridge: TurnBridge | None) -> Iterator[str]:
+    """What a group that was verified before must still be: its bridges those that this chat template makes."""
+    if bridge is None:
+        return
+    for index, record in enumerate(group.trajectories):
+        for number, turn in enumerate(record.turns[:-1]):
+            columns, following = _columns(group, index), record.turns[number + 1]
+            for problem in _bridge_problems(turn, following.start, columns, group.blobs, bridge):
+                yield f"completion {index}: after turn {number} {problem}"
+
+
+def _has_turns(record: TrajectoryRecord) -> bool:
+    return len(record.turns) > 1 or bool(record.limit) or any(turn.observation for turn in record.turns)
+
+
+def _columns(group: Group, index: int) -> _Columns:
+    end = int(group.lengths[: index + 1].sum())
+    place = slice(end - int(group.lengths[index]), end)
+    kv_versions = group.versions if group.kv_versions is None else group.kv_versions
+    columns = (group.token_ids, group.loss_mask, group.logprobs, group.versions, kv_versions)
+    return _Columns(*(column[place] for column in columns))
+
+
+def _blob_problems(group: Group) -> Iterator[str]:
+    shown = {image.content_hash for image in images_of(group.opening)}
+    for record in group.trajectories:
+        shown.update(image.content_hash for turn in record.turns for image in images_of(turn.observation))
+    for digest in group.blobs.keys() - shown:
+        yield f"it brings the bytes of an image, {digest[:12]}, that no environment showed"
+
+
+def _trajectory_problems(
+    record: TrajectoryRecord,
+    columns: _Columns,
+    blobs: Mapping[str, memoryview],
+    ticket: Ticket,
+    bridge: TurnBridge,
+) -> Iterator[str]:
+    limits, length = ticket.conversation, len(columns.token_ids)
+    assert limits is not None
+    if not record.turns:
+        yield "it has no turn"
+        return
+    if len(record.turns) > limits.turns:
+        yield f"it has {len(record.turns)} turns, over the limit of {limits.turns}"
+    images = sum(len(images_of(turn.observation)) for turn in record.turns)
+    if images > limits.images:
+        yield f"it was shown {images} images, over the limit of {limits.images}"
+    start = 0
+    for number, turn in enumerate(record.turns):
+        if turn.start != start or turn.end <= start:
+            yield f"turn {number} has the tokens [{turn.start}, {turn.end}), and what came before it ends at {start}"
+            return
+        for problem in _turn_problems(turn, columns, ticket, limits):
+            yield f"turn {number} {problem}"
+        is_last = number == len(record.turns) - 1
+        start = length if is_last else record.turns[number + 1].start
+        if is_last:
+            if turn.end != length or turn.observation:
+                yield f"something stands behind its last turn, which ends at token {turn.end} of {length}"
+            break
+        if turn.finish_reason is FinishReason.LENGTH:
+            yield f"turn {number} was cut, and yet the conversation goes on"
+        if not turn.end <= start <= length:
+            yield f"turn {number + 1} begins at token {start}, inside another or behind the end"
+            return
+        for problem in _bridge_problems(turn, start, columns, blobs, bridge):
+            yield f"after turn {number} {problem}"
+    yield from _end_problems(record)
+
+
+def _turn_problems(turn: Turn, columns: _Columns, ticket: Ticket, limits: ConversationLimits) -> Iterator[str]:
+    length, last = turn.end - turn.start, int(columns.token_ids[turn.end - 1 : turn.end].sum())
+    if not columns.loss_mask[turn.start : turn.end].all():
+        yield "has a loss mask of 0 on a token that it sampled"
+    if length > limits.tokens_per_turn:
+        yield f"has {length} tokens, over the limit of {limits.tokens_per_turn}"
+    is_full = limits.tokens_per_turn == length or ticket.sampling.max_new_tokens == turn.end
+    if turn.finish_reason is None:
+        yield "does not say how it ended"
+    elif turn.finish_reason is FinishReason.STOP and last not in ticket.sampling.stop_token_ids:
+        yield (
+            f"ended by a stop token, but its last token is {last}. "
+            "The ids must be those that the engine sampled, never its text tokenised again"
+        )
+    elif turn.finish_reason is FinishReason.LENGTH and not is_full:
+        yield f"was cut at {length} tokens, before the limit of {limits.tokens_per_turn}"
+    if turn.reward is not None and not math.isfinite(turn.reward):
+        yield f"has the reward {turn.reward}"
+
+
+def _bridge_problems(
+    turn: Turn, until: int, columns: _Columns, blobs: Mapping[str, memoryview], bridge: TurnBridge
+) -> Iterator[str]:
+    """Compare the tokens `[turn.end, until)` with the bridge of the turn's observation."""
+    try:
+        made = bridge.measure(int(columns.token_ids[turn.end - 1]), observation_of(turn.observation, blobs))
+    except UserError as error:
+        yield str(error)
+        return
+    between = slice(turn.end, until)
+    theirs, mine = columns.token_ids[between], made.token_ids
+    if theirs.shape != mine.shape or (theirs != mine).any():
+        place = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), "their end")
+        yield (
+            f"stand other tokens than those of the recorded observation, from place {place} of the bridge "
+            f"({len(theirs)} ids against {len(mine)})"
+        )
+    grids, own = [list(image.grid) for image in images_of(turn.observation)], made.image_grids.tolist()
+    if grids != own:
+        yield f"the image grids (temporal, height, width in patches) differ: {grids} against {own}"
+    if columns.loss_mask[between].any() or columns.logprobs[between].any():
+        yield "a token of the observation has a loss mask or a log-prob: nobody sampled it"
+    for name, versions in (("version", columns.versions), ("key-value version", columns.kv_versions)):
+        if (versions[between] != versions[turn.end - 1]).any():
+            yield f"a token of the observation has another {name} than the token before it, {versions[turn.end - 1]}"
+
+
+def _end_problems(record: TrajectoryRecord) -> Iterator[str]:
+    last = record.turns[-1].finish_reason
+    if last is not record.finish_reason:
+        yield f"its last turn ended by {last}, and it by {record.finish_reason}"
+    is_cut = record.finish_reason is FinishReason.LENGTH or bool(record.limit)
+    if record.status.is_scored and is_cut != (record.status is TrajectoryStatus.TRUNCATED):
+        reached = f"the limit of {record.limit}" if record.limit else record.finish_reason
+        yield f"it is {record.status}, and ended by {reached}"

@@ -1,0 +1,318 @@
+"""Trajectories of several turns: what is not exactly what its ticket and environment allow is refused; what is right is
+packed, images in its middle included, and trains every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import content_hash
+from asyncrl.errors import UserError
+from asyncrl.journal.segments import pack_frames, unpack_group
+from asyncrl.models.loading import load_model
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.rows import joined_row
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from learner.network.group_verification import verify_group
+from learner.tickets.recorded_batch import as_journaled
+from learner.tickets.ticket import ReceivedGroup
+from learner.training.batch import make_batch
+from learner.training.engine import TorchEngine
+from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.roles import Roles
+from learner.training.step import LearnerStep
+from protocol.codec import Limits, decode, encode
+from protocol.errors import ProtocolError
+from protocol.messages import FinishReason, Group, ObservedImage, TextPart, TrajectoryStatus
+from tests.rigs.conversations import LIMITS, SHOWN, TALL, conversation
+from tests.rigs.made_up_batch import KeepGradients
+from tests.rigs.pictures import picture
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> RunConfig:
+    return make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 1, "group_size": len(SHOWN)})
+
+
+_MADE: dict[str, tuple[PromptProcessor, ReceivedGroup]] = {}
+
+
+@pytest.fixture
+def made(config: RunConfig) -> tuple[PromptProcessor, ReceivedGroup]:
+    """Processor and group, the same for all tests of one model."""
+    if config.model.path not in _MADE:
+        processor = PromptProcessor(config.model)
+        _MADE[config.model.path] = processor, conversation(config, processor)
+    return _MADE[config.model.path]
+
+
+def verify(item: ReceivedGroup, group: Group) -> None:
+    facts, vocabulary = item.prepared.facts_of(group), 500
+    arguments: dict[str, Any] = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ("exact_match",)}
+    verify_group(group, item.ticket, facts, **arguments, bridge=item.prepared.bridge)
+
+
+def with_column(group: Group, name: str, place: int, value: float) -> Group:
+    column = getattr(group, name).copy()
+    column[place] = value
+    return group.model_copy(update={name: column})
+
+
+def with_record(group: Group, index: int, **changes: Any) -> Group:
+    records = [*group.trajectories]
+    records[index] = records[index].model_copy(update=changes)
+    return group.model_copy(update={"trajectories": tuple(records)})
+
+
+def with_turn(group: Group, index: int, number: int, **changes: Any) -> Group:
+    turns = [*group.trajectories[index].turns]
+    turns[number] = turns[number].model_copy(update=changes)
+    return with_record(group, index, turns=tuple(turns))
+
+
+def with_shown(group: Group, index: int, number: int, **changes: Any) -> Group:
+    """Another first image in an observation."""
+    message = group.trajectories[index].turns[number].observation[0]
+    image = next(part for part in message.content if isinstance(part, ObservedImage))
+    parts = tuple(part.model_copy(update=changes) if part is image else part for part in message.content)
+    return with_turn(group, index, number, observation=(message.model_copy(update={"content": parts}),))
+
+
+def retold(group: Group) -> Group:
+    message = group.trajectories[1].turns[0].observation[0]
+    other = message.model_copy(update={"content": (TextPart(text="something"),)})
+    return with_turn(group, 1, 0, observation=(other, *group.trajectories[1].turns[0].observation[1:]))
+
+
+def with_pixel(group: Group, digest: str) -> Group:
+    data = bytearray(group.blobs[digest])
+    data[-20] ^= 1
+    return group.model_copy(update={"blobs": {**group.blobs, digest: memoryview(bytes(data))}})
+
+
+def end_of(group: Group, index: int, number: int) -> int:
+    """Place in the columns of the first token behind a turn."""
+    return int(group.lengths[:index].sum()) + group.trajectories[index].turns[number].end
+
+
+def extra_turn(group: Group) -> Group:
+    """Two turns where one was sampled."""
+    turn = group.trajectories[2].turns[0]
+    halves = (turn.model_copy(update={"end": 2}), turn.model_copy(update={"start": 2}))
+    return with_record(group, 2, turns=halves)
+
+
+HASH = content_hash(TALL)
+OTHER = picture(42, 28, "BMP")
+TAMPERED: dict[str, tuple[Callable[[Group], Group], str]] = {
+    "observation token": (
+        lambda g: with_column(g, "token_ids", end_of(g, 0, 0) + 3, 77),
+        "completion 0: after turn 0 stand other tokens than those of the recorded observation, from place 3",
+    ),
+    "observation text": (retold, "completion 1: after turn 0 stand other tokens"),
+    "image byte": (lambda g: with_pixel(g, HASH), f"completion 0: after turn 1 the bytes of the image {HASH[:12]}"),
+    "image left out": (
+        lambda g: g.model_copy(update={"blobs": {k: v for k, v in g.blobs.items() if k != HASH}}),
+        f"completion 0: after turn 1 the image {HASH[:12]} of an observation came without its bytes",
+    ),
+    "another image": (
+        lambda g: with_shown(
+            g.model_copy(update={"blobs": {**g.blobs, content_hash(picture(70, 28)): memoryview(picture(70, 28))}}),
+            3, 0, content_hash=content_hash(picture(70, 28)),
+        ),
+        "completion 3: after turn 0 stand other tokens",
+    ),
+    "an image that nobody showed": (
+        lambda g: g.model_copy(update={"blobs": {**g.blobs, content_hash(OTHER): memoryview(OTHER)}}),
+        "that no environment showed",
+    ),
+    "grid": (lambda g: with_shown(g, 0, 0, grid=(1, 6, 4)), r"completion 0: after turn 0 the image grids .* differ"),
+    "mask of a turn": (
+        lambda g: with_column(g, "loss_mask", 1, 0),
+        "completion 0: turn 0 has a loss mask of 0 on a token that it sampled",
+    ),
+    "mask of an observation": (
+        lambda g: with_column(g, "loss_mask", end_of(g, 1, 0), 1),
+        "completion 1: after turn 0 a token of the observation has a loss mask or a log-prob",
+    ),
+    "log-prob of an observation": (
+        lambda g: with_column(g, "logprobs", end_of(g, 1, 0), -1),
+        "completion 1: after turn 0 a token of the observation has a loss mask or a log-prob",
+    ),
+    "version of an observation": (
+        lambda g: with_column(g, "versions", end_of(g, 0, 1), 2),
+        "after turn 1 a token of the observation has another version",
+    ),
+    "turn's span": (lambda g: with_turn(g, 0, 1, start=5), "completion 0: after turn 0 stand other tokens"),
+    "turn's end": (lambda g: with_turn(g, 2, 0, end=3), "completion 2: turn 0 ended by a stop token, but its last"),
+    "turns that overlap": (lambda g: with_turn(g, 3, 1, start=1), "completion 3: turn 1 begins at token 1, inside"),
+    "two turns for one": (extra_turn, "completion 2: turn 0 ended by a stop token, but its last token is"),
+    "no turn": (lambda g: with_record(g, 2, turns=()), "completion 2: it has no turn"),
+    "turn's ending": (
+        lambda g: with_turn(g, 0, 0, finish_reason=FinishReason.LENGTH),
+        "completion 0: turn 0 was cut, and yet the conversation goes on",
+    ),
+    "trajectory's ending": (
+        lambda g: with_record(g, 0, finish_reason=FinishReason.LENGTH),
+        "completion 0: its last turn ended by stop, and it by length",
+    ),
+    "status": (
+        lambda g: with_record(g, 1, status=TrajectoryStatus.FINISHED),
+        "completion 1: it is finished, and ended by length",
+    ),
+    "turn's reward": (lambda g: with_turn(g, 0, 1, reward=float("nan")), "completion 0: turn 1 has the reward nan"),
+    "what follows the last turn": (
+        lambda g: with_turn(g, 2, 0, observation=g.trajectories[1].turns[0].observation),
+        "completion 2: something stands behind its last turn",
+    ),
+    "opening": (lambda g: g.model_copy(update={"opening": ()}), "the engine saw 2 image"),
+}  # fmt: skip
+
+
+def test_a_right_conversation_passes_also_after_the_wire_and_the_journal(
+    made: tuple[PromptProcessor, ReceivedGroup],
+) -> None:
+    _, item = made
+    verify(item, item.group)
+    travelled = decode(encode(item.group), (Group,), Limits())
+    assert isinstance(travelled, Group)
+    kept = unpack_group(b"".join(bytes(piece) for piece in pack_frames(encode(travelled))))
+    verify(item, kept)
+    assert kept.trajectories == item.group.trajectories
+    assert {digest: bytes(data) for digest, data in kept.blobs.items()} == item.group.blobs
+    assert as_journaled(item.prepared, kept).group is kept
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_conversation_that_was_tampered_with_is_refused(
+    made: tuple[PromptProcessor, ReceivedGroup], name: str
+) -> None:
+    _, item = made
+    tamper, reason = TAMPERED[name]
+    with pytest.raises((ProtocolError, UserError), match=reason):
+        verify(item, tamper(item.group))
+
+
+def test_limits_of_the_ticket_are_checked(made: tuple[PromptProcessor, ReceivedGroup]) -> None:
+    _, item = made
+    for changes, reason in (
+        ({"turns": 2}, "completion 0: it has 3 turns, over the limit of 2"),
+        ({"images": 1}, "completion 0: it was shown 2 images, over the limit of 1"),
+        ({"tokens_per_turn": 3}, "completion 0: turn 0 has 4 tokens, over the limit of 3"),
+        ({"tokens_per_turn": 5}, "completion 1: turn 1 was cut at 4 tokens, before the limit of 5"),
+    ):
+        limits = LIMITS.model_copy(update=changes)
+        prepared = replace(item.prepared, ticket=item.ticket.model_copy(update={"conversation": limits}))
+        with pytest.raises(ProtocolError, match=reason):
+            verify(replace(item, prepared=prepared), item.group)
+
+
+def test_a_conversation_where_one_turn_was_asked_for_is_refused(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
+) -> None:
+    processor, item = made
+    ticket = item.ticket.model_copy(update={"conversation": None})
+    single = replace(item, prepared=replace(item.prepared, ticket=ticket, bridge=None))
+    with pytest.raises(UserError, match="an environment opened, and the ticket asks for none"):
+        verify(single, item.group)
+    with pytest.raises(ProtocolError, match="its ticket asks for one turn"):
+        verify(single, conversation(config, processor, opening=False).group)
+
+
+def test_a_journaled_conversation_of_another_template_is_refused(made: tuple[PromptProcessor, ReceivedGroup]) -> None:
+    _, item = made
+    with pytest.raises(UserError, match="after turn 0 stand other tokens"):
+        as_journaled(item.prepared, retold(item.group))
+
+
+# --- training ---------------------------------------------------------------------------------------
+
+
+def _separately(model: Any, config: RunConfig, banned: torch.Tensor, group: TrainGroup, c: Completion) -> torch.Tensor:
+    """Log-probs of a completion's counted tokens from one plain forward pass of its whole row; the model makes the
+    positions itself."""
+    text = replace(group.prompt, token_ids=c.token_ids, token_types=np.zeros_like(c.token_ids), pixel_values=None)
+    nothing = replace(text, image_grids=group.prompt.image_grids[:0], image_hashes=())
+    row = joined_row(group.prompt, [c.observed or nothing])
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(row.token_ids).long()[None],
+        "mm_token_type_ids": torch.from_numpy(row.token_types).long()[None],
+        "pixel_values": row.pixel_values,
+        "image_grid_thw": torch.from_numpy(row.image_grids).long(),
+    }
+    logits = model(**inputs, use_cache=False).logits[0]
+    kept = torch.from_numpy(np.flatnonzero(c.loss_mask))
+    at = len(group.prompt.token_ids) - 1 + kept
+    logprobs = sampling_logprobs(logits[at], temperature=config.rollout.temperature, banned=banned)
+    return gather_logprobs(logprobs, torch.from_numpy(c.token_ids).long()[kept])
+
+
+def test_packed_conversations_equal_separate_passes(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
+) -> None:
+    """Log-probs and gradients, with images of the opening and in the middle of trajectories, vision tower included."""
+    processor, item = made
+    batch = make_batch([item], processor)
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    plain: Any = load_model(config.model, device=torch.device("cpu")).train()
+    banned = torch.tensor(sorted(processor.placeholder_ids))
+    assert sum(c.observed is not None for g in batch.train_groups for c in g.completions) == 2
+    for budget, micro_batches in ((4096, 1), (110, 3)):
+        plan = plan_micro_batches(batch.train_groups, budget)
+        assert len(plan) >= micro_batches
+        packed = [engine.forward(build_micro_batch(engine.model, part, engine.device)).logprobs for part in plan]
+        ours = torch.cat(packed)
+        theirs = torch.cat(
+            [_separately(plain, config, banned, g, c) for part in plan for g in part for c in g.completions]
+        )
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        direction = torch.randn(len(ours), generator=torch.Generator().manual_seed(0))
+        for model, logprobs in ((engine.model, ours), (plain, theirs)):
+            model.zero_grad()
+            (logprobs * direction).sum().backward()
+        wanted = dict(plain.named_parameters())
+        for name, parameter in engine.model.named_parameters():
+            if parameter.grad is not None:
+                scale = wanted[name].grad.norm().clamp_min(1e-6)
+                assert (parameter.grad - wanted[name].grad).norm() / scale < 1e-4, name
+
+
+def test_the_first_turn_learns_from_a_reward_at_the_end_and_from_what_it_was_shown_nothing(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
+) -> None:
+    processor, item = made
+    batch = make_batch([item], processor)
+    engine = KeepTokenGradients(config, config.learner.optim, 1)
+    engine.prepare()
+    metrics = LearnerStep(Roles(engine), config)(batch, 2)
+    assert np.isfinite(metrics["loss"])
+    gradients = torch.zeros(len(item.group.token_ids))
+    assert engine.logprobs.grad is not None
+    gradients[batch.trained.flat] = engine.logprobs.grad
+    turns, first = item.group.trajectories[0].turns, int(item.group.lengths[0])
+    for turn in turns:
+        assert bool((gradients[turn.start : turn.end] != 0).all())
+    sampled = torch.from_numpy(item.group.loss_mask[:first] == 1)
+    assert not gradients[:first][~sampled].any()
+    assert int(sampled.sum()) == sum(turn.end - turn.start for turn in turns)
+
+
+class KeepTokenGradients(KeepGradients):
+    logprobs: torch.Tensor
+
+    def forward(self, micro_batch: Any, **asked: Any) -> Any:
+        outputs = super().forward(micro_batch, **asked)
+        if outputs.logprobs.requires_grad:
+            outputs.logprobs.retain_grad()
+            self.logprobs = outputs.logprobs
+        return outputs
