@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import command
 from asyncrl.run_folder.checkpoints import CHECKPOINTS, checkpoint_folders
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
 
+    add_environment_commands(commands)
     demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
     demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. Without one, GRPO")
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")

@@ -87,7 +87,7 @@ async def run_python(code: str, images: list[bytes], limits: SandboxLimits | Non
     if len(text) > limits.output_chars:
         text = f"{text[: limits.output_chars]}\n[{len(text) - limits.output_chars} characters more are cut]"
     problem = _problem(process.returncode or 0, result, late, limits)
-    if problem:
+    if problem or result is None:
         raise ToolError(f"{text.rstrip()}\n{problem}".strip())
     return [*([text] if text or not result["shown"] else []), *(base64.b64decode(each) for each in result["shown"])]
 

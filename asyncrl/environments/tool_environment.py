@@ -60,6 +60,8 @@ class ToolContext:
     """Seeded by the ticket's seed and the trajectory's place in its group."""
     reward: float = 0.0
     """Of this turn; tools add to it."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Small facts for the record, in the `info` of every turn's result."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class ToolEnvironment:
                 break
             messages.append(Message("tool", parts))
             self.ctx.images += [ShownImage(part) for part in parts if isinstance(part, bytes)]
-        info: dict[str, object] = {"calls": records}
+        info: dict[str, object] = {**self.ctx.info, "calls": records}
         if over is not None:
             return StepResult(None, self.ctx.reward + over.reward, True, info=info | over.info)
         observation = Observation(tuple(messages))
@@ -180,7 +182,7 @@ class ToolEnvironment:
         if self.end == "nudge" and not self._nudged and action.finish_reason != "length":
             self._nudged = True
             return StepResult(Observation((Message("user", (NUDGE,)),)))
-        return StepResult(None, done=True)
+        return StepResult(None, done=True, info=dict(self.ctx.info))
 
     def state_key(self, observation: Observation) -> bytes:
         """Where the episode is now, for estimators that compare equal states; of what is seen, unless overridden."""

@@ -1,0 +1,102 @@
+"""`asyncrl env`: play an episode, estimate what a policy gets, write the rows of a data set.
+
+Handlers import what they need: `asyncrl --help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncrl.environments.settings import EnvironmentConfig
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Add `env` with its three commands."""
+    env = commands.add_parser("env", help="environments of several turns: play one, estimate a baseline, write rows")
+    kinds = env.add_subparsers(required=True, metavar="COMMAND")
+    for name, handler, help in (
+        ("try", _try, "play one episode in the terminal: by hand, or --policy oracle"),
+        ("baseline", _baseline, "mean reward of one of the environment's own policies over many episodes"),
+        ("rows", _rows, "write a data set of the environment's rows, as Parquet"),
+    ):
+        one = kinds.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        one.add_argument("name", metavar="FILE:CLASS", help="or a YAML file with the section `environment`")
+        one.add_argument("overrides", nargs="*", metavar="key=value", help="of the section, such as limits.turns=3")
+        one.add_argument("--seed", type=int, default=0, help="of rows, episodes and policy")
+        one.add_argument("--split", default="train", help="part of the environment's rows; default: train")
+        one.set_defaults(handler=handler)
+        if name == "rows":
+            one.add_argument("--count", type=int, default=1000)
+            one.add_argument("--out", type=Path, required=True, metavar="FILE")
+            continue
+        one.add_argument("--policy", default="" if name == "try" else "random", help="oracle, random, ...")
+        one.add_argument("--unit", type=int, default=28, help="pixels at the side of an image token")
+        if name == "baseline":
+            one.add_argument("--episodes", type=int, default=400)
+
+
+def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
+    from asyncrl.environments.settings import load_environment, override
+
+    if arguments.name.endswith((".yaml", ".yml")):
+        return load_environment(Path(arguments.name), arguments.overrides)
+    return override({"name": arguments.name}, arguments.overrides)
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    from asyncrl.environments import play
+
+    config = _config(arguments)
+    loaded = play.open_environment(config, arguments.unit)
+    row = play.make_row(loaded, arguments.seed, arguments.split)
+    start = play.start_of(loaded, row, arguments.seed)
+    turns = play.typed_turns()
+    if arguments.policy:
+        turns = play.policy_of(loaded, arguments.policy)(start, random.Random(arguments.seed))
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-env-"))
+    print(f"{loaded.cls.__name__}, calls as {loaded.call_format}, at most {config.limits.turns} turns")
+    for tool in loaded.tools.values():
+        print(f"  tool {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}")
+    print(f"  user: {row.get('prompt', '')}")
+    played = asyncio.run(play.play(loaded, config, start, turns, play.Terminal(folder, arguments.unit)))
+    over = f" (over_limit: {config.over_limit})" if played.end.startswith("limit") else ""
+    print(f"end: {played.end}{over}   reward {sum(played.rewards):g} in {len(played.rewards)} turns")
+    return 1 if played.end.startswith("environment_") else 0
+
+
+def _baseline(arguments: argparse.Namespace) -> int:
+    from asyncrl.environments import play
+
+    config = _config(arguments)
+    loaded = play.open_environment(config, arguments.unit)
+    policy = play.policy_of(loaded, arguments.policy)
+    print(f"{loaded.cls.__name__}, policy {arguments.policy}, ", end="", flush=True)
+    print(play.baseline(loaded, config, policy, arguments.episodes, arguments.seed, arguments.split))
+    return 0
+
+
+def _rows(arguments: argparse.Namespace) -> int:
+    from asyncrl.environments import play
+
+    loaded = play.open_environment(_config(arguments), 28)
+    if not hasattr(loaded.cls, "make_row"):
+        raise UserError(
+            f"{loaded.cls.__name__} makes no rows of its own: give it a class method make_row(index, split)"
+        )
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    first = arguments.seed * 1_000_000
+    rows = [play.make_row(loaded, first + index, arguments.split) for index in range(arguments.count)]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), arguments.out)
+    print(f"{arguments.out}: {len(rows)} rows")
+    return 0

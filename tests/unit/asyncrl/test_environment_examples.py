@@ -1,0 +1,91 @@
+"""The environments under examples/: what their oracles get, that a start says everything, and `asyncrl env`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.environments import play
+from asyncrl.environments.loading import LoadedEnvironment
+from asyncrl.environments.settings import EnvironmentConfig, override
+from tests.rigs.tiny import ROOT
+
+pytest.importorskip("sklearn", reason="the scans of digits come with scikit-learn")
+EXAMPLES = {
+    "ZoomDigit": f"{ROOT}/examples/zoom_digit/environment.py:ZoomDigit",
+    "GridLake": f"{ROOT}/examples/grid_lake/environment.py:GridLake",
+    "Calc": f"{ROOT}/examples/calc/environment.py:Calc",
+}
+
+
+def opened(name: str, **config: Any) -> tuple[LoadedEnvironment, EnvironmentConfig]:
+    section = override({"name": EXAMPLES[name], "config": config, "limits": {"turns": 8, "images": 9}}, [])
+    return play.open_environment(section, unit=14), section
+
+
+def episode(name: str, number: int, policy: str, **config: Any) -> tuple[play.Played, list[Any]]:
+    """An episode and all that was shown of it."""
+    loaded, section = opened(name, **config)
+    start = play.start_of(loaded, play.make_row(loaded, number, "held_out"), seed=1)
+    shown: list[Any] = []
+    turns = play.policy_of(loaded, policy)(start, random.Random(number))
+    look = lambda kind, part: shown.append((kind, part)) if kind in ("user", "tool") else None  # noqa: E731
+    return asyncio.run(play.play(loaded, section, start, turns, look)), shown
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_oracle_gets_everything_and_a_start_gives_the_same_bytes_each_time(name: str) -> None:
+    first, shown = episode(name, 3, "oracle")
+    assert (first.end, sum(first.rewards), first.call_errors) == ("done", 1.0, 0)
+    again, shown_again = episode(name, 3, "oracle")
+    assert shown == shown_again
+    assert first == again
+    assert shown != episode(name, 4, "oracle")[1]
+    assert any(isinstance(part, bytes) for _, part in shown)
+
+
+def test_controls_take_the_way_to_the_answer_away() -> None:
+    wrong, shown = episode("ZoomDigit", 3, "oracle", wrong_image=True)
+    assert shown[0] == episode("ZoomDigit", 3, "oracle")[1][0]
+    assert shown[1] != episode("ZoomDigit", 3, "oracle")[1][1]
+    assert wrong.info["hit"]
+    assert episode("ZoomDigit", 3, "oracle", tool=False)[1][1] == ("tool", "Error: crop is not available")
+    assert episode("Calc", 3, "oracle", tool=False)[1][1] == ("tool", "Error: calc is not available")
+    blind = [part for number in (3, 4) for _, part in episode("GridLake", number, "oracle", blind=True)[1]]
+    assert len(set(blind)) == 1
+
+
+def test_maps_are_solvable_in_one_part_only_and_the_random_policy_is_computed_exactly() -> None:
+    loaded, _ = opened("GridLake")
+    module = __import__("sys").modules[loaded.cls.__mro__[1].__module__]
+    lakes = {split: {module.make_lake(n, split).digest for n in range(150)} for split in ("train", "held_out")}
+    assert not lakes["train"] & lakes["held_out"]
+    assert min(map(len, lakes.values())) > 140
+    lake = module.Lake((0, 0), (0, 1), frozenset({(1, 0)}))
+    assert lake.random_success(1) == 0.25
+    assert lake.random_success(2) == 0.25 + 0.5 * 0.25, "up and left stay, down is a hole"
+
+
+def test_the_command_plays_estimates_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lake = EXAMPLES["GridLake"]
+    assert main(["env", "try", lake, "--policy", "oracle", "--seed", "2", "--unit", "14"]) == 0
+    out = capsys.readouterr().out
+    assert "[image 0: 56 x 56, about 16 tokens, " in out
+    assert "end: done   reward 1 in " in out
+    section = tmp_path / "run.yaml"
+    section.write_text(f"environment:\n  name: {lake}\n  limits: {{turns: 3}}\n")
+    assert main(["env", "baseline", str(section), "limits.turns=2", "--policy", "random", "--episodes", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "GridLake, policy random, 20 episodes of train" in out
+    assert "limit turns" in out
+    rows = tmp_path / "rows.parquet"
+    assert main(["env", "rows", lake, "--count", "3", "--split", "held_out", "--out", str(rows)]) == 0
+    assert pq.read_table(rows)["lake"].to_pylist() == [0, 1, 2]
+    assert main(["env", "try", lake, "--policy", "orcale"]) == 2
+    assert "Did you mean 'oracle'?" in capsys.readouterr().err
