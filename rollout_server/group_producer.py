@@ -30,8 +30,10 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
+from rollout_server.conversation import ConversationProducer, Environments
 from rollout_server.engines.base import (
     Completion,
+    EngineDied,
     FailedRequest,
     GenerationRequest,
     InferenceEngine,
@@ -64,16 +66,30 @@ class _GroupInProgress:
 class GroupProducer:
     """Produces groups from tickets; calls of `produce` may overlap."""
 
-    def __init__(self, engine: InferenceEngine, rewards: RewardPool, processor: PromptProcessor, server_id: str):
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        rewards: RewardPool,
+        processor: PromptProcessor,
+        server_id: str,
+        environments: Environments | None = None,
+    ):
+        """`environments` answer the turns of tickets that ask for a conversation."""
         self._engine = engine
         self._rewards = rewards
         self._processor = processor
         self._server_id = server_id
+        self._conversations = (
+            ConversationProducer(engine, rewards, processor, server_id, environments) if environments else None
+        )
 
     async def produce(
         self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]
     ) -> AsyncIterator[Group | TicketFailed]:
-        """Groups and failures, each when it is there, whatever else runs. All tickets enter the engine together."""
+        """Groups and failures, each when it is there, whatever else runs. All tickets of one turn enter the engine
+        together; those of conversations when their environments have opened."""
+        conversations = [ticket for ticket in tickets if ticket.conversation]
+        tickets = [ticket for ticket in tickets if not ticket.conversation]
         requests = await asyncio.to_thread(lambda: [self._request(ticket, blobs) for ticket in tickets])
         started_at = time.monotonic()
         progress: dict[int, _GroupInProgress] = {}
@@ -88,6 +104,7 @@ class GroupProducer:
                 )
         tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
             asyncio.create_task(self._generate(progress)),
+            *(asyncio.create_task(self._converse(ticket, blobs)) for ticket in conversations),
             *(asyncio.create_task(self._finish(group)) for group in progress.values()),
         ]
         try:
@@ -101,6 +118,17 @@ class GroupProducer:
         finally:
             for task in [*tasks, *(score for group in progress.values() for score in group.scores)]:
                 task.cancel()
+
+    async def _converse(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> Group | TicketFailed:
+        try:
+            if self._conversations is None:
+                raise UserError("the ticket asks for a conversation, and this server has no environment")
+            return await self._conversations.produce(ticket, blobs)
+        except EngineDied:
+            raise
+        except Exception as error:
+            logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
+            return ticket_failed(ticket, error)
 
     def _request(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> GenerationRequest | TicketFailed:
         prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure

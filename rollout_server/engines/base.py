@@ -57,6 +57,13 @@ class GenerationRequest:
     time where the order says greedy."""
     seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
     """The prompt with the images that orders have in place of its own, by their content hashes."""
+    stream: tuple[int, ...] = ()
+    """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
+    whose indices are the completions' own."""
+
+    def seed_of(self, index: int) -> tuple[int, ...]:
+        """Seeds of the random stream of completion `index`."""
+        return (self.seed, *(self.stream or (index,)))
 
     def images_of(self, index: int) -> tuple[str, ...]:
         """Content hashes of the images that completion `index` sees in place of the prompt's."""

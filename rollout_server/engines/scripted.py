@@ -135,7 +135,7 @@ class ScriptedEngine:
         if self._script.text:
             body = self._processor.tokenizer(self._script.text, add_special_tokens=False)["input_ids"]
         else:
-            rng = np.random.default_rng((request.seed, index))
+            rng = np.random.default_rng(request.seed_of(index))
             length = max(1, round(rng.lognormal(np.log(self._script.mean_length), self._script.length_sigma)))
             never = {*sampling.banned_token_ids, *sampling.stop_token_ids}
             allowed = [i for i in range(len(self._processor.tokenizer)) if i not in never]

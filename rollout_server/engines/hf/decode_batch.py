@@ -75,7 +75,7 @@ def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
                 index=index,
                 sampling=request.sampling_of(index),
                 next_position=max(len(prefix) - 1, 0),
-                uniforms=np.random.default_rng((request.seed, index)).random(length),
+                uniforms=np.random.default_rng(request.seed_of(index)).random(length),
                 kv_version=version,
                 token_ids=list(prefix),
                 logprobs=[0.0] * len(prefix),

@@ -94,7 +94,7 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = request.sampling_of(index)
-    state: Any = np.random.SeedSequence((request.seed, index)).generate_state(1, np.uint64)
+    state: Any = np.random.SeedSequence(request.seed_of(index)).generate_state(1, np.uint64)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

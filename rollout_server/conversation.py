@@ -1,0 +1,440 @@
+"""Conversations: the policy takes a turn, an environment answers, and all of it stays one row of tokens.
+
+A trajectory that waits for its environment holds nothing in the engine: its next turn is a request of its own, whose
+prompt is the whole row. So new weights come in between turns, and one slow environment delays its own trajectory alone.
+The random numbers of a turn follow from the ticket's seed, the trajectory's index and the turn's number, whatever else
+is sampled beside it and whenever an environment answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.data.images import content_hash
+from asyncrl.environments.interface import Start
+from asyncrl.environments.observation import Observation, StepResult
+from asyncrl.environments.recording import recorded
+from asyncrl.environments.worker_host import EnvironmentFailed
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.presentation import plain_text, sample_of
+from asyncrl.rewards.score import Score
+from protocol.messages import (
+    NO_ORDER,
+    ConversationLimits,
+    FinishReason,
+    Group,
+    GroupTimings,
+    Limit,
+    Prompt,
+    Sampling,
+    Ticket,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
+from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine, VideoFrames
+
+logger = logging.getLogger(__name__)
+
+
+class Environment(Protocol):
+    """One trajectory's side of an environment. What it raises is a failure of the environment: a status, never a 0."""
+
+    async def reset(self, start: Start, /) -> Observation | None:
+        """Begin, and say what it opens with: the same bytes for all trajectories of a ticket."""
+        ...
+
+    async def step(self, text: str, /) -> StepResult:
+        """The answer to a turn, of which `text` is what was sampled, without special tokens."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Source of environments for trajectories."""
+
+    make: Callable[[], Environment]
+    capacity: float = inf
+    """Most of them at a time."""
+    trajectory_s: float = inf
+    """Seconds of a trajectory after which it takes no further turn."""
+
+
+@dataclass
+class _Trajectory:
+    """One trajectory so far: turns, and the columns of sampled and observed tokens."""
+
+    index: int
+    environment: Environment | None
+    """None when it is closed."""
+    turns: list[Turn] = field(default_factory=list)
+    pieces: list[EncodedPrompt] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    kv_versions: list[np.ndarray] = field(default_factory=list)
+    has_kv_versions: bool = False
+    text: str = ""
+    """What the last turn says."""
+    limit: Limit = ""
+    failure: tuple[str, str] | None = None
+    """Kind and message where its environment has failed."""
+    environment_s: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    def add_turn(self, sampled: Completion) -> None:
+        start = self.length
+        self.pieces.append(sampled_piece(sampled.token_ids))
+        self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason))
+        self.logprobs.append(sampled.logprobs)
+        self.versions.append(sampled.versions)
+        self.kv_versions.append(sampled.versions if sampled.kv_versions is None else sampled.kv_versions)
+        self.has_kv_versions |= sampled.kv_versions is not None
+
+    def describe_turn(self, **changes: object) -> None:
+        """Say more of the last turn."""
+        self.turns[-1] = self.turns[-1].model_copy(update=changes)
+
+    def add_observation(self, observation: Observation, bridge: EncodedPrompt) -> None:
+        self.describe_turn(observation=recorded(observation, bridge.image_grids))
+        self.pieces.append(bridge)
+        self.images += observation.images
+        count = len(bridge.token_ids)
+        self.logprobs.append(np.zeros(count, np.float32))
+        for column in (self.versions, self.kv_versions):
+            column.append(np.full(count, column[-1][-1], np.int32))
+
+    async def close(self) -> None:
+        """Close the environment, once; what goes wrong there concerns nobody but the log."""
+        environment, self.environment = self.environment, None
+        try:
+            if environment is not None:
+                await environment.close()
+        except Exception as error:
+            logger.warning("an environment could not be closed: %s", error)
+
+    def record(self, score: Score) -> TrajectoryRecord:
+        """A failed environment or reward is a status with its kind; it is never a score of 0."""
+        finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
+        if self.failure is not None:
+            status, (kind, message) = TrajectoryStatus.ERROR, self.failure
+            score = Score("error", kind, message)
+        elif score.status != "ok":
+            status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
+        else:
+            is_cut = finish_reason is FinishReason.LENGTH or bool(self.limit)
+            status = TrajectoryStatus.TRUNCATED if is_cut else TrajectoryStatus.FINISHED
+        earned = sum(turn.reward or 0.0 for turn in self.turns)
+        return TrajectoryRecord(
+            status=status,
+            finish_reason=finish_reason,
+            limit=self.limit,
+            error_kind=score.error_kind,
+            error_message=score.error_message,
+            rewards=score.components,
+            reward=None if score.reward is None else score.reward + earned,
+            turns=tuple(self.turns),
+        )
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """A ticket whose environments have opened."""
+
+    ticket: Ticket
+    limits: ConversationLimits
+    bridge: TurnBridge
+    prompt: Prompt
+    """With the opening."""
+    blobs: Mapping[str, bytes]
+    """Encoded media of that prompt by content hash."""
+    opening: Observation | None
+    first: GenerationRequest
+    """The first turns."""
+    started_at: float
+
+    def sampling(self, length: int) -> Sampling:
+        """How a turn is sampled behind `length` tokens."""
+        room = min(self.limits.tokens_per_turn, self.ticket.sampling.max_new_tokens - length)
+        return self.ticket.sampling.model_copy(update={"max_new_tokens": room})
+
+    def later_turn(self, trajectory: _Trajectory) -> GenerationRequest:
+        """The request for the next turn of a trajectory, whose prompt is all tokens before it."""
+        order = self.ticket.order(trajectory.index)
+        prompt = self.first.prompt
+        assert isinstance(prompt, EncodedPrompt)
+        return replace(
+            self.first,
+            prompt=joined_row(prompt, trajectory.pieces),
+            group_size=1,
+            sampling=self.sampling(trajectory.length),
+            images=(*self.first.images, *trajectory.images),
+            orders=(order,) if order != NO_ORDER else (),
+            stream=(trajectory.index, len(trajectory.turns)),
+        )
+
+
+class ConversationProducer:
+    """Produces the groups of tickets whose turns an environment answers; calls of `produce` may overlap."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        rewards: RewardPool,
+        processor: PromptProcessor,
+        server_id: str,
+        environments: Environments,
+    ):
+        self._engine = engine
+        self._rewards = rewards
+        self._processor = processor
+        self._server_id = server_id
+        self._environments = environments
+        self._bridges: dict[tuple[int, ...], TurnBridge] = {}
+        self._left = environments.capacity
+        self._freed = asyncio.Condition()
+
+    async def produce(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> Group:
+        """Raises what makes the group impossible: its environments do not begin, or its requests cannot be sampled."""
+        async with self._places(ticket.group_size):
+            trajectories = [_Trajectory(index, self._environments.make()) for index in range(ticket.group_size)]
+            try:
+                opened = await self._open(ticket, blobs, trajectories)
+                await self._talk_all(opened, trajectories)
+            finally:
+                await asyncio.gather(*(trajectory.close() for trajectory in trajectories))
+        generated_at = time.monotonic()
+        scores = await self._score(opened, trajectories)
+        return self._group(opened, trajectories, scores, generated_at)
+
+    @asynccontextmanager
+    async def _places(self, count: int) -> AsyncGenerator[None]:
+        """Hold the places of a whole group: groups with some of theirs would wait for each other."""
+        if count > self._environments.capacity:
+            raise UserError(
+                f"a group has {count} trajectories, and there is room for {self._environments.capacity:g} environments "
+                "at a time. Raise environment.workers or environment.instances_per_worker"
+            )
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._left >= count)
+            self._left -= count
+        try:
+            yield
+        finally:
+            self._left += count
+            async with self._freed:
+                self._freed.notify_all()
+
+    # --- the beginning --------------------------------------------------------------------------
+
+    async def _open(
+        self, ticket: Ticket, blobs: Mapping[str, memoryview], trajectories: Sequence[_Trajectory]
+    ) -> _Ticket:
+        started_at = time.monotonic()
+        assert ticket.conversation is not None, "GroupProducer takes tickets of one turn"
+        images = [bytes(blobs[digest]) for digest in ticket.prompt.image_hashes]
+        resets = (t.environment.reset(_start(ticket, images, t.index)) for t in trajectories if t.environment)
+        first, *others = await asyncio.gather(*resets)
+        if any(other != first for other in others):
+            raise BadStateError(
+                "environment_not_repeatable: the environment opens differently for the trajectories of one ticket, "
+                "which have the same row and the same seed. What reset() returns must follow from these"
+            )
+        return await asyncio.to_thread(self._prepare, ticket, ticket.conversation, blobs, first, started_at)
+
+    def _prepare(
+        self,
+        ticket: Ticket,
+        limits: ConversationLimits,
+        blobs: Mapping[str, memoryview],
+        opening: Observation | None,
+        started_at: float,
+    ) -> _Ticket:
+        stops = ticket.sampling.stop_token_ids
+        bridge = self._bridges.get(stops) or self._bridges.setdefault(stops, TurnBridge(self._processor, stops))
+        prompt = bridge.opened(ticket.prompt, opening) if opening else ticket.prompt
+        shown = {content_hash(image): image for image in opening.images} if opening else {}
+        found = {**shown, **{digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes}}
+        prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure
+        most = min(limits.tokens_per_turn, ticket.sampling.max_new_tokens)
+        first = GenerationRequest(
+            request_id=ticket.ticket_id,
+            prompt=_with_pixels(prepare(prompt, found)),
+            group_size=ticket.group_size,
+            seed=ticket.seed,
+            sampling=ticket.sampling.model_copy(update={"max_new_tokens": most}),
+            orders=ticket.orders,
+            images=tuple(found[digest] for digest in prompt.image_hashes),
+            videos=tuple(
+                VideoFrames(tuple(found[digest] for digest in video.frame_hashes), video.fps) for video in prompt.videos
+            ),
+        )
+        return _Ticket(ticket, limits, bridge, prompt, found, opening, first, started_at)
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    async def _talk_all(self, opened: _Ticket, trajectories: Sequence[_Trajectory]) -> None:
+        talks: list[asyncio.Task[None]] = []
+        try:
+            async for item in self._engine.generate([opened.first]):
+                if isinstance(item, FailedRequest):
+                    raise item.error
+                talks.append(asyncio.create_task(self._talk(opened, trajectories[item.index], item)))
+            await asyncio.gather(*talks)
+        finally:
+            for talk in talks:
+                talk.cancel()
+            await asyncio.gather(*talks, return_exceptions=True)
+
+    async def _talk(self, opened: _Ticket, trajectory: _Trajectory, turn: Completion) -> None:
+        """Take turns with the environment until one of the two, or a limit, ends it."""
+        while True:
+            trajectory.add_turn(turn)
+            trajectory.text = self._processor.decode(turn.token_ids)
+            if turn.finish_reason is FinishReason.LENGTH:  # what was cut off is no answer and no call
+                break
+            answered = await self._answer(opened, trajectory)
+            if answered is None:
+                break
+            trajectory.add_observation(*answered)
+            turn = await self._sample(opened.later_turn(trajectory))
+        await trajectory.close()
+
+    async def _answer(self, opened: _Ticket, trajectory: _Trajectory) -> tuple[Observation, EncodedPrompt] | None:
+        """What the environment shows after a turn, and its bridge; None where the trajectory has ended."""
+        began = time.monotonic()
+        assert trajectory.environment is not None, "it is closed at the end of the trajectory"
+        try:
+            result = await trajectory.environment.step(trajectory.text)
+            if not isfinite(result.reward):
+                raise ValueError(f"the reward of a turn is {result.reward}")
+        except Exception as error:  # the environment's own, or of its process
+            kind = error.kind if isinstance(error, EnvironmentFailed) else "environment_exception"
+            trajectory.failure = kind, f"{type(error).__name__}: {error}"
+            logger.warning("row %s: %s: %s", opened.prompt.row_id, *trajectory.failure)
+            return None
+        finally:
+            trajectory.environment_s += time.monotonic() - began
+        trajectory.describe_turn(reward=float(result.reward), state_key=result.state_key[:16].hex())
+        if result.done or result.observation is None:
+            return None
+        make = opened.bridge.encode if self._engine.takes_pixels else opened.bridge.measure
+        last = int(trajectory.pieces[-1].token_ids[-1])
+        try:
+            bridge = _with_pixels(await asyncio.to_thread(make, last, result.observation))
+        except UserError as error:  # an image that cannot be read
+            trajectory.failure = "environment_observation", str(error)
+            return None
+        trajectory.limit = self._limit(opened, trajectory, result.observation, len(bridge.token_ids))
+        return None if trajectory.limit else (result.observation, bridge)
+
+    def _limit(self, opened: _Ticket, trajectory: _Trajectory, observation: Observation, tokens: int) -> Limit:
+        """The limit that keeps an observation out. It is added as a whole or not at all."""
+        if len(trajectory.turns) >= opened.limits.turns:
+            return "turns"
+        if len(trajectory.images) + len(observation.images) > opened.limits.images:
+            return "images"
+        if trajectory.length + tokens >= opened.ticket.sampling.max_new_tokens:
+            return "tokens"
+        return "seconds" if time.monotonic() - opened.started_at > self._environments.trajectory_s else ""
+
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        (sampled,) = [item async for item in self._engine.generate([request])]
+        if isinstance(sampled, FailedRequest):
+            raise sampled.error
+        return sampled
+
+    # --- the end --------------------------------------------------------------------------------
+
+    async def _score(self, opened: _Ticket, trajectories: Sequence[_Trajectory]) -> dict[int, Score]:
+        """Scores of the trajectories whose environments have not failed, by index: of what the last turn says."""
+        whole = [trajectory for trajectory in trajectories if trajectory.failure is None]
+        scoring = self._rewards.group(len(whole))
+
+        async def score(place: int, trajectory: _Trajectory) -> Score:
+            sample = sample_of(
+                opened.prompt,
+                trajectory.text,
+                opened.blobs,
+                "length" if trajectory.turns[-1].finish_reason is FinishReason.LENGTH else "stop",
+                num_tokens=trajectory.length,
+                max_tokens=opened.ticket.sampling.max_new_tokens,
+            )
+            return await scoring.score(place, sample)
+
+        scores = await asyncio.gather(*(score(place, trajectory) for place, trajectory in enumerate(whole)))
+        return {trajectory.index: score for trajectory, score in zip(whole, scores, strict=True)}
+
+    def _group(
+        self,
+        opened: _Ticket,
+        trajectories: Sequence[_Trajectory],
+        scores: Mapping[int, Score],
+        generated_at: float,
+    ) -> Group:
+        failed = Score("error")
+        prompt = opened.first.prompt
+        shown = [*(opened.opening.images if opened.opening else ()), *(i for t in trajectories for i in t.images)]
+        masks = [np.zeros(trajectory.length, np.uint8) for trajectory in trajectories]
+        for trajectory, mask in zip(trajectories, masks, strict=True):
+            for turn in trajectory.turns:
+                mask[turn.start : turn.end] = 1
+        has_kv_versions = any(trajectory.has_kv_versions for trajectory in trajectories)
+        opening_grids = prompt.image_grids[len(opened.ticket.prompt.image_hashes) :]
+        return Group(
+            ticket_id=opened.ticket.ticket_id,
+            server_id=self._server_id,
+            prompt_ids=prompt.token_ids,
+            opening=recorded(opened.opening, opening_grids) if opened.opening else (),
+            blobs={content_hash(image): memoryview(image) for image in shown},
+            image_grids=prompt.image_grids,
+            image_hashes=prompt.image_hashes,
+            video_grids=prompt.video_grids if len(prompt.video_grids) else None,
+            video_hashes=prompt.video_hashes,
+            lengths=np.asarray([trajectory.length for trajectory in trajectories], np.int32),
+            token_ids=np.concatenate([piece.token_ids for t in trajectories for piece in t.pieces]),
+            loss_mask=np.concatenate(masks),
+            logprobs=np.concatenate([column for t in trajectories for column in t.logprobs]),
+            versions=np.concatenate([column for t in trajectories for column in t.versions]),
+            kv_versions=np.concatenate([c for t in trajectories for c in t.kv_versions]) if has_kv_versions else None,
+            trajectories=tuple(t.record(scores.get(t.index, failed)) for t in trajectories),
+            timings=GroupTimings(
+                generate_s=generated_at - opened.started_at,
+                reward_s=time.monotonic() - generated_at,
+                environment_s=sum(trajectory.environment_s for trajectory in trajectories),
+            ),
+        )
+
+
+def _start(ticket: Ticket, images: list[bytes], index: int) -> Start:
+    prompt = ticket.prompt
+    return Start(
+        row={**prompt.columns, "answer": prompt.answer},
+        messages=[{"role": message.role, "content": plain_text(message)} for message in prompt.messages],
+        images=images,
+        seed=ticket.seed,
+        index=index,
+    )
+
+
+def _with_pixels(prompt: MeasuredPrompt) -> EncodedPrompt:
+    """The same for an engine that takes no pixels, which are None then."""
+    return prompt if isinstance(prompt, EncodedPrompt) else EncodedPrompt(**vars(prompt))
