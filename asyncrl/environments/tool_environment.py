@@ -131,8 +131,7 @@ class ToolEnvironment:
         for tool_set in made:
             if marked_methods(tool_set):
                 await waited(tool_set.start(self.ctx))
-        found = [*marked_methods(self), *_functions_of(made)]
-        self.tools = {each.name: each for each in map(tool_of, found)}
+        self.tools = {each.name: each for each in self.own_tools(made)}
         self._nudged = False
         opening = await waited(self.reset(start))
         if not isinstance(opening, Observation | None):
@@ -140,6 +139,10 @@ class ToolEnvironment:
         opening = opening and self.image_rule.fit_observation(opening)
         self.ctx.images += [ShownImage(data) for data in opening.images] if opening else []
         return opening
+
+    def own_tools(self, made: list[Any]) -> list[Tool]:
+        """The tools of this trajectory: marked methods, functions, and the tool sets that were `made` for it."""
+        return [tool_of(each) for each in (*marked_methods(self), *_functions_of(made))]
 
     def reset(self, start: Start) -> Any:
         """Begin; what it returns is the opening."""
