@@ -127,7 +127,7 @@ def _functions(config: Any) -> Sequence[Callable[..., Any] | None]:
 
 def _make(config: Any, more: dict[str, Any]) -> Any:
     try:
-        import gymnasium
+        import gymnasium  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             "environment.name is gymnasium, but the package is not installed: pip install 'asyncrl[gymnasium]'"
