@@ -19,7 +19,8 @@ import re
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -55,10 +56,6 @@ class Tool:
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
 
-    @property
-    def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function)
-
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as the function takes them. Raises ToolError naming the parameter and what is wrong with it."""
         if self.arguments is None:
@@ -71,11 +68,18 @@ class Tool:
         return {name: getattr(valid, name) for name in type(valid).model_fields}
 
 
-def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
+def tool_of(function: Callable[..., Any]) -> Tool:
     """The tool of a function, or of a bound method. Raises UserError, with the line, where it has no schema."""
-    name = name or function.__name__
+    is_method = inspect.ismethod(function)
+    return replace(_described_once(function.__func__ if is_method else function, is_method), function=function)
+
+
+@cache
+def _described_once(function: Callable[..., Any], is_method: bool) -> Tool:
+    """The tool without its function: each trajectory binds its own, and a schema takes milliseconds."""
+    name = function.__name__
     place = _place(function)
-    parameters = inspect.signature(function).parameters
+    parameters = dict(list(inspect.signature(function).parameters.items())[is_method:])
     described = _descriptions(inspect.getdoc(function) or "", parameters)
     if not described[""]:
         raise UserError(f"{place}: tool {name} has no docstring. Say in its first line what it does")
@@ -97,7 +101,7 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
         raise UserError(f"{place}: tool {name} has no JSON schema: {one_line(error)}") from error
     schema.setdefault("properties", {})
     schema.pop("additionalProperties", None)
-    return Tool(name, described[""], schema, function, arguments, HIDDEN in parameters)
+    return Tool(name, described[""], schema, None, arguments, HIDDEN in parameters)
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -153,7 +157,7 @@ def _unsupported(annotation: Any) -> str:
 
 def _hints(function: Callable[..., Any], names: Sequence[str], place: str, name: str) -> dict[str, Any]:
     """Types of the parameters; those of `ctx` and of the result need not be importable."""
-    source: Any = inspect.unwrap(getattr(function, "__func__", function))
+    source: Any = inspect.unwrap(function)
     wanted = {key: value for key, value in source.__annotations__.items() if key in names}
     try:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__=wanted), source.__globals__)
@@ -205,6 +209,6 @@ def _problem(detail: Any, known: Iterable[str]) -> str:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    source: Any = inspect.unwrap(getattr(function, "__func__", function))
+    source: Any = inspect.unwrap(function)
     code = getattr(source, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,15 +55,15 @@ class Scene:
         jitter = rng.uniform(-10, 10, 2)
         middle = (CELL * (self.cell[1] + 0.5) + jitter[0], CELL * (self.cell[0] + 0.5) + jitter[1])
         canvas = np.maximum(canvas, draw_digit(images[chosen], 24.0, middle, LAYOUT, rng))
-        ys, xs = np.mgrid[0:SIDE, 0:SIDE]
+        ys, xs = np.ogrid[0:CELL, 0:CELL]
         for place in places[1 : 1 + distractors]:
             row, column = divmod(int(place), CELLS)
             if (row, column) == self.cell:
                 continue
-            x, y = CELL * (column + 0.5) + rng.uniform(-12, 12), CELL * (row + 0.5) + rng.uniform(-12, 12)
-            width, height = rng.uniform(4, 9, 2)
+            (x, y), (width, height) = CELL / 2 + rng.uniform(-12, 12, 2), rng.uniform(4, 9, 2)
             blob = np.exp(-(((xs - x) / width) ** 2) - ((ys - y) / height) ** 2)
-            canvas = np.maximum(canvas, rng.uniform(60, 120) * blob)
+            there = canvas[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
+            np.maximum(there, rng.uniform(60, 120) * blob, out=there)
         self.pixels = Image.fromarray(canvas.clip(0, 255).astype(np.uint8)).convert("RGB")
 
     def overview(self) -> Image.Image:
@@ -76,9 +76,15 @@ class Scene:
         return self.pixels.crop((left, top, left + CELL, top + CELL)).resize((side, side), Image.Resampling.BOX)
 
 
+@lru_cache(64)
+def drawn_scene(number: int, split: str, distractors: int) -> Scene:
+    """A scene that the trajectories of a ticket share."""
+    return Scene(number, split, distractors)
+
+
 def scene_of(start: Start, distractors: int) -> Scene:
     """The row's scene, or that of the ticket's seed."""
-    return Scene(start.row.get("scene", start.seed), start.row.get("split", "train"), distractors)
+    return drawn_scene(start.row.get("scene", start.seed), start.row.get("split", "train"), distractors)
 
 
 def oracle(start: Start, rng: random.Random) -> Iterator[str]:

@@ -306,6 +306,45 @@ def test_images_have_numbers_and_the_rule_of_sizes_holds_before_they_are_shown()
     assert len(keys[0]) == 16
 
 
+class Notes:
+    """A tool set: each trajectory has an object of its own."""
+
+    def start(self, ctx: ToolContext) -> None:
+        self.lines = [str(ctx.row["title"])]
+
+    @tool
+    async def note(self, line: str) -> str:
+        """Write a line down.
+
+        line: the text.
+        """
+        self.lines.append(line)
+        return " / ".join(self.lines)
+
+
+def test_a_tool_set_has_an_object_for_each_trajectory_and_a_turn_without_a_call_is_asked_for_one_once() -> None:
+    class Desk(ToolEnvironment):
+        functions = (Notes,)
+        end = "nudge"
+
+    async def run() -> None:
+        assert [each.name for each in await Desk.list_tools({})] == ["note"]
+        one, other = Desk(), Desk()
+        for desk in (one, other):
+            await desk.begin(Start({"title": "list"}))
+        for line, seen in (("a", "list / a"), ("b", "list / a / b")):
+            assert texts(await one.step(Action("", called(("note", {"line": line}))))) == [seen]
+        assert texts(await other.step(Action("", called(("note", {"line": "c"}))))) == ["list / c"]
+        asked = await one.step(Action("hm"))
+        assert not asked.done
+        assert asked.observation is not None
+        assert asked.observation.messages[0].role == "user"
+        assert (await one.step(Action("still hm"))).done, "once only"
+        assert (await other.step(Action("cut", finish_reason="length"))).done
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
