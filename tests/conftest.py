@@ -33,10 +33,11 @@ LONGEST = (
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 
 SHARED = {
+    "test_vllm_end_to_end": "vLLM",  # imported once
     "test_vllm_device_channel": "vLLM",
     "test_vllm_video": "vLLM",
     "test_vllm_engine": "vLLM",  # the last test kills it
-    "test_vllm_lora": "vLLM",  # it starts its own, and vLLM is imported once
+    "test_vllm_lora": "vLLM",  # it starts its own
     "test_finished_run": "finished run",
     "test_replay": "finished run",
     "test_resume": "on-policy run",

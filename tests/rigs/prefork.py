@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import runpy
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Client, Listener, wait
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from threading import Lock, Thread
 from types import SimpleNamespace
@@ -26,8 +27,6 @@ from typing import IO, Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
-DYING_S = 30.0
-"""Longest time between a process's last closed file and its exit code."""
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
 SHARED = "TESTS_FORKS"
@@ -53,11 +52,11 @@ class ForkedProcess:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
-        deadline = time.monotonic() + (DYING_S if wait([self._process.sentinel], timeout) else 0.0)
-        while (code := self.poll()) is None:  # a process that ends closes its files before it can be reaped
+        """Raises subprocess.TimeoutExpired. Its sentinel would be open for as long as a fork of its own lives."""
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or DYING_S)
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             time.sleep(0.01)
         return code
 
@@ -77,10 +76,18 @@ Service = subprocess.Popen[str] | ForkedProcess
 
 
 def fork_module(
-    module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: str = ""
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    folder: str = "",
+    *,
+    of_this: bool = False,
 ) -> ForkedProcess:
-    """`python -m MODULE ARGUMENTS` in the folder, or this one; it appends what it prints to `log`."""
-    return ForkedProcess(_context(), _become, module, arguments, str(log), dict(environment), folder or os.getcwd())
+    """`python -m MODULE ARGUMENTS` in the folder, or this one; it appends what it prints to `log`. `of_this`: a fork of
+    this process, for what it alone has imported."""
+    context = multiprocessing.get_context("fork") if of_this else _context()
+    return ForkedProcess(context, _become, module, arguments, str(log), dict(environment), folder or os.getcwd())
 
 
 @cache

@@ -21,14 +21,16 @@ def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConf
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
-def start(module: str, config_file: Path, *arguments: str, crash_at: str = "", first: str = "") -> Service:
+def start(
+    module: str, config_file: Path, *arguments: str, crash_at: str = "", first: str = "", of_this: bool = False
+) -> Service:
     """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `first` is a file that it
-    runs before it begins."""
+    runs before it begins. `of_this`: a fork of this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
     if first:
         environment[RUN_FIRST] = first
     log = config_file.parent / f"{module}.log"
-    return fork_module(module, ["--config", str(config_file), *arguments], log, environment)
+    return fork_module(module, ["--config", str(config_file), *arguments], log, environment, of_this=of_this)
 
 
 def start_command(*arguments: str, log: Path) -> Service:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import multiprocessing
 from collections.abc import Awaitable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +20,7 @@ from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.vllm.engine import VLLMEngine
+from rollout_server.engines.vllm.start import engine_environment
 from rollout_server.weights.receiver import WeightReceiver
 from tests.conftest import small_config
 from tests.rigs.policies import Weights, complete_all, encoded_prompt, gaps
@@ -45,6 +49,16 @@ def vllm_config(
     return small_config(model, data, run, data=lengths, rollout=rollout, **sections)
 
 
+def fork_cores(config: RunConfig) -> None:
+    """Let vLLM's cores be forks of the process that starts one: to import vLLM again takes 20 s of processor time.
+
+    They are spawned in a run of `asyncrl train` in test_vllm_end_to_end.py.
+    """
+    with engine_environment(config, cuda=False):
+        utils: Any = import_module("vllm.v1.engine.utils")
+    utils.get_mp_context = partial(multiprocessing.get_context, "fork")
+
+
 class Rig:
     """A started engine, and what a learner would have.
 
@@ -60,6 +74,7 @@ class Rig:
         self.initial = weights
         self.version = 0
         self.numbers = 0
+        fork_cores(config)
         self.run(self.engine.start(), START_S)
 
     def revive(self) -> None:

@@ -94,7 +94,7 @@ def test_killed_again_and_again_an_adapter_ends_with_the_same_bits(make_config: 
     config = adapted(resume_config(make_config, whole))
     assert run_both(config, whole) == (0, 0), logs(whole)
     config = adapted(resume_config(make_config, run))
-    run_killed(config, run, CRASHES[-3:])
+    run_killed(config, run, CRASHES[-2:])
     assert_same_run(run, whole, config)
 
 

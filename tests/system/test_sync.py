@@ -44,10 +44,11 @@ def test_a_sync_run_is_the_on_policy_run_on_two_devices_bit_for_bit(
 class Pair:
     """Learner and rollout server of a sync run, and their lease."""
 
-    def __init__(self, config: RunConfig, folder: Path):
+    def __init__(self, config: RunConfig, folder: Path, *, server_of_this: bool = False):
         self.run = folder
         self.file = write_config(with_ports(config), folder)
-        self.learner, self.server = (start(name, self.file) for name in ("learner", "rollout_server"))
+        self.learner = start("learner", self.file)
+        self.server = start("rollout_server", self.file, of_this=server_of_this)
 
     def __enter__(self) -> Pair:
         return self

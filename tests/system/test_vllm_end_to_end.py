@@ -21,7 +21,7 @@ from asyncrl.launch.ports import free_port
 from protocol.device_lock import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, with_ports, write_config
-from tests.rigs.vllm_rig import NEEDS_VLLM
+from tests.rigs.vllm_rig import NEEDS_VLLM, fork_cores
 from tests.system.test_end_to_end import lines
 from tests.system.test_sync import Pair
 
@@ -90,7 +90,8 @@ def test_vllm_and_the_learner_take_turns_and_a_killed_servers_device_is_not_free
         rollout={"engine": "vllm", "sleep_level": 2},
         trainer={"mode": "sync", "max_steps": 9, "samples_per_step": 1},
     )
-    with Pair(config, run) as pair:
+    fork_cores(config)
+    with Pair(config, run, server_of_this=True) as pair:
         metrics = run / "metrics.jsonl"
         pair.wait_for(lambda: metrics.exists() and len(lines(metrics)) >= 2, timeout_s=240)
         pair.wait_for(lambda: pair.has_it(pair.server))

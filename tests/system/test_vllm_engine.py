@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -370,7 +370,7 @@ def test_a_half_loaded_update_ends_the_engine_and_so_does_the_death_of_its_core(
             await asyncio.sleep(0.05)
 
     rig.engine._failure = None
-    (core,) = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    (core,) = [child for child in multiprocessing.active_children() if "EngineCore" in child.name]
     core.kill()
     with pytest.raises(EngineDied, match="engine process has died"):
         rig.run(until_noticed(), timeout_s=30)
