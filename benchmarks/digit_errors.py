@@ -1,11 +1,11 @@
 """Where the digit task's errors come from: how often all digits are read right, and the answer given that they are.
 
-    python -m benchmarks.digit_errors --data eval.parquet MODEL [MODEL ...]
+    python -m benchmarks.digit_errors --data eval.parquet [--by kind] MODEL [MODEL ...]
 
 Each model folder is decoded greedily with plain transformers, its first word forced to be `read`. The rows that a model
 reads right are its own, and those that training adds may be harder to reckon with: the last column is over rows that
-it and the first model both read right, as a difference of the two. Errors are standard errors over rows. Prints a
-Markdown table.
+it and the first model both read right, as a difference of the two. `--by` names a column: a line for each of its
+values, too. Errors are standard errors over rows. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from asyncrl.tools.evaluate import complete_held_out
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="held-out rows, as asyncrl.demo.data writes them")
+    parser.add_argument("--by", default="", help="column of the rows, such as `kind` of the question")
     parser.add_argument("models", type=Path, nargs="+", help="the first is what the others are compared with")
     arguments = parser.parse_args()
     print(
@@ -38,10 +39,15 @@ def main() -> None:
         read = np.array([reading(sample) == 1.0 for sample in samples])
         right = np.array([answer(sample) == 1.0 for sample in samples])
         first = first or (read, right)
-        both = read & first[0]
-        change = right[both].astype(float) - first[1][both]
-        cells = [share(read), share(right[read]), str(both.sum()), f"{change.mean():+.3f} ± {error(change):.3f}"]
-        print(f"| {model} | {len(samples)} | {' | '.join(cells)} |", flush=True)
+        kinds = np.array([sample.columns[arguments.by] if arguments.by else "" for sample in samples])
+        parts = {str(model): np.full(len(samples), True)}
+        if arguments.by:
+            parts |= {f"{model}, {kind}": kinds == kind for kind in sorted(set(kinds))}
+        for name, rows in parts.items():
+            both = rows & read & first[0]
+            change = right[both].astype(float) - first[1][both]
+            cells = [share(read[rows]), share(right[rows & read]), str(both.sum())]
+            print(f"| {name} | {rows.sum()} | {' | '.join(cells)} | {change.mean():+.3f} ± {error(change):.3f} |")
 
 
 def share(values: np.ndarray) -> str:
