@@ -238,6 +238,9 @@ def lasting_settings(
     if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's orders put in place
         names = [key for key in all_keys() if key.startswith("algorithm.demonstrations.")]
         settings |= {name: attrgetter(name)(config) for name in (*names, "data.target_key", "data.max_response_length")}
+    if config.environment.is_used:
+        asked = config.environment.model_dump(mode="json", include={"name", "tools", "config", "limits", "call_format"})
+        settings["environment"] = json.dumps(asked, sort_keys=True)
     if adapter is not None:
         settings |= {
             "model.lora.rank": adapter.rank,

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
-from asyncrl.environments.observation import Observation, StepResult
+from asyncrl.environments.observation import Message, Observation, Part, StepResult
 from asyncrl.environments.recording import recorded
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
@@ -73,6 +73,12 @@ class Environments:
     """Most of them at a time."""
     trajectory_s: float = inf
     """Seconds of a trajectory after which it takes no further turn."""
+    text_tokens: float = inf
+    """Most tokens of the text of one observation; what is cut off is said in its place."""
+    retries: int = 0
+    """Further tries of a trajectory whose environment has failed, with the same start and the same first turn."""
+    zero_over_limit: bool = False
+    """Whether a trajectory that a limit ended is scored with 0."""
 
 
 @dataclass
@@ -131,7 +137,13 @@ class _Trajectory:
         except Exception as error:
             logger.warning("an environment could not be closed: %s", error)
 
-    def record(self, score: Score) -> TrajectoryRecord:
+    def begin_anew(self, environment: Environment) -> None:
+        """Forget all turns, for another try."""
+        self.environment, self.failure, self.limit, self.has_kv_versions = environment, None, "", False
+        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
+            column.clear()
+
+    def record(self, score: Score, *, zero_over_limit: bool) -> TrajectoryRecord:
         """A failed environment or reward is a status with its kind; it is never a score of 0."""
         finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
         if self.failure is not None:
@@ -142,7 +154,9 @@ class _Trajectory:
         else:
             is_cut = finish_reason is FinishReason.LENGTH or bool(self.limit)
             status = TrajectoryStatus.TRUNCATED if is_cut else TrajectoryStatus.FINISHED
-        earned = sum(turn.reward or 0.0 for turn in self.turns)
+        reward = score.reward
+        if reward is not None:
+            reward = 0.0 if self.limit and zero_over_limit else reward + sum(turn.reward or 0.0 for turn in self.turns)
         return TrajectoryRecord(
             status=status,
             finish_reason=finish_reason,
@@ -150,7 +164,7 @@ class _Trajectory:
             error_kind=score.error_kind,
             error_message=score.error_message,
             rewards=score.components,
-            reward=None if score.reward is None else score.reward + earned,
+            reward=reward,
             turns=tuple(self.turns),
         )
 
@@ -304,8 +318,33 @@ class ConversationProducer:
                 talk.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
 
-    async def _talk(self, opened: _Ticket, trajectory: _Trajectory, turn: Completion) -> None:
-        """Take turns with the environment until one of the two, or a limit, ends it."""
+    async def _talk(self, opened: _Ticket, trajectory: _Trajectory, first: Completion) -> None:
+        """Take turns with the environment; where it fails, again from the first turn on."""
+        await self._take_turns(opened, trajectory, first)
+        for _ in range(self._environments.retries):
+            if trajectory.failure is None or not await self._begins_anew(opened, trajectory):
+                break
+            await self._take_turns(opened, trajectory, first)
+        await trajectory.close()
+
+    async def _begins_anew(self, opened: _Ticket, trajectory: _Trajectory) -> bool:
+        """Whether another environment has opened for a trajectory as the first one did."""
+        await trajectory.close()
+        environment = self._environments.make()
+        images = [opened.blobs[digest] for digest in opened.ticket.prompt.image_hashes]
+        try:
+            opening = await environment.reset(_start(opened.ticket, images, trajectory.index))
+        except Exception as error:
+            logger.warning("row %s: an environment does not begin again: %s", opened.prompt.row_id, error)
+            opening = None
+        if opening != opened.opening:
+            trajectory.environment = environment  # to be closed; the first failure stands
+            return False
+        trajectory.begin_anew(environment)
+        return True
+
+    async def _take_turns(self, opened: _Ticket, trajectory: _Trajectory, turn: Completion) -> None:
+        """Take turns until policy, environment or a limit ends them."""
         while True:
             trajectory.add_turn(turn)
             trajectory.text = self._processor.decode(turn.token_ids)
@@ -316,7 +355,6 @@ class ConversationProducer:
                 break
             trajectory.add_observation(*answered)
             turn = await self._sample(opened.later_turn(trajectory))
-        await trajectory.close()
 
     async def _answer(self, opened: _Ticket, trajectory: _Trajectory) -> tuple[Observation, EncodedPrompt] | None:
         """What the environment shows after a turn, and its bridge; None where the trajectory has ended."""
@@ -336,15 +374,32 @@ class ConversationProducer:
         trajectory.describe_turn(reward=float(result.reward), state_key=result.state_key[:16].hex())
         if result.done or result.observation is None:
             return None
+        observation = self._shortened(result.observation)
         make = opened.bridge.encode if self._engine.takes_pixels else opened.bridge.measure
         last = int(trajectory.pieces[-1].token_ids[-1])
         try:
-            bridge = _with_pixels(await asyncio.to_thread(make, last, result.observation))
+            bridge = _with_pixels(await asyncio.to_thread(make, last, observation))
         except UserError as error:  # an image that cannot be read
             trajectory.failure = "environment_observation", str(error)
             return None
-        trajectory.limit = self._limit(opened, trajectory, result.observation, len(bridge.token_ids))
-        return None if trajectory.limit else (result.observation, bridge)
+        trajectory.limit = self._limit(opened, trajectory, observation, len(bridge.token_ids))
+        return None if trajectory.limit else (observation, bridge)
+
+    def _shortened(self, observation: Observation) -> Observation:
+        """The observation with as much text as one may have."""
+        left = self._environments.text_tokens
+        messages: list[Message] = []
+        for message in observation.messages:
+            parts: list[Part] = []
+            for part in message.parts:
+                if isinstance(part, str) and left < inf:
+                    starts = self._processor.starts_of_tokens(part)
+                    if (over := len(starts) - int(left)) > 0:
+                        part = f"{part[: starts[int(left)]]} [cut: {over} more tokens]"
+                    left = max(0, left - len(starts))
+                parts.append(part)
+            messages.append(Message(message.role, tuple(parts)))
+        return Observation(tuple(messages))
 
     def _limit(self, opened: _Ticket, trajectory: _Trajectory, observation: Observation, tokens: int) -> Limit:
         """The limit that keeps an observation out. It is added as a whole or not at all."""
@@ -415,7 +470,10 @@ class ConversationProducer:
             logprobs=np.concatenate([column for t in trajectories for column in t.logprobs]),
             versions=np.concatenate([column for t in trajectories for column in t.versions]),
             kv_versions=np.concatenate([c for t in trajectories for c in t.kv_versions]) if has_kv_versions else None,
-            trajectories=tuple(t.record(scores.get(t.index, failed)) for t in trajectories),
+            trajectories=tuple(
+                t.record(scores.get(t.index, failed), zero_over_limit=self._environments.zero_over_limit)
+                for t in trajectories
+            ),
             timings=GroupTimings(
                 generate_s=generated_at - opened.started_at,
                 reward_s=time.monotonic() - generated_at,

@@ -36,6 +36,7 @@ from protocol.messages import (
 from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
+from rollout_server.environments import environments_of, make_pool
 from rollout_server.group_producer import GroupProducer, check_sampling, ticket_failed
 from rollout_server.link import LearnerLink
 from rollout_server.prometheus import ServerExporter
@@ -66,11 +67,16 @@ class RolloutServer:
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
         self.rewards = RewardPool(self.config.reward)
+        self.environments = make_pool(self.config, self.processor)
         try:
             await self.rewards.start()
+            if self.environments:
+                await self.environments.start()
             await self._serve(await self._fingerprint())
         finally:
             await self.rewards.close()
+            if self.environments:
+                await self.environments.close()
             await self.engine.close()
             self.exporter.close()
 
@@ -108,7 +114,8 @@ class RolloutServer:
             )
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.policy_versions.forget
-            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
+            answering = environments_of(self.environments, self.config.environment) if self.environments else None
+            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),

@@ -23,11 +23,14 @@ from asyncrl.config.sections import (
     RolloutConfig,
     Section,
 )
+from asyncrl.environments.settings import EnvironmentConfig
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
 TOKEN_BYTES = 17
 """Id, log-prob, version, version of the cache, and mask of a completion's token on the wire."""
+_PIXEL_BYTES = 4
+"""More than a pixel of an image that an environment shows takes as PNG."""
 Durability = Literal["process", "power"]
 
 
@@ -190,6 +193,7 @@ class RunSections(Section):
     reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
+    environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -281,7 +285,10 @@ class RunSections(Section):
     def group_bytes(self, group_size: int) -> int:
         """Size of the largest group that fits its ticket, on the wire and in the journal."""
         prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
-        return prompt_bytes + group_size * (_LENGTH_BYTES + self.data.max_response_length * TOKEN_BYTES)
+        columns = group_size * (_LENGTH_BYTES + self.data.max_response_length * TOKEN_BYTES)
+        limits = self.environment.limits
+        images = limits.images * (group_size + 1) if self.environment.is_used else 0  # an opening's, too
+        return prompt_bytes + columns + images * limits.image_pixels * _PIXEL_BYTES
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""

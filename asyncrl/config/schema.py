@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems
+from asyncrl.config.environment_rules import environment_problems, imply_response_length
 from asyncrl.config.methods import method_of
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
@@ -21,8 +22,8 @@ ACCURACY = "accuracy"
 class RunConfig(RunSections):
     @model_validator(mode="before")
     @classmethod
-    def _sync_is_on_policy(cls, values: Any) -> Any:
-        return imply_staleness_0(values)
+    def _implied(cls, values: Any) -> Any:
+        return imply_response_length(imply_staleness_0(values))
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
@@ -34,6 +35,7 @@ class RunConfig(RunSections):
             replay_problems,
             device_problems,
             engine_problems,
+            environment_problems,
             sampling_problems,
         )
         problems = [problem for rule in rules for problem in rule(self)]

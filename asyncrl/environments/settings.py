@@ -90,6 +90,11 @@ class EnvironmentConfig(Section):
         return self
 
     @property
+    def is_used(self) -> bool:
+        """Whether trajectories have an environment."""
+        return bool(self.name or self.tools)
+
+    @property
     def capacity(self) -> int:
         """Most episodes at a time."""
         return self.workers * self.instances_per_worker

@@ -96,6 +96,11 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     from transformers import AutoConfig
 
     config = resolve_dtype(config)
+    if config.environment.is_used:
+        raise UserError(
+            "this command samples one turn, and the configuration has an environment that answers: the scores would "
+            "not be the run's. Set evaluation.every_steps, or leave environment out"
+        )
     held_out = open_validation(config.data)
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")

@@ -19,11 +19,12 @@ from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
 from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.ticket import PreparedTicket
-from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
+from protocol.messages import NO_ORDER, ConversationLimits, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64
 """Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
@@ -47,6 +48,7 @@ class TicketWriter:
         self.train = open_train(config.data)
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
+        self._bridge = TurnBridge(processor, stop_token_ids) if config.environment.is_used else None
         self._demonstrations = Demonstrations(config, processor, stop_token_ids)
         self.train_survey = usable_rows(self.train, self.renderer, processor, config, "training")
         self.held_out_survey: RowSurvey | None = None
@@ -215,8 +217,18 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
             orders=orders,
+            conversation=None if kind is TicketKind.PARITY else self._conversation,
         )
-        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured))
+        bridge = self._bridge if ticket.conversation else None
+        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)
+
+    @property
+    def _conversation(self) -> ConversationLimits | None:
+        """Limits of a trajectory of several turns; None where nobody answers."""
+        if not self.config.environment.is_used:
+            return None
+        limits = self.config.environment.limits
+        return ConversationLimits(turns=limits.turns, tokens_per_turn=limits.tokens_per_turn, images=limits.images)
 
 
 def _has_media(cell: Any) -> bool:

@@ -70,6 +70,12 @@ class Batch:
         records = (record for item in self.received for record in item.group.trajectories)
         return torch.tensor([record.finish_reason is FinishReason.LENGTH for record in records], dtype=torch.bool)
 
+    @cached_property
+    def is_over_limit(self) -> torch.Tensor:
+        """[B] bool: rows of several turns that a limit ended (`environment.over_limit`)."""
+        records = (record for item in self.received for record in item.group.trajectories)
+        return torch.tensor([bool(record.limit) for record in records], dtype=torch.bool)
+
     def flat_index(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """[N], [N] -> [N] places in the [M] columns."""
         return torch.from_numpy(self.row_start)[row] + column

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_po
 from asyncrl.algorithms.kl import penalise, reference_kl
 from asyncrl.algorithms.losses import update_weights, value_loss
 from asyncrl.algorithms.registration import load_method
-from asyncrl.algorithms.selections import Selections
+from asyncrl.algorithms.selections import Selected, Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import method_of
@@ -152,10 +153,19 @@ class LearnerStep:
             scored=scored,
             advantages=credit.advantages.detach(),
             returns=credit.returns,
-            selected=self.select(trajectories, credit),
+            selected=self._selected(batch, self.select(trajectories, credit)),
             coefficients=coefficients,
             reward_kl=reward_kl,
         )
+
+    def _selected(self, batch: Batch, selected: Selected) -> Selected:
+        """The selections' choices, and trajectories that a limit ended where these are masked: their scores stay in the
+        statistics of their groups (Mini-o3, https://arxiv.org/abs/2509.07969)."""
+        environment = self.config.environment
+        if not environment.is_used or environment.over_limit != "mask":
+            return selected
+        tokens = batch.is_over_limit[batch.trained.row]
+        return replace(selected, from_batch={**selected.from_batch, "over_limit": tokens})
 
     def _credit(self, trajectories: Trajectories) -> Credit:
         """Give credit to what the policy sampled, and to demonstrations where the loss takes them as group members."""

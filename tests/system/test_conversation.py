@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +15,16 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.recording import images_of
+from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.rewards.pool import RewardPool
 from learner.network.group_verification import verify_group
+from learner.replay import main as replay_main
 from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
@@ -29,6 +35,9 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.journal_groups import issue_and_add, throwaway_journal
 from tests.rigs.pictures import picture
+from tests.rigs.small_runs import logs
+from tests.rigs.tiny import ROOT
+from tests.rigs.two_processes import run_both
 
 LIMITS = ConversationLimits(turns=3, tokens_per_turn=8, images=3)
 WIDE, TALL = picture(42, 28), picture(28, 56)
@@ -167,6 +176,33 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
     if asked:
         assert failed.group.trajectories[1].error_kind == "environment_exception"
         assert failed.group.trajectories[1].reward is None
+
+
+@pytest.mark.slow
+def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """Two processes, and the environment in processes of its own."""
+    config = make_config(
+        environment={
+            "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
+            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
+            "workers": 1,
+            "instances_per_worker": 16,
+        },
+        data={"max_response_length": 120},
+        rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
+        trainer={"max_steps": STEPS},
+    )
+    assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
+    with closing(JournalReader(tmp_path / "run" / JOURNAL_FILE)) as journal:
+        groups = [journal.group(ticket_id) for ticket_id in journal.kept()]
+    assert len(groups) == STEPS * config.batch.prompts_per_step
+    for group in groups:
+        assert group.opening
+        assert group.timings.environment_s > 0
+        for record in group.trajectories:
+            assert [len(images_of(turn.observation)) for turn in record.turns] == [1, 1, 0]
+            assert record.reward == pytest.approx(0.75 + record.rewards["short"])
+    assert replay_main([str(tmp_path / "run"), "--step", str(STEPS)]) == 0
 
 
 def stops(processor: PromptProcessor) -> tuple[int, ...]:

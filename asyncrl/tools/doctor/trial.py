@@ -65,7 +65,6 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
         "run_dir": str(run_dir),
         "batch.prompts_per_step": config.algorithm.updates_per_batch,
         "batch.group_size": min(config.batch.group_size, GROUP_SIZE),
-        "data.max_response_length": min(config.data.max_response_length, RESPONSE_TOKENS),
         "data.max_train_rows": min(config.data.max_train_rows or ROWS, ROWS),
         "data.max_val_rows": min(config.data.max_val_rows or HELD_OUT_ROWS, HELD_OUT_ROWS),
         "evaluation.every_steps": 0,
@@ -79,6 +78,8 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
         **dict.fromkeys(("network.control_port", "network.weights_port"), 0),
         **dict.fromkeys(("telemetry.learner_port", "telemetry.rollout_port"), 0),
     }
+    if not config.environment.is_used:  # a conversation cut this short would not be one
+        changes["data.max_response_length"] = min(config.data.max_response_length, RESPONSE_TOKENS)
     if not is_local(config.network.host):
         changes |= {"network.host": "127.0.0.1", "network.keys_dir": ""}
     return changed(config, changes)

@@ -1,0 +1,60 @@
+"""Settings that an environment implies, and those that do not go with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asyncrl.config.run_sections import RunSections
+from asyncrl.environments.settings import LimitsConfig
+
+
+def imply_response_length(values: Any) -> Any:
+    """With an environment, data.max_response_length and environment.limits.tokens are one number: the tokens behind the
+    prompt. The one that is not given follows from the other."""
+    if not isinstance(values, dict):
+        return values
+    environment, data = values.get("environment"), values.get("data")
+    if not isinstance(environment, dict) or not isinstance(data, dict) or not _names_one(environment):
+        return values
+    limits = environment.get("limits", {})
+    if not isinstance(limits, dict):
+        return values
+    tokens = limits.get("tokens", data.get("max_response_length", LimitsConfig.model_fields["tokens"].default))
+    environment = {**environment, "limits": {**limits, "tokens": tokens}}
+    return {**values, "environment": environment, "data": {"max_response_length": tokens, **data}}
+
+
+def _names_one(environment: dict[str, Any]) -> bool:
+    return bool(environment.get("name") or environment.get("tools"))
+
+
+def environment_problems(config: RunSections) -> Iterator[str]:
+    """Name each setting that does not go with the environment, with its fix."""
+    environment, data, algorithm = config.environment, config.data, config.algorithm
+    if not environment.is_used:
+        return
+    if environment.limits.tokens != data.max_response_length:
+        yield (
+            f"environment.limits.tokens is {environment.limits.tokens} and data.max_response_length "
+            f"{data.max_response_length}: both are the most tokens behind a prompt. Give one of them"
+        )
+    largest = max(config.trajectories_per_group, config.evaluation.group_size)
+    if environment.capacity < largest:
+        yield (
+            f"environment.workers x environment.instances_per_worker is {environment.capacity}, and the {largest} "
+            "trajectories of a group are live at the same time. Raise one of them"
+        )
+    if 2 * environment.timeouts.trajectory_s > config.learner.wait_timeout_s:
+        yield (
+            f"environment.timeouts.trajectory_s ({environment.timeouts.trajectory_s:g}) is more than half of "
+            f"learner.wait_timeout_s ({config.learner.wait_timeout_s:g}), after which the run stops. Raise the latter"
+        )
+    if config.trainer.mode == "sync":
+        yield "trainer.mode is sync: a shared device and an environment are not supported together. Use async"
+    if config.rollout.engine == "vllm":
+        yield "rollout.engine is vllm, which is not tested with an environment. Set rollout.engine=hf"
+    if algorithm.demonstrations.are_used:
+        yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"
+    if algorithm.noisy_rollout.rows:
+        yield "algorithm.noisy_rollout.rows: an environment does not know of other images. Set it to 0"

@@ -1,0 +1,64 @@
+"""The configured environment of a rollout server: processes of its pool, one episode for each trajectory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.environments.image_rule import ImageRule
+from asyncrl.environments.interface import Start
+from asyncrl.environments.observation import Observation, StepResult
+from asyncrl.environments.pool import EnvironmentPool, Episode
+from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.models.image_grids import PatchGrids
+from asyncrl.models.processing import PromptProcessor
+from rollout_server.conversation import Environments
+
+
+class PooledEnvironment:
+    """An episode of a pool as the environment of one trajectory."""
+
+    def __init__(self, pool: EnvironmentPool):
+        self._pool = pool
+        self._episode: Episode | None = None
+        self._turns = 0
+
+    async def reset(self, start: Start) -> Observation | None:
+        """Begin an episode. Raises EnvironmentFailed as the pool does."""
+        self._episode = await self._pool.begin(start)
+        return self._episode.opening
+
+    async def step(self, text: str) -> StepResult:
+        """The environment's answer to a turn. Raises EnvironmentFailed."""
+        assert self._episode is not None, "reset() comes first"
+        action = self._pool.action(text, self._turns)
+        self._turns += 1
+        return await self._episode.step(action)
+
+    async def close(self) -> None:
+        if self._episode is not None:
+            await self._episode.close()
+
+
+def make_pool(config: RunConfig, processor: PromptProcessor) -> EnvironmentPool | None:
+    """The pool of the configured environment, not started; None without one."""
+    return EnvironmentPool(config.environment, image_rule(processor)) if config.environment.is_used else None
+
+
+def environments_of(pool: EnvironmentPool, config: EnvironmentConfig) -> Environments:
+    return Environments(
+        make=lambda: PooledEnvironment(pool),
+        capacity=config.capacity,
+        trajectory_s=config.timeouts.trajectory_s,
+        text_tokens=config.limits.tool_text_tokens,
+        retries=config.retries,
+        zero_over_limit=config.over_limit == "zero",
+    )
+
+
+def image_rule(processor: PromptProcessor) -> ImageRule:
+    """The sizes of images that the policy's processor takes as they are."""
+    part: Any = getattr(processor.processor, "image_processor", None)
+    if PatchGrids.of(processor.processor) is None:
+        return ImageRule()
+    return ImageRule(part.patch_size * part.merge_size, part.size["longest_edge"], part.size["shortest_edge"])

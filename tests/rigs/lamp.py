@@ -1,0 +1,23 @@
+"""An environment that shows a picture at the beginning and after each turn, until a third turn ends it."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from asyncrl.environments.interface import Action, Start, observe
+from asyncrl.environments.observation import Observation, StepResult
+
+
+class Lamp:
+    def reset(self, start: Start) -> Observation:
+        self._turns = 0
+        return observe("a lamp: ", _picture(start.seed % 200))
+
+    def step(self, action: Action) -> StepResult:
+        self._turns += 1
+        shown = observe(f"{len(action.text)} signs", _picture(self._turns))
+        return StepResult(shown, reward=0.25, done=self._turns == 3, state_key=bytes([self._turns]))
+
+
+def _picture(brightness: int) -> Image.Image:
+    return Image.new("RGB", (42, 28), (brightness, brightness, 0))
