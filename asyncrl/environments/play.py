@@ -192,9 +192,13 @@ def _plain(info: dict[str, Any]) -> str:
 
 
 def typed_turns() -> Iterator[str]:
-    """Turns from the terminal, until its end. `\\n` stands for a new line."""
+    """Turns from the terminal, until its end. A line that ends with a backslash goes on in the next."""
+    lines: list[str] = []
     while True:
         try:
-            yield input("> ").replace("\\n", "\n")
+            lines.append(input(". " if lines else "> "))
         except EOFError:
             return
+        if not lines[-1].endswith("\\"):
+            yield "\n".join(line.removesuffix("\\") for line in lines)
+            lines = []

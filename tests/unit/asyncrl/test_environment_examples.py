@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def test_maps_are_solvable_in_one_part_only_and_the_random_policy_is_computed_ex
     lake = module.Lake((0, 0), (0, 1), frozenset({(1, 0)}))
     assert lake.random_success(1) == 0.25
     assert lake.random_success(2) == 0.25 + 0.5 * 0.25, "up and left stay, down is a hole"
+
+
+def test_turns_are_typed_as_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"code": "a\\nb"}\nfirst\\\nsecond\n'))
+    assert list(play.typed_turns()) == ['{"code": "a\\nb"}', "first\nsecond"]
 
 
 def test_the_command_plays_estimates_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
