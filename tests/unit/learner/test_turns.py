@@ -307,6 +307,23 @@ def test_the_first_turn_learns_from_a_reward_at_the_end_and_from_what_it_was_sho
     assert int(sampled.sum()) == sum(turn.end - turn.start for turn in turns)
 
 
+@pytest.mark.parametrize(("over_limit", "trained"), [("mask", False), ("score", True)])
+def test_what_a_limit_ended_is_trained_or_not(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup], over_limit: str, trained: bool
+) -> None:
+    processor, item = made
+    limited = with_record(item.group, 3, limit="turns", status=TrajectoryStatus.TRUNCATED, reward=0.5)
+    batch = make_batch([replace(item, group=limited)], processor)
+    environment = config.environment.model_copy(update={"name": "some.py:Where", "over_limit": over_limit})
+    config = config.model_copy(update={"environment": environment})
+    engine = KeepTokenGradients(config, config.learner.optim, 1)
+    engine.prepare()
+    LearnerStep(Roles(engine), config)(batch, 2)
+    sampled = int(limited.loss_mask.sum())
+    ended = sum(turn.end - turn.start for turn in limited.trajectories[3].turns)
+    assert len(engine.logprobs) == sampled - (0 if trained else ended)
+
+
 class KeepTokenGradients(KeepGradients):
     logprobs: torch.Tensor
 
