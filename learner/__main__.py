@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.service_entry import Start, require_fixed_ports, run_service
+from learner.ranks.environment import rank_of_service
 
 if TYPE_CHECKING:
     from learner.service import Learner
 
 
 def main(config: RunConfig, start: Start) -> None:
+    if rank_of_service() > 0:
+        _follow(config)
+        return
     learner = prepare(config, start)
     gc.freeze()  # objects of imports and model stay: no collection need look at them again
     learner.run()
@@ -20,16 +24,29 @@ def main(config: RunConfig, start: Start) -> None:
 
 def prepare(config: RunConfig, start: Start) -> Learner:
     """Create the learner. Raises UserError for everything that can be wrong with a configuration."""
-    import torch
-
     from learner.service import Learner
 
     require_fixed_ports(config)
-    if config.learner.cpu_threads:
-        torch.set_num_threads(config.learner.cpu_threads)
-    torch.manual_seed(config.trainer.seed)
+    _set_up(config)
     return Learner(config, resume=start.resume, unattended=start.unattended)
 
 
+def _follow(config: RunConfig) -> None:
+    """Run a rank other than 0."""
+    from learner.ranks.follower import follow
+
+    _set_up(config)
+    follow(config)
+
+
+def _set_up(config: RunConfig) -> None:
+    import torch
+
+    if config.learner.cpu_threads:
+        torch.set_num_threads(config.learner.cpu_threads)
+    torch.manual_seed(config.trainer.seed)
+
+
 if __name__ == "__main__":
-    run_service("learner", main)
+    rank = rank_of_service()
+    run_service(f"learner-rank{rank}" if rank else "learner", main)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -22,6 +23,9 @@ from learner.network.logprob_parity import ParityJudge
 from learner.network.publication import open_device_weights, open_publication, publish
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
+from learner.ranks.environment import is_divided, rank_environment
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.processes import leading
 from learner.reporting.prometheus import LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.resume import (
@@ -66,6 +70,8 @@ class Learner:
             self._was_finished = is_finished(config.run_path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
+            environment = rank_environment(config)
+            self._leader = self._resources.enter_context(leading(config, environment)) if is_divided(config) else None
             self._prepare(config.with_policy(start.model_path), start)
             self._open(start)
             self._resources = self._resources.pop_all()
@@ -84,9 +90,23 @@ class Learner:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
         self.parity_tickets = self.writer.write_parity()
-        self.training = Trainer(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
+        self.ranks = self._gather_ranks(start)
+        self.training = Trainer(
+            config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state, self.ranks
+        )
         self.progress, self.engine = self.training.progress, self.training.engine
         self.flops = self.engine.facts.flops
+
+    def _gather_ranks(self, start: StartingPoint) -> Ranks:
+        """Join the other ranks, if there are any: they load the same model as this one, at the same time."""
+        if self._leader is None:
+            return ALONE
+        return self._leader.begin(
+            state=asdict(start.state) if start.state else None,
+            checkpoint=str(start.checkpoint or ""),
+            model_path=str(start.model_path or ""),
+            num_rows=self.writer.num_train_rows,
+        )
 
     def _open(self, start: StartingPoint) -> None:
         """Open journal, shared memory, sockets and metrics endpoint: all of them, or none where one cannot be had."""
@@ -136,6 +156,7 @@ class Learner:
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
+            check_ranks=self._leader.processes.check if self._leader else lambda: None,
         )
         self._resources.callback(lambda: self.network.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._connect_parts()
@@ -148,7 +169,9 @@ class Learner:
         config, network, total_steps = self.config, self.network, self.progress.total_steps
         self.reporter = Reporter(config, network, self.ledger, self.processor, self.exporter, total_steps)
         self._resources.callback(self.reporter.close)
-        self.judge = ParityJudge(config, network.parity, network.call_soon, self.engine, self.processor, self.reporter)
+        self.judge = ParityJudge(
+            config, network.parity, network.call_soon, self.engine, self.processor, self.reporter, self.ranks
+        )
         device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
         self.device = device
         self.schedule = StepSchedule(

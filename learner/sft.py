@@ -106,6 +106,11 @@ class SupervisedRun:
 
 
 def main(config: RunConfig, start: Start) -> None:
+    if config.learner.engine != "torch":
+        raise UserError(
+            f"asyncrl sft trains in one process, and learner.engine is {config.learner.engine}. Set "
+            "learner.engine=torch learner.num_processes=1"
+        )
     if start.resume:
         raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
     if config.learner.cpu_threads:

@@ -1,11 +1,12 @@
-"""Settings that an engine cannot fulfil on any machine. What depends on the machine is checked where the engine is
-started."""
+"""Settings that an inference or a training engine cannot fulfil on any machine. What depends on the machine is checked
+where the engine is started."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.run_sections import RunSections
 
 COLDEST_FOR_VLLM = 0.01
@@ -46,6 +47,41 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
     yield from {"hf": _hf_problems, "vllm": _vllm_problems, "scripted": _scripted_problems}[rollout.engine](config)
+
+
+def training_engine_problems(config: RunSections) -> Iterator[str]:
+    """Name each setting that the learner's engine cannot fulfil, with its fix."""
+    learner = config.learner
+    if learner.engine == "torch":
+        for name, is_set in {"num_processes": learner.num_processes > 1, "cpu_offload": learner.cpu_offload}.items():
+            if is_set:
+                yield (
+                    f"learner.{name} is {getattr(learner, name)}, but learner.engine is torch, which keeps the whole "
+                    f"model on one device. Set learner.engine=fsdp2, or leave learner.{name} out"
+                )
+        return
+    problems = {
+        "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
+        f"model.lora.rank is {config.model.lora.rank}, and adapters are not divided yet": config.model.lora.rank > 0,
+        f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the learner's "
+        "device": config.rollout.weights_channel in DEVICE_CHANNELS,
+        f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and the plan knows whole models only": bool(
+            config.gpu_memory.budget_gib
+        ),
+        "reference.offload is true, which moves a whole model (learner.cpu_offload keeps all parts in host memory)": (
+            config.reference.offload
+        ),
+        f"algorithm.kl_estimator is {config.algorithm.kl_estimator}, which needs the output layers of two models at "
+        "once": config.algorithm.kl_estimator == "full",
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            yield f"learner.engine is fsdp2, but {problem}. Set learner.engine=torch, or change the latter"
+    if learner.num_processes > 1 and ":" in learner.device:
+        yield (
+            f"learner.device is {learner.device}, one GPU, and learner.num_processes is {learner.num_processes}: each "
+            "rank has a GPU of its own. Set learner.device=cuda"
+        )
 
 
 def _hf_problems(config: RunSections) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The GPU of each process of an asynchronous run: the learner has one, each server as many as its tensor parallelism.
+"""The GPUs of each process of an asynchronous run: the learner has one for each of its ranks (learner.num_processes),
+each server as many as its tensor parallelism.
 
 A process that is alone on its GPUs sees no others (CUDA_VISIBLE_DEVICES): vLLM takes the first of those that it sees,
 and 0.92 of each, unless it has a budget. GPUs are numbers here, places in the list of those that the launcher sees.
@@ -23,7 +24,7 @@ together depends on what all of them have."""
 @dataclass(frozen=True)
 class GpuAssignment:
     learner: tuple[int, ...]
-    """Its GPU; empty on a CPU."""
+    """One of each rank; empty on a CPU."""
     servers: tuple[tuple[int, ...], ...]
     """The GPUs of each server; empty ones on a CPU."""
 
@@ -54,7 +55,8 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     free = [gpu for gpu in range(count) if gpu not in named and gpu not in kept]
     if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
         free = list(named)
-    mine = (next((gpu for gpu in (learner_named, *free) if gpu is not None), 0),) if learner_works else ()
+    wanted = [gpu for gpu in (learner_named, *free) if gpu is not None][: config.learner.num_processes] or [0]
+    mine = tuple(wanted) if learner_works else ()
     if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
         theirs = [named or mine or (0,)]
     elif named:
@@ -83,8 +85,14 @@ def _number(name: str) -> int | None:
 
 def check_assignment(config: RunSections, gpus: Sequence[str]) -> GpuAssignment:
     """Assign the GPUs. Raises UserError where two processes would work on one GPU at the same time, each as if it had
-    all of it."""
-    assigned = assign_gpus(config, len(gpus))
+    all of it, and where the learner's ranks have too few."""
+    assigned, ranks = assign_gpus(config, len(gpus)), config.learner.num_processes
+    if 0 < len(assigned.learner) < ranks:
+        raise UserError(
+            f"learner.num_processes is {ranks}, and there are {len(assigned.learner)} GPU(s) for the learner "
+            f"({describe_assignment(assigned, gpus)}): each rank needs one of its own. Set "
+            f"learner.num_processes={len(assigned.learner)}, or learner.device=cpu"
+        )
     in_use = {*assigned.learner, *(gpu for theirs in assigned.servers for gpu in theirs)}
     for gpu, name in reward_gpus(config).items():
         if gpu in in_use and not config.gpu_memory.budget_gib:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import model_validator
 
 from asyncrl.config.device_rules import device_problems, imply_staleness_0
-from asyncrl.config.engine_rules import engine_problems
+from asyncrl.config.engine_rules import engine_problems, training_engine_problems
 from asyncrl.config.environment_rules import environment_problems, imply_response_length
 from asyncrl.config.methods import method_of
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
@@ -35,6 +35,7 @@ class RunConfig(RunSections):
             replay_problems,
             device_problems,
             engine_problems,
+            training_engine_problems,
             environment_problems,
             sampling_problems,
         )

@@ -418,12 +418,20 @@ class LearnerConfig(Section):
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
-    engine: Literal["torch"] = "torch"
-    """Training engine."""
+    engine: Literal["torch", "fsdp2"] = "torch"
+    """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
+    it on each of num_processes."""
+    num_processes: int = Field(default=1, gt=0)
+    """Ranks: processes that train together, each on a GPU of its own, or on the CPU. The learner starts them on its
+    machine; under torchrun its processes are the ranks."""
+    cpu_offload: bool = False
+    """fsdp2: keep weights, gradients and optimiser state in host memory, and step there; the GPU has one layer's
+    weights at a time."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the servers share the machine, and all of them in sync mode."""
+    """Torch threads of a rank; 0 means half of the cores when the servers share the machine, divided by num_processes,
+    and all of them in sync mode."""
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     optim: OptimConfig = OptimConfig()

@@ -138,7 +138,8 @@ def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus:
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
 
     command = [sys.executable, "-m", "learner", "--config", str(config_file), *(["--resume"] if resume else [])]
-    environment = service_environment(config.learner.cpu_threads, taking_turns=config.trainer.mode == "sync")
+    ranks, taking_turns = config.learner.num_processes, config.trainer.mode == "sync"
+    environment = service_environment(config.learner.cpu_threads, sharing=ranks, taking_turns=taking_turns)
     environment |= gpu_environment(config.learner.device, assign_gpus(config, len(gpus)).learner, gpus)
     return Service("learner", command, config.run_path / "logs" / "learner.log", environment, resume_flag)
 

@@ -13,6 +13,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import max_logprob_difference
 from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.orders import pack_groups
 from learner.reporting.reporter import Reporter
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
@@ -77,6 +79,7 @@ class ParityJudge:
     engine: TrainEngine
     processor: PromptProcessor
     reporter: Reporter
+    ranks: Ranks = ALONE
     _largest_warned: float = 0.0
 
     def judge(self, version: int) -> None:
@@ -89,6 +92,7 @@ class ParityJudge:
                 self._decide(check, received, version)
 
     def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
+        self.ranks.announce("compare", lambda: pack_groups(received))
         parity = compare(self.engine, self.processor, received, self.config.batch.tokens_per_microbatch)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
         limit = max_logprob_difference(self.config)

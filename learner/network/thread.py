@@ -106,8 +106,11 @@ class NetworkThread(threading.Thread):
         version: int,
         parity_tickets: Sequence[PreparedTicket] = (),
         device_weights: DeviceWeights | None = None,
+        check_ranks: Callable[[], None] = lambda: None,
     ):
+        """`check_ranks` raises where another rank of the learner has ended."""
         super().__init__(name="network", daemon=True)
+        self._check_ranks = check_ranks
         self.failure: Exception | None = None
         self.timeline = Timeline()
         self.publication = publication
@@ -174,9 +177,10 @@ class NetworkThread(threading.Thread):
             left -= min(time.monotonic() - began, 2 * _CHECK_EVERY_S)
 
     def check(self) -> None:
-        """Re-raise the thread's exception, if it has ended with one."""
+        """Re-raise the thread's exception, if it has ended with one, or what has ended another rank."""
         if self.failure is not None:
             raise self.failure
+        self._check_ranks()
 
     def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""

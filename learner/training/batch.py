@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncrl.config.method_settings import PapoConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import observed_row
 from learner.training.packing import Completion, TrainGroup, flat_rows
@@ -63,6 +63,8 @@ class Batch:
     """[B] bool: rows of which no token was sampled: a ticket's orders put all of them in place."""
     is_prefix: np.ndarray
     """[M] bool: tokens that a ticket's orders put in place: of demonstrations and hints."""
+    has_masked_images: bool
+    """Some prompts have masked images beside their own."""
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
@@ -100,10 +102,6 @@ class Batch:
         """[N] bool: tokens of demonstrations and hints. No policy sampled them: log-probs and versions say nothing."""
         return torch.from_numpy(self.is_prefix)[self.trained.flat]
 
-    @property
-    def has_masked_images(self) -> bool:
-        return any(group.prompt.masked_pixel_values is not None for group in self.train_groups)
-
     @cached_property
     def noisy(self) -> torch.Tensor:
         """[N] bool: tokens of noisy rows. What the engine reports of them is of another prompt: the proximal policy
@@ -137,6 +135,7 @@ def make_batch(
     *,
     demonstrations: bool = False,
     papo: PapoConfig | None = None,
+    defers_pixels: bool = False,
 ) -> Batch:
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one; none
     of a group that lacks its baseline.
@@ -144,7 +143,8 @@ def make_batch(
     With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`). With `papo`,
     prompts have masked images beside their own, drawn by the ticket's seed: the same when a step is made again.
 
-    Images have stayed encoded until here; the processor's cache spares most of them a second decoding.
+    Images have stayed encoded until here; the processor's cache spares most of them a second decoding. With
+    `defers_pixels` those of a prompt are decoded when its group is packed.
     """
     train_groups: list[TrainGroup] = []
     scores: list[float] = []
@@ -163,12 +163,9 @@ def make_batch(
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
-            blobs = item.blobs
-            prompt = processor.encode(item.prompt, blobs)
-            if papo:
-                how = {"patch": papo.patch_pixels, "share": papo.mask_ratio, "seed": item.ticket.seed}
-                prompt = processor.with_masked_images(prompt, blobs, **how)
-            train_groups.append(TrainGroup(prompt, tuple(completions)))
+            encode = partial(_encode, item, processor, papo)
+            prompt = _measure(item, processor) if defers_pixels else encode()
+            train_groups.append(TrainGroup(prompt, tuple(completions), encode if defers_pixels else None))
     lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
     return Batch(
         received=tuple(received),
@@ -183,7 +180,21 @@ def make_batch(
         versions=np.concatenate([item.group.versions for item in received]),
         is_demonstration=torch.from_numpy(np.concatenate([item.is_demonstration for item in received])),
         is_prefix=np.concatenate([item.is_prefix for item in received]),
+        has_masked_images=papo is not None and any(len(group.prompt.image_grids) for group in train_groups),
     )
+
+
+def _encode(item: ReceivedGroup, processor: PromptProcessor, papo: PapoConfig | None) -> EncodedPrompt:
+    blobs = item.blobs
+    prompt = processor.encode(item.prompt, blobs)
+    if papo is None:
+        return prompt
+    how = {"patch": papo.patch_pixels, "share": papo.mask_ratio, "seed": item.ticket.seed}
+    return processor.with_masked_images(prompt, blobs, **how)
+
+
+def _measure(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
+    return EncodedPrompt(**vars(processor.measure(item.prompt, item.blobs)))
 
 
 def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_model, save_model
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.value_head import add_value_head, read_score_head, values
 from asyncrl.models.wake_parity import fixed_tokens
+from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
 
@@ -25,11 +25,14 @@ FOLDER = "critic"
 class Critic(TorchEngine):
     """A training engine whose outputs are values; it is never published."""
 
-    def __init__(self, config: RunConfig, total_updates: int):
-        super().__init__(config.model_copy(update={"model": config.critic_model}), config.critic.optim, total_updates)
+    role = "critic"
+
+    def __init__(self, config: RunConfig, total_updates: int, ranks: Ranks = ALONE):
+        config = config.model_copy(update={"model": config.critic_model})
+        super().__init__(config, config.critic.optim, total_updates, ranks)
 
     def _make_head(self) -> None:
-        head = add_value_head(self.model, self.device)
+        head = add_value_head(self.model, self.sharding.load_device)
         if self._config.critic.path:
             read_score_head(head, self._config.model)
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], [])
@@ -37,18 +40,18 @@ class Critic(TorchEngine):
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n] fp32 value of the state before each trained token."""
         self._sleeper.check_awake()
-        return values(self.model, micro_batch.inputs, micro_batch.predict_from)
+        return self.sharding.run(lambda: values(self.model, micro_batch.inputs, micro_batch.predict_from))
 
     def _fixed_logprobs(self) -> torch.Tensor:
         """What is compared before sleeping and after waking: values of the fixed tokens."""
         with torch.no_grad():
             return self.values(self._fixed_micro_batch()).cpu()
 
-    def save(self, folder: Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Save weights, masters, optimiser and schedule."""
-        save_model(self.model, str(folder / WEIGHTS_FILE))
-        super().save(folder)
+        self.sharding.save_weights(folder / WEIGHTS_FILE)
+        super()._save(folder)
 
     def load(self, folder: Path) -> None:
-        load_model(self.model, folder / WEIGHTS_FILE)
+        self.sharding.load_weights(folder / WEIGHTS_FILE)
         super().load(folder)

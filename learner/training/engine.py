@@ -1,9 +1,9 @@
-"""The training engine: one device, plain torch."""
+"""The training engine: a model, its optimiser and its schedule, whole on one device or in parts on all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.models.published import load_published, published_tensors
+from asyncrl.models.published import load_published
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
-from learner.training.master_weights import MasterWeights
+from learner.ranks.group import ALONE, Ranks
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.sharding import make_sharding
 from learner.training.train_engine import EngineFacts, describe_model
 
 OWNER = "the training engine"
@@ -39,17 +40,23 @@ ENGINE_FILE = "engine.pt"
 class TorchEngine:
     """A model, AdamW on its fp32 master weights, a learning-rate schedule, and an optional adapter.
 
-    Asleep, everything that needs weights or optimiser state raises BadStateError.
+    Asleep, everything that needs weights or optimiser state raises BadStateError. Of several ranks each has such an
+    engine, and calls the methods that compute, gather or write at the same place of its program.
     """
 
-    def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int):
+    role = "actor"
+    """Its name among the engines of a step."""
+
+    def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
         self._config = config
         self._optim = optim
         self._total_updates = total_updates
+        self._ranks = ranks
         self.adapter = resolve_adapter(config.model)
         """The adapter that is trained and published; None: the model itself."""
-        self.device = resolve_device(config.learner.device, "learner.device")
+        self.device = ranks.own(resolve_device(config.learner.device, "learner.device"))
+        self.sharding = make_sharding(config.learner, self.device, ranks)
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
@@ -58,7 +65,7 @@ class TorchEngine:
         """Load the model and build the optimiser."""
         shared_prefix.register()
         model: Any = load_model(
-            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+            self._config.model, device=self.sharding.load_device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
         )
         self._adapted: Any = None
         if self.adapter is not None:
@@ -70,6 +77,7 @@ class TorchEngine:
         self.model: Any = model.train()
         self._make_head()
         self.facts: EngineFacts = describe_model(self.model, self.adapter)
+        self.sharding.shard(self.model)
         self._make_optimizer()
 
     def _make_head(self) -> None:
@@ -83,17 +91,18 @@ class TorchEngine:
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
         )
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
-        check_head(self.model, self._fixed_micro_batch().inputs)
+        check_head(self.model, self._fixed_micro_batch(self.sharding.load_device).inputs)
 
     def _make_optimizer(self) -> None:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.masters = MasterWeights(self.model)
+        self.masters = self.sharding.masters(self.model)
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        stepped = self.masters.stepped()
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(names, self.masters.stepped(), self._optim),
+            parameter_groups(names, stepped, self._optim),
             lr=self._optim.lr,
             betas=self._optim.betas,
-            fused=self.device.type == "cpu",  # one pass over memory; GPUs keep torch's choice
+            fused=all(p.device.type == "cpu" for p in stepped),  # one pass over memory; GPUs keep torch's choice
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
 
@@ -119,23 +128,33 @@ class TorchEngine:
         as_sampled: bool = False,
     ) -> TokenOutputs:
         """Log-probs of the policy, and what else is asked for of its distributions (`OutputHead`)."""
-        return self.head(
-            self.states(micro_batch),
-            micro_batch.targets,
-            entropy=entropy,
-            squared_probabilities=squared_probabilities,
-            other=other,
-            as_sampled=as_sampled,
-        )
+        self._sleeper.check_awake()
+
+        def compute() -> dict[str, Any]:
+            outputs = self.head(
+                self._states(micro_batch),
+                micro_batch.targets,
+                entropy=entropy,
+                squared_probabilities=squared_probabilities,
+                other=other,
+                as_sampled=as_sampled,
+            )
+            return vars(outputs)
+
+        return TokenOutputs(**self.sharding.run(compute))
 
     def states(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n, D] that the trained tokens are predicted from."""
         self._sleeper.check_awake()
+        return self.sharding.run(lambda: self._states(micro_batch))
+
+    def _states(self, micro_batch: MicroBatch) -> torch.Tensor:
         return hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
 
     def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
         """One micro-batch of these groups, on the device."""
-        return build_micro_batch(self.unwrap_model(), groups, self.device)
+        self._sleeper.check_awake()
+        return build_micro_batch(self.model, groups, self.device, self.facts.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
@@ -145,10 +164,11 @@ class TorchEngine:
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
 
-        Raises BadStateError when the gradient is not finite; weights and gradients are then untouched.
+        Raises BadStateError, on all ranks, when the gradient is not finite; the weights are then untouched.
         """
         self._sleeper.check_awake()
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self._optim.max_grad_norm))
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self._optim.max_grad_norm)
+        grad_norm = float(self.sharding.whole(norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
                 f"the gradient norm is {grad_norm}. The weights are those before this update. Look at the last samples "
@@ -173,9 +193,13 @@ class TorchEngine:
         return self.model
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that the rollout servers need, tied weights once."""
+        """Whole tensors that the rollout servers need, tied weights once; all ranks take them all, one at a time."""
         self._sleeper.check_awake()
-        return published_tensors(self.model)
+        return self._published()
+
+    def _published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._ranks.announce("published_state", role=self.role)
+        yield from self.sharding.published()
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
@@ -198,29 +222,59 @@ class TorchEngine:
         self.save_model(processor, folder)
 
     def save_model(self, processor: Any, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        export_model(self.unwrap_model(), processor, folder)
+        """Write the model as a Hugging Face folder; rank 0 writes."""
+        self._sleeper.check_awake()
+        self._ranks.announce("save_model", role=self.role)
+        model = self.sharding.to_save()
+        if self._ranks.leads:
+            export_model(model, processor, folder)
 
     def save(self, folder: Path) -> None:
-        """Save master weights, optimiser and schedule; the model, or its adapter, is saved beside it."""
+        """Save master weights, optimiser and schedule; the model, or its adapter, is saved beside it. Rank 0 writes.
+
+        The file has whole tensors: any number of ranks reads it.
+        """
         self._sleeper.check_awake()
+        self._ranks.announce("save", role=self.role)
+        self._save(folder)
+
+    def _save(self, folder: Path) -> None:
+        self.sharding.changed()
         schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
-        state = {"masters": self.masters.state_dict(), "optimizer": self.optimizer.state_dict(), "schedule": schedule}
-        torch.save(state, folder / ENGINE_FILE)
+        optimizer = self._map_optimizer(self.optimizer.state_dict(), lambda value, _: self.sharding.kept(value))
+        state = {"masters": self.masters.state_dict(), "optimizer": optimizer, "schedule": schedule}
+        if self._ranks.leads:
+            torch.save(state, folder / ENGINE_FILE)
 
     def load(self, folder: Path) -> None:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
 
         Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
-        state = torch.load(folder / ENGINE_FILE, map_location=self.device, weights_only=True)
+        self.sharding.changed()
+        state = torch.load(folder / ENGINE_FILE, map_location=self.sharding.load_device, weights_only=True)
         self.masters.load_state_dict(state.get("masters", {}), folder)
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]
         check_same_groups(state["optimizer"]["param_groups"], ours, folder)
-        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": ours})
+        theirs = self._map_optimizer(state["optimizer"], self.sharding.part)
+        self.optimizer.load_state_dict({**theirs, "param_groups": ours})
         updates = state["schedule"]["last_epoch"]
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor, last_epoch=updates - 1)
+
+    def _map_optimizer(
+        self, state: dict[str, Any], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        """The optimiser's state with `change(moment, parameter)` in the place of each moment."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        changed = {
+            number: {
+                name: change(value, parameters[number]) if value.shape == parameters[number].shape else value
+                for name, value in values.items()
+            }
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": changed}
 
     def sleep(self) -> int:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""
@@ -253,18 +307,15 @@ class TorchEngine:
         """[T] fp32 log-probs of the fixed tokens, on the CPU."""
         return self.forward(self._fixed_micro_batch()).logprobs.float().cpu()
 
-    def _fixed_micro_batch(self) -> MicroBatch:
+    def _fixed_micro_batch(self, device: torch.device | None = None) -> MicroBatch:
         ids = self._fixed_tokens
         completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
-        return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
+        return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], device or self.device)
 
 
-ENGINES = {"torch": TorchEngine}
-"""Training engines by `learner.engine`. Another one has the same public methods."""
-
-
-def create_engine(config: RunConfig, optim: OptimConfig, total_updates: int) -> TorchEngine:
-    return ENGINES[config.learner.engine](config, optim, total_updates)
+def create_engine(config: RunConfig, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE) -> TorchEngine:
+    """The engine of `learner.engine`, which says how the weights are placed."""
+    return TorchEngine(config, optim, total_updates, ranks)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ backward and publication use the parameter, so learner and engine compute with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -58,15 +58,21 @@ class MasterWeights:
 
         Raises UserError where the checkpoint's parameters had other masters: its steps could not be made again.
         """
-        differing = sorted(state.keys() ^ self._copies.keys())
+        dtypes = {name: parameter.dtype for name, parameter in self._trained.items()}
+        self._check_names(state.keys(), self._copies.keys(), dtypes, folder)
+        for name, master in state.items():
+            self._copies[name].copy_(master)
+
+    def _check_names(
+        self, theirs: Collection[str], ours: Collection[str], dtypes: Mapping[str, torch.dtype], folder: Path
+    ) -> None:
+        differing = sorted(set(theirs) ^ set(ours))
         if differing:
-            kind = "no fp32 master weights" if differing[0] in self._copies else "fp32 master weights"
-            now = str(self._trained[differing[0]].dtype).removeprefix("torch.") if differing[0] in self._trained else ""
+            kind = "no fp32 master weights" if differing[0] in ours else "fp32 master weights"
+            now = str(dtypes[differing[0]]).removeprefix("torch.") if differing[0] in self._trained else ""
             raise UserError(
                 f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "
                 f"{now or 'not trained'} now: it was written with another model.dtype, or by a version of asyncrl "
                 "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
                 f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
             )
-        for name, master in state.items():
-            self._copies[name].copy_(master)

@@ -6,8 +6,8 @@ was sampled, so it is a target but no input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,12 @@ class TrainGroup:
 
     prompt: EncodedPrompt
     completions: tuple[Completion, ...]
+    encode: Callable[[], EncodedPrompt] | None = field(default=None, compare=False)
+    """Computes the prompt with its pixels, where `prompt` has none: for the rank that packs it."""
+
+    @property
+    def whole_prompt(self) -> EncodedPrompt:
+        return self.encode() if self.encode else self.prompt
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +68,8 @@ class MicroBatch:
     """What takes the place of `inputs["pixel_values"]` where images are masked; None where nothing asks."""
     sees_masked: torch.Tensor | None = None
     """[N] bool: the token's prompt has images that are masked then."""
+    is_idle: bool = False
+    """It is another rank's, and is computed only because all ranks compute equally often: nothing of it may count."""
 
     @property
     def masked(self) -> MicroBatch:
@@ -86,7 +94,7 @@ def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int)
     plan: list[list[TrainGroup]] = []
     room = 0
     for group in groups:
-        for part in _split(group, tokens_per_microbatch):
+        for part in split_group(group, tokens_per_microbatch):
             if part.num_tokens > room:
                 plan.append([])
                 room = tokens_per_microbatch
@@ -95,20 +103,25 @@ def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int)
     return plan
 
 
-def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
+def split_group(group: TrainGroup, budget: int) -> list[TrainGroup]:
     """Parts within the budget where possible, at least one completion each."""
     parts: list[TrainGroup] = []
     for completion in group.completions:
-        larger = TrainGroup(group.prompt, (*parts[-1].completions, completion)) if parts else None
+        larger = replace(group, completions=(*parts[-1].completions, completion)) if parts else None
         if larger is not None and larger.num_tokens <= budget:
             parts[-1] = larger
         else:
-            parts.append(TrainGroup(group.prompt, (completion,)))
+            parts.append(replace(group, completions=(completion,)))
     return parts
 
 
-def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.device) -> MicroBatch:
-    """Pack the groups into one sequence and say which logits predict which trainable token."""
+def build_micro_batch(
+    model: Any, groups: Sequence[TrainGroup], device: torch.device, dtype: torch.dtype | None = None
+) -> MicroBatch:
+    """Pack the groups into one sequence and say which logits predict which trainable token.
+
+    `dtype`: what the model computes in, where its parameters are kept in another one.
+    """
     ids: list[np.ndarray] = []
     types: list[np.ndarray] = []
     positions: list[torch.Tensor] = []
@@ -141,14 +154,15 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
         columns.append(column[kept])
         end += len(inputs)
     lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
+    prompts = [group.whole_prompt for group in groups]
     seen = [
         piece
-        for group in groups
-        for piece in (group.prompt, *(c.observed for c in group.completions))
+        for group, prompt in zip(groups, prompts, strict=True)
+        for piece in (prompt, *(c.observed for c in group.completions))
         if piece is not None
     ]
     media = media_inputs(model, seen, _int64(types)[None])
-    masked = [group.prompt.masked_pixel_values for group in groups]
+    masked = [prompt.masked_pixel_values for prompt in prompts]
     tokens_of_groups = torch.tensor([len(part) for part in targets])
     position_ids = torch.cat(positions, dim=1).to(device)
     return MicroBatch(
@@ -157,7 +171,7 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
             # [3, 1, L] for multimodal rotary positions, else [1, L]
             "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
             **{name: tensor.to(device) for name, tensor in media.items()},
-            "shared_prefix": make_layout(lengths, device, model.dtype),
+            "shared_prefix": make_layout(lengths, device, dtype or model.dtype),
         },
         predict_from=_int64(predict_from).to(device),
         targets=_int64(targets).to(device),

@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_model, save_model
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.output_head import OtherStates
+from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
-from learner.training.master_weights import MasterWeights
 from learner.training.packing import MicroBatch
 
 WEIGHTS_FILE = "reference.safetensors"
@@ -29,9 +28,11 @@ FOLDER = "reference"
 class Reference(TorchEngine):
     """A reference policy with weights of its own: it scores, and is never stepped nor published."""
 
-    def __init__(self, config: RunConfig):
+    role = "reference"
+
+    def __init__(self, config: RunConfig, ranks: Ranks = ALONE):
         assert config.reference_model is not None
-        super().__init__(config.model_copy(update={"model": config.reference_model}), config.learner.optim, 1)
+        super().__init__(config.model_copy(update={"model": config.reference_model}), config.learner.optim, 1, ranks)
         self._settings = config.reference
         self._compares_distributions = config.algorithm.kl_estimator == "full"
 
@@ -39,7 +40,7 @@ class Reference(TorchEngine):
         """There is none. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._settings.moves else []
         self._moving: list[torch.nn.Parameter] = trained
-        self.masters = MasterWeights(self.model if self._settings.ema else torch.nn.Module())
+        self.masters = self.sharding.masters(self.model if self._settings.ema else torch.nn.Module())
         self.model.requires_grad_(False)
 
     @contextmanager
@@ -87,6 +88,8 @@ class Reference(TorchEngine):
     def follow(self, actor: TorchEngine, step: int) -> None:
         """Move as the settings say, after the policy's `step`-th step, from 1; a reset may be the optimiser's, too."""
         every, ema = self._settings.reset_every_steps, self._settings.ema
+        for engine in (self, actor):
+            engine.sharding.changed()
         if every and step % every == 0:
             with self.on_device():
                 for mine, policys in zip(self._moving, actor.trained, strict=True):
@@ -107,16 +110,20 @@ class Reference(TorchEngine):
         return 0 if self._settings.offload else super().wake()
 
     def save(self, folder: Path) -> None:
-        """Save its weights, and the moving averages that they are the rounded values of."""
         with self.on_device():
-            self._sleeper.check_awake()
-            save_model(self.model, str(folder / WEIGHTS_FILE))
-            torch.save(self.masters.state_dict(), folder / AVERAGES_FILE)
+            super().save(folder)
+
+    def _save(self, folder: Path) -> None:
+        """Save its weights, and the moving averages that they are the rounded values of."""
+        self.sharding.save_weights(folder / WEIGHTS_FILE)
+        averages = self.masters.state_dict()
+        if self._ranks.leads:
+            torch.save(averages, folder / AVERAGES_FILE)
 
     def load(self, folder: Path) -> None:
-        averages = torch.load(folder / AVERAGES_FILE, map_location=self.device, weights_only=True)
+        averages = torch.load(folder / AVERAGES_FILE, map_location=self.sharding.load_device, weights_only=True)
         with self.on_device():
-            load_model(self.model, folder / WEIGHTS_FILE)
+            self.sharding.load_weights(folder / WEIGHTS_FILE)
             self.masters.load_state_dict(averages, folder)
 
     def _tensors(self) -> Iterator[torch.Tensor]:

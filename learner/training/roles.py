@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.plan import plan_shares
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
-from learner.training.packing import MicroBatch, TrainGroup, plan_micro_batches
+from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.reference import Reference, WithoutAdapters
 
 
@@ -47,6 +49,8 @@ class Roles:
     critic: Critic | None = None
     own_reference: Reference | None = None
     """One with weights of its own."""
+    ranks: Ranks = ALONE
+    """The processes that the models are in parts on."""
 
     @property
     def reference(self) -> Reference | WithoutAdapters:
@@ -61,8 +65,9 @@ class Roles:
             for micro_batch in self.micro_batches(batch.train_groups, tokens_per_microbatch) if columns else ():
                 place = batch.places(micro_batch.row, micro_batch.column)
                 for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
-                    columns[name][place] = values.cpu()
-        return Scored(**columns)
+                    if not micro_batch.is_idle:
+                        columns[name][place] = values.cpu()
+        return Scored(**self.ranks.sum_columns(columns))
 
     def _score_micro_batch(self, micro_batch: MicroBatch, wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """[n] each."""
@@ -88,6 +93,8 @@ class Roles:
         return {name: values for name, values in found.items() if values is not None and name in wanted}
 
     def micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
-        """Build one at a time: only one micro-batch's pixels are on the device."""
-        for part in plan_micro_batches(groups, tokens_per_microbatch):
-            yield self.actor.pack(part)
+        """Build this rank's, one at a time: only one micro-batch's pixels are on the device."""
+        for shares in plan_shares(groups, tokens_per_microbatch, self.ranks.size):
+            share = shares[self.ranks.rank]
+            micro_batch = self.actor.pack(share.groups)
+            yield replace(micro_batch, is_idle=True) if share.is_idle else micro_batch

@@ -83,7 +83,10 @@ class LearnerStep:
         if decided.returns is not None and decided.scored.values is not None:
             variance = explained_variance(decided.scored.values, decided.returns)
             metrics["critic/explained_variance"].append(variance)
-        columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
+        joined = {name: torch.cat(parts) for name, parts in seen.items()}
+        columns = {
+            name: values.numpy() for name, values in self.roles.ranks.merge(joined, len(batch.trained.row)).items()
+        }
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
@@ -191,24 +194,26 @@ class LearnerStep:
             self.config.algorithm,
             max_response_length=self.config.data.max_response_length,
         )
+        nothing = torch.zeros_like(weights)
         for number, micro_batch in enumerate(self.roles.micro_batches(groups, self._budget), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
-                part = self.objective(self.roles, micro_batch, decided, weights)
-            loss = float(part.loss.detach())
+                part = self.objective(self.roles, micro_batch, decided, nothing if micro_batch.is_idle else weights)
+            loss, problem = float(part.loss.detach()), None
             if not math.isfinite(loss):
-                raise NotFiniteError(
-                    "loss",
+                problem = (
                     f"{where}, micro-batch {number}: the loss is {loss}: {part.describe_bad_tokens(decided.batch)}. "
                     "The weights are those before this update. Look at these rows in the samples, and at the last "
-                    "grad_norm and logprob_diff_max in metrics.jsonl",
+                    "grad_norm and logprob_diff_max in metrics.jsonl"
                 )
+            if agreed := self.roles.ranks.agree(problem):
+                raise NotFiniteError("loss", agreed)
             if self._trains_actor(decided.version):
                 self.roles.actor.backward(part.loss)
             total += loss
             columns = _columns(part, decided) | self._train_critic(micro_batch, part.place, decided, len(place))
             for name, column in columns.items():
-                seen[name].append(column.cpu())
-        return total
+                seen[name].append(column[:0].cpu() if micro_batch.is_idle else column.cpu())
+        return self.roles.ranks.total(total)
 
     def _trains_actor(self, version: int) -> bool:
         """False while the critic warms up."""
@@ -224,7 +229,7 @@ class LearnerStep:
         here = critic.device
         values = critic.values(micro_batch)
         loss = value_loss(values, old[place].to(here), returns[place].to(here), self.config.critic.clip_range)
-        critic.backward(loss.token_loss.sum() / num_tokens)
+        critic.backward(loss.token_loss.sum() / num_tokens * (not micro_batch.is_idle))
         return {
             "critic/loss": loss.token_loss.detach(),
             "critic/clip_fraction": loss.clipped.float(),

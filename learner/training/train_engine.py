@@ -1,7 +1,7 @@
 """The interface of training engines, and facts about their models.
 
-An engine may divide its model over processes. `forward`, `backward`, `optimizer_step`, `published_state`, `save_model`,
-`save`, `load` and `export` are then collectives: all processes call them, in the same order, and the first one writes.
+With several ranks each has an engine. `forward`, `backward`, `optimizer_step`, `published_state`, `save_model`, `save`,
+`load` and `export` are collectives: all ranks call them, in the same order, and the files are written by rank 0.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class EngineFacts:
     architecture: str
     """Fingerprint of published names, dtypes and shapes."""
     published_bytes: int
+    dtype: torch.dtype
+    """What the model computes in, and travels in."""
     source: str
     """Folder that the model was loaded from."""
     flops: ModelFlops
@@ -42,6 +44,7 @@ def describe_model(model: Any, adapter: AdapterSpec | None) -> EngineFacts:
         vocabulary=model.get_output_embeddings().weight.shape[0],
         architecture=fingerprint_of(shapes, adapter),
         published_bytes=sum(tensor.nbytes for _, tensor in tensors),
+        dtype=model.dtype,
         source=model.name_or_path,
         flops=ModelFlops(model),
     )
@@ -73,15 +76,15 @@ class TrainEngine(Protocol):
     ) -> TokenOutputs: ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a loss that is already divided by counts over the whole update."""
+        """Accumulate the gradient of a loss that is already divided by counts over all ranks: ranks are summed."""
         ...
 
     def optimizer_step(self) -> dict[str, float]:
-        """Raises BadStateError, in all processes, when the gradient is not finite."""
+        """Raises BadStateError, on all ranks, when the gradient is not finite."""
         ...
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, one at a time; all processes take them all."""
+        """Names and whole tensors, one at a time; all ranks take them all."""
         ...
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...

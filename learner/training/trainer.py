@@ -19,6 +19,8 @@ from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.numbers import size
 from learner.checkpoint.storage import LearnerState, check_adapter, restore_engines
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.orders import pack_groups
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
@@ -56,6 +58,7 @@ class Trainer:
         num_rows: int,
         checkpoint: Path | None = None,
         state: LearnerState | None = None,
+        ranks: Ranks = ALONE,
     ):
         """Start at the checkpoint, whose content is `state`, or else at the beginning.
 
@@ -63,10 +66,11 @@ class Trainer:
         """
         self.config = config
         self.processor = processor
+        self.ranks = ranks
         self.progress = Progress(config.total_steps(num_rows))
         warmup = config.critic.warmup_steps if "critic" in config.algorithm.needs else 0
         updates, waited = (steps * config.algorithm.updates_per_batch for steps in (self.progress.total_steps, warmup))
-        self.engine = create_engine(config, config.learner.optim, max(updates - waited, 1))
+        self.engine = create_engine(config, config.learner.optim, max(updates - waited, 1), ranks)
         adapter = self.engine.adapter
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
@@ -74,10 +78,10 @@ class Trainer:
         check_room(config, self.engine.device)
         self.engine.prepare()
         self.architecture = self.engine.facts.architecture
-        self.critic = Critic(config, updates) if "critic" in config.algorithm.needs else None
+        self.critic = Critic(config, updates, ranks) if "critic" in config.algorithm.needs else None
         if self.critic:
             self.critic.prepare()
-        self.reference = Reference(config) if config.reference_model else None
+        self.reference = Reference(config, ranks) if config.reference_model else None
         if self.reference:
             self.reference.prepare()
             with self.reference.on_device():
@@ -87,7 +91,8 @@ class Trainer:
             restore_engines(checkpoint, self.engine, self.saved_roles)
             self.progress.step, self.progress.version = state.step, state.version
         total = self.progress.total_steps
-        self.step = LearnerStep(Roles(self.engine, self.critic, self.reference), config, total_steps=total)
+        roles = Roles(self.engine, self.critic, self.reference, ranks)
+        self.step = LearnerStep(roles, config, total_steps=total)
         if state:
             self.step.coefficients.restore(state.controllers)
         automatic = config.learner.max_staleness == "auto"
@@ -103,18 +108,25 @@ class Trainer:
         return {name: role for name, role in roles.items() if role}
 
     @property
+    def roles(self) -> dict[str, TorchEngine]:
+        """All engines by their names."""
+        return {role.role: role for role in (self.engine, self.critic, self.reference) if role}
+
+    @property
     def bound(self) -> int:
         """Staleness bound of tickets issued from now on."""
         return self._adaptive.bound if self._adaptive else self.config.largest_staleness
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
-        """Make one step. Returns its batch and its metrics, except durations."""
+        """Make one step, on all ranks. Returns its batch and its metrics, except durations."""
+        self.ranks.announce("learn", lambda: pack_groups(groups))
         algorithm = self.config.algorithm
         batch = make_batch(
             groups,
             self.processor,
             demonstrations="demonstrations" in algorithm.needs,
             papo=algorithm.papo if algorithm.papo.kl_coef else None,
+            defers_pixels=self.ranks.size > 1,  # a rank needs those of its share alone
         )
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
@@ -147,7 +159,7 @@ class Trainer:
 def check_room(config: RunConfig, device: torch.device) -> None:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
     said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
-    if device.type == "cuda" and not config.gpu_memory.budget_gib:
+    if device.type == "cuda" and config.learner.engine == "torch" and not config.gpu_memory.budget_gib:
         plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
         if plan is not None:
             logger.info("planned: at most %s on %s", size(plan.peak), device)

@@ -35,6 +35,7 @@ NOT_RUN = {
     "asyncrl demo rloo": "tests/unit/learner/test_algorithm_overlays.py",
     "asyncrl train base.yaml": "tests/unit/asyncrl/test_config_load.py",
     "asyncrl train runs/demo-1/grpo/config.yaml learner.optim": "README.md",
+    "asyncrl train runs/demo-1/grpo/config.yaml run_dir=runs/two-ranks": "tests/system/test_ranks.py",
     "asyncrl train runs/mine/config.yaml --resume": "tests/system/test_resume.py",
     "asyncrl sync": "tests/system/test_sync.py",
     "asyncrl eval": "tests/tools/test_cli_commands.py",

@@ -24,7 +24,8 @@ from asyncrl.tools.import_config.names import AGGREGATIONS, ESTIMATORS, LOSSES
 from asyncrl.tools.import_config.trl_rules import TRL_DEFAULTS, TRL_RULES
 from asyncrl.tools.import_config.verl_keys import VERL_DEFAULTS
 
-_ONE_DEVICE = "the learner works on one device: nothing is sharded"
+_DIVIDED = "learner.engine=fsdp2 learner.num_processes=N divides the model, without settings of how"
+_WHOLE_SEQUENCES = "a sequence is computed by one rank"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
 _CRITIC = "the critic is as the policy in all else"
 _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
@@ -85,7 +86,7 @@ OTHER_NAME = {
 }
 """Keys with our meaning and unit under another name."""
 NO_COUNTERPART = """
-actor.strategy | the learner works on one device: nothing is sharded
+actor.strategy | learner.engine=fsdp2 learner.num_processes=N divides the model
 data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
@@ -96,7 +97,7 @@ actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch s
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
 actor.model.tokenizer_path | that of model.path
-actor.fsdp.mp_reduce_dtype actor.fsdp.mp_buffer_dtype | one device: nothing is reduced, and sums are float32
+actor.fsdp.mp_reduce_dtype actor.fsdp.mp_buffer_dtype | sums are float32
 data.dataset_class | rows are read as docs/bring-your-own.md says: convert them first
 rollout.discount | there is one turn
 actor.use_torch_compile actor.model.attn_implementation | the learner does not compile, and packing decides
@@ -152,8 +153,8 @@ OTHER_VALUE: dict[str, Rule] = {
     "actor.sft_loss_coef": only_one(0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
     "actor.padding_free": one_value(True, _PACKED, _PACKED),
     "actor.dynamic_batching": one_value(True, _PACKED, _PACKED),
-    "actor.ulysses_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
-    "actor.ulysses_sequence_parallel_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
+    "actor.ulysses_size": one_value(1, _WHOLE_SEQUENCES, _WHOLE_SEQUENCES),
+    "actor.ulysses_sequence_parallel_size": one_value(1, _WHOLE_SEQUENCES, _WHOLE_SEQUENCES),
     "actor.optim.strategy": one_value("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
     "actor.optim.num_cycles": one_value(0.5, "cosine goes down once", "cosine goes down once"),
     "rollout.max_turns": derived.turns,
@@ -224,8 +225,8 @@ RULES: Mapping[str, Rule] = {
 }
 """TRL's keys have no dots, and those of the others have: no key is in both."""
 SECTIONS: Mapping[str, Rule] = {
-    "actor.fsdp.": absent(_ONE_DEVICE),
-    "actor.deepspeed.": absent(_ONE_DEVICE),
+    "actor.fsdp.": absent(_DIVIDED),
+    "actor.deepspeed.": absent(_DIVIDED),
     "actor.offload.": absent("in sync mode everything leaves the device in turn; otherwise it stays there"),
     "actor.checkpoint.": absent("a checkpoint holds all that a restart needs"),
     "actor.policy_loss.": absent(_PLUGIN),

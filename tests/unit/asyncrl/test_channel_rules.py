@@ -73,6 +73,7 @@ def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_fr
     engine: Any = SimpleNamespace(adapter=None, device=torch.device("cpu"), facts=facts)
     publication: Any = None
     assert open_device_weights(make_config(trainer={"mode": "sync"}), publication, engine) is None
+    assert open_device_weights(make_config(learner={"engine": "fsdp2"}), publication, engine) is None
     assert open_device_weights(make_config(), publication, engine) is not None
     budget = {"gpu_memory": {"budget_gib": 24}}
     assert open_device_weights(make_config(**budget), publication, engine) is None, "auto: the plan has no room for it"

@@ -1,0 +1,59 @@
+"""A rank other than 0: it loads the same model, and does what rank 0 orders, until the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from learner.checkpoint.storage import LearnerState
+from learner.network.logprob_parity import compare
+from learner.ranks.environment import rank_environment
+from learner.ranks.orders import Order, Orders, unpack_groups
+from learner.ranks.processes import check_local_ranks, given_store, join
+from learner.tickets.ticket import ReceivedGroup
+from learner.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def follow(config: RunConfig) -> None:
+    """Run to the end. Raises BadStateError when rank 0 has gone."""
+    environment = rank_environment(config)
+    check_local_ranks(config, environment.local_rank + 1)
+    store, network = given_store(config), config.network
+    orders = Orders(PrefixStore("orders", store), leads=False, every_s=network.heartbeat_s, silence_s=network.timeout_s)
+    processor = PromptProcessor(config.model)
+    order = orders.take()
+    if order.kind == "end":
+        return
+    ranks = join(config, store, environment, orders)
+    logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
+    values = order.values
+    state = LearnerState(**values["state"]) if values["state"] else None
+    checkpoint = Path(values["checkpoint"]) if values["checkpoint"] else None
+    policy = config.with_policy(Path(values["model_path"]) if values["model_path"] else None)
+    training = Trainer(policy, processor, values["num_rows"], checkpoint, state, ranks)
+    while (order := orders.take()).kind != "end":
+        _obey(training, order)
+
+
+def _obey(training: Trainer, order: Order) -> None:
+    ranks, engine = training.ranks, training.roles[order.values.get("role", "actor")]
+    nowhere = Path()  # rank 0 alone writes
+
+    def sent() -> list[ReceivedGroup]:
+        return unpack_groups(ranks.broadcast(b""), training.processor)
+
+    calls: dict[str, Callable[[], object]] = {
+        "learn": lambda: training.learn(sent()),
+        "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.tokens_per_microbatch),
+        "published_state": lambda: sum(1 for _ in engine.published_state()),
+        "save": lambda: engine.save(nowhere),
+        "save_model": lambda: engine.save_model(training.processor.processor, nowhere),
+    }
+    calls[order.kind]()

@@ -1,0 +1,150 @@
+"""Orders: what rank 0 tells the other ranks to do next, so that all are in the same collective.
+
+An order is a small MessagePack map in the ranks' store; groups follow as one broadcast. While rank 0 waits for groups
+it gives none, for minutes: it says that it is alive, and a rank that hears nothing ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import numpy as np
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from asyncrl.errors import BadStateError
+from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.processing import PromptFacts, PromptProcessor
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from protocol.codec import MIB, Limits, decode, encode
+from protocol.messages import Group, Tickets, Wire
+
+ALIVE = "alive"
+POLL_S = 1.0
+"""A waiting rank looks this often whether rank 0 is alive."""
+LARGEST = Limits(max_message_bytes=1 << 40, max_header_bytes=256 * MIB, max_frames=1 << 20)
+"""Groups were within the network's limits when they came in."""
+
+
+@dataclass(frozen=True)
+class Order:
+    kind: str
+    values: dict[str, Any]
+
+
+class Orders:
+    """Orders by their number. Rank 0 gives them, the others take each once."""
+
+    def __init__(self, store: Store, *, leads: bool, every_s: float, silence_s: float):
+        """`silence_s`: time after which rank 0 counts as gone, which says every `every_s` that it is there."""
+        self._store = store
+        self._silence_s = silence_s
+        self._number = 0
+        self._over = threading.Event()
+        if leads:
+            self._store.set(ALIVE, "0")
+            threading.Thread(target=self._stay_alive, args=(every_s,), name="ranks-alive", daemon=True).start()
+
+    def give(self, kind: str, **values: Any) -> None:
+        self._number += 1
+        order: Any = _packed({"kind": kind, "values": values})  # bytes, which the stub of torch does not know
+        self._store.set(_key(self._number), order)
+
+    def take(self) -> Order:
+        """Wait for the next order. Raises BadStateError when rank 0 has gone."""
+        self._number += 1
+        key, heard, heard_at = _key(self._number), b"", time.monotonic()
+        while True:
+            try:
+                if self._store.check([key]):
+                    break
+                alive = self._store.get(ALIVE)
+            except RuntimeError as problem:  # the connection
+                raise BadStateError(f"rank 0 has gone: {str(problem).partition(chr(10))[0]}") from None
+            if alive != heard:
+                heard, heard_at = alive, time.monotonic()
+            elif time.monotonic() - heard_at > self._silence_s:
+                raise BadStateError(f"rank 0 has said nothing for {self._silence_s:g} s (network.timeout_s)")
+            self._wait(key)
+        order = msgpack.unpackb(self._store.get(key), strict_map_key=False)
+        return Order(order["kind"], order["values"])
+
+    def _wait(self, key: str) -> None:
+        try:
+            self._store.wait([key], timedelta(seconds=POLL_S))
+        except DistStoreError:  # not yet
+            pass
+        except RuntimeError as problem:
+            raise BadStateError(f"rank 0 has gone: {str(problem).partition(chr(10))[0]}") from None
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _stay_alive(self, every_s: float) -> None:
+        beats = 0
+        while not self._over.wait(every_s):
+            beats += 1
+            try:
+                self._store.set(ALIVE, str(beats))
+            except RuntimeError:  # the end of the run
+                return
+
+
+def _key(number: int) -> str:
+    return f"order {number}"
+
+
+def pack_groups(received: Sequence[ReceivedGroup]) -> bytes:
+    """Groups with their tickets and encoded images, as MessagePack. Pixels are computed where they are needed."""
+    return _packed(
+        [
+            {
+                "tickets": _frames(
+                    Tickets(
+                        tickets=(item.ticket,),
+                        blobs={digest: memoryview(data) for digest, data in item.prepared.blobs.items()},
+                    )
+                ),
+                "slot": asdict(item.slot),
+                "group": _frames(item.group),
+                "is_replayed": item.is_replayed,
+            }
+            for item in received
+        ]
+    )
+
+
+def unpack_groups(data: bytes, processor: PromptProcessor) -> list[ReceivedGroup]:
+    """Raises ProtocolError where they are not what `pack_groups` has made."""
+    received: list[ReceivedGroup] = []
+    bridge: TurnBridge | None = None
+    for item in msgpack.unpackb(data):
+        tickets, group = decode(item["tickets"], Tickets, LARGEST), decode(item["group"], Group, LARGEST)
+        assert isinstance(tickets, Tickets)
+        assert isinstance(group, Group)
+        blobs = {digest: bytes(data) for digest, data in tickets.blobs.items()}
+        videos = np.zeros((0, 3), np.int32) if group.video_grids is None else group.video_grids
+        facts = PromptFacts(group.prompt_ids, group.image_grids, group.image_hashes, videos, group.video_hashes)
+        ticket = tickets.tickets[0]
+        if ticket.conversation and bridge is None:
+            bridge = TurnBridge(processor, ticket.sampling.stop_token_ids)
+        prepared = PreparedTicket(ticket, blobs, TicketSlot(**item["slot"]), facts, bridge)
+        received.append(ReceivedGroup(prepared, group, is_replayed=item["is_replayed"]))
+    return received
+
+
+def _frames(message: Wire) -> list[bytes]:
+    return [bytes(frame) for frame in encode(message)]
+
+
+def _packed(value: Any) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None
+    return packed

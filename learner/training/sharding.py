@@ -1,0 +1,113 @@
+"""The placement of a model's weights: whole on one device, or in parts on all ranks (fsdp.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors.torch import load_model, save_model
+
+from asyncrl.config.sections import LearnerConfig
+from asyncrl.models.published import published_tensors
+from learner.ranks.group import Ranks
+from learner.training.master_weights import MasterWeights
+
+T = TypeVar("T")
+
+
+class Sharding(Protocol):
+    """What differs between a model that is whole and one in parts. Whatever returns whole tensors is a collective."""
+
+    load_device: torch.device
+    """Where the model is loaded, before `shard`."""
+
+    def shard(self, model: Any) -> None:
+        """Take the model as it was loaded; from now on its parameters are this rank's parts."""
+        ...
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """Compute with whole weights. Tensors with a gradient are returned as such, or in tuples and dicts."""
+        ...
+
+    def masters(self, model: Any) -> MasterWeights: ...
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors as servers get them, one at a time."""
+        ...
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which this rank has a part."""
+        ...
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor on the rank that writes it to a file; elsewhere nothing of it is kept."""
+        ...
+
+    def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, as `like`, a parameter of its shape, is divided."""
+        ...
+
+    def save_weights(self, file: Path) -> None:
+        """Write all weights as safetensors; one rank writes."""
+        ...
+
+    def load_weights(self, file: Path) -> None: ...
+
+    def to_save(self) -> Any:
+        """A model that `save_pretrained` can write, on the rank that writes, else None."""
+        ...
+
+    def changed(self) -> None:
+        """Forget whole weights that are kept from the last computation: the parts have changed, or will be read."""
+        ...
+
+
+class OneDevice:
+    """The whole model on the device of the one process."""
+
+    def __init__(self, device: torch.device):
+        self.load_device = device
+
+    def shard(self, model: Any) -> None:
+        self._model = model
+
+    def run(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+    def masters(self, model: Any) -> MasterWeights:
+        return MasterWeights(model)
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return published_tensors(self._model)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def save_weights(self, file: Path) -> None:
+        save_model(self._model, str(file))
+
+    def load_weights(self, file: Path) -> None:
+        load_model(self._model, file)
+
+    def to_save(self) -> Any:
+        return self._model
+
+    def changed(self) -> None:
+        pass
+
+
+def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:
+    """The placement of `learner.engine`."""
+    if config.engine == "torch":
+        return OneDevice(device)
+    from learner.training.fsdp import FullySharded  # torch.distributed: not for a learner of one process
+
+    return FullySharded(device, ranks, cpu_offload=config.cpu_offload)

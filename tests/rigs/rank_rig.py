@@ -1,0 +1,92 @@
+"""A made-up step on the ranks of one machine, for tests: `python -m tests.rigs.rank_rig FOLDER` in each rank.
+
+FOLDER/rig.json has the configuration and what to do; rank 0 writes metrics, weights and a checkpoint there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from learner.ranks.group import ALONE, Ranks
+from learner.training.critic import Critic
+from learner.training.engine import create_engine
+from learner.training.reference import Reference
+from learner.training.roles import Roles
+from learner.training.step import LearnerStep, NotFiniteError
+from tests.rigs.made_up_batch import made_up_batch
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
+    ranks = _join()
+    results: dict[str, Any] = {}
+    for name, sections in rig["configs"].items():
+        results[name] = take_steps(RunConfig.model_validate(sections), folder / name, ranks, rig.get("steps", 2))
+    if ranks.leads:
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+def _join() -> Ranks:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    return Ranks(dist.get_rank(), size, dist.get_rank())
+
+
+def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dict[str, Any]:
+    """Metrics of each step; weights before and after it, and a checkpoint of the last, are in `folder`."""
+    torch.manual_seed(0)
+    engine = create_engine(config, config.learner.optim, steps, ranks)
+    engine.prepare()
+    critic = Critic(config, steps, ranks) if "critic" in config.algorithm.needs else None
+    reference = Reference(config, ranks) if config.reference_model else None
+    for role in (critic, reference):
+        if role:
+            role.prepare()
+    if ranks.leads:
+        folder.mkdir(exist_ok=True)
+    step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
+    processor = PromptProcessor(config.model)
+    batch = made_up_batch(config, processor)
+    metrics: list[dict[str, float]] = []
+    _save_weights(engine.published_state(), folder / "0.safetensors", ranks)
+    for version in range(3, 3 + steps):
+        try:
+            metrics.append(step(batch, version))
+        except NotFiniteError as error:
+            return {"problem": str(error), "rank": ranks.rank}
+        _save_weights(engine.published_state(), folder / f"{version - 2}.safetensors", ranks)
+    engine.save_model(processor.processor, folder / "model")
+    if ranks.leads:
+        for role in (critic, reference):
+            if role:
+                (folder / role.role).mkdir()
+    engine.save(folder)
+    for role in (critic, reference):
+        if role:
+            role.save(folder / role.role)
+    return {"metrics": metrics}
+
+
+def _save_weights(tensors: Any, file: Path, ranks: Ranks) -> None:
+    found = {name: tensor.clone() for name, tensor in tensors}
+    if ranks.leads:
+        save_file(found, file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""A learner of two ranks is the learner of one: the same steps, and after the death of a rank the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal import JOURNAL_FILE
+from learner.ranks.group import ALONE
+from learner.training.critic import Critic
+from learner.training.engine import create_engine
+from tests.rigs.rank_rig import take_steps
+from tests.rigs.small_runs import logs
+from tests.rigs.two_processes import start_command, write_config
+from tests.rigs.waiting import exit_codes, wait_until
+
+pytestmark = pytest.mark.slow
+MakeConfig = Callable[..., RunConfig]
+RANKS = {"engine": "fsdp2", "num_processes": 2, "optim": {"lr": 1e-3, "weight_decay": 0.01}}
+BF16 = {"dtype": "bfloat16"}
+CASES: dict[str, dict[str, Any]] = {
+    "one micro-batch, frozen tower": {
+        "batch": {"tokens_per_microbatch": 4096},
+        "model": {"freeze_vision_tower": True},
+    },
+    "four micro-batches, two updates": {
+        "batch": {"tokens_per_microbatch": 160},
+        "algorithm": {"updates_per_batch": 2},
+        "learner": {"gradient_checkpointing": True},
+    },
+    "critic and reference, bf16": {"algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}, "model": BF16},
+    "masked images, moving reference": {
+        "algorithm": {"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1},
+        "reference": {"ema": 0.9},
+    },
+}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+"""Of metrics, relative above 1: ranks add up in another order."""
+FLIPPED = {"float32": 0.0, "bfloat16": 0.005}
+"""Share of a model's elements that may have gone the other way: AdamW's first updates are signs of gradients, and one
+that is 0 up to the rounding of 16 bits has either sign."""
+STEPS = 2
+
+
+def run_ranks(folder: Path, configs: dict[str, RunConfig]) -> dict[str, Any]:
+    """What rank 0 of two finds."""
+    folder.mkdir()
+    dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
+    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.rigs.rank_rig", str(folder)]
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
+    assert exit_codes(ranks, 600) == [0, 0]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_path: Path) -> None:
+    divided: dict[str, RunConfig] = {}
+    for name, sections in CASES.items():
+        learner = {**RANKS, **sections.get("learner", {})}
+        divided[name] = make_config(**{**sections, "learner": learner})
+    found = run_ranks(tmp_path / "two", divided)
+    for name, config in divided.items():
+        alone = config.model_copy(
+            update={"learner": config.learner.model_copy(update={"engine": "torch", "num_processes": 1})}
+        )
+        expected = take_steps(alone, tmp_path / name, ALONE, STEPS)["metrics"]
+        tolerance = TOLERANCE[config.model.dtype]
+        for mine, theirs in zip(expected, found[name]["metrics"], strict=True):
+            assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), name
+        check_weights(alone, tmp_path / name, tmp_path / "two" / name)
+
+
+def check_weights(config: RunConfig, one: Path, two: Path) -> None:
+    """Compare what was published and saved, and load the ranks' checkpoint in one process."""
+    lr = config.learner.optim.lr
+    for step in range(STEPS + 1):
+        mine, theirs = (load_file(folder / f"{step}.safetensors") for folder in (one, two))
+        assert mine.keys() == theirs.keys()
+        flipped = elements = 0
+        for name, tensor in mine.items():
+            assert tensor.dtype == theirs[name].dtype
+            if step == 0:
+                assert torch.equal(tensor, theirs[name]), "the same masters are published as the same bits"
+            flipped += int((~torch.isclose(tensor, theirs[name], rtol=1e-2, atol=0.5 * lr)).sum())
+            elements += tensor.numel()
+        assert flipped <= FLIPPED[config.model.dtype] * elements, f"{flipped} of {elements} elements at step {step}"
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((one / "model" / file).read_text()) == json.loads((two / "model" / file).read_text())
+    published = load_file(two / f"{STEPS}.safetensors")
+    saved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(two / "model")})})
+    engine = create_engine(saved, saved.learner.optim, STEPS)
+    engine.prepare()
+    engine.load(two)
+    engine.masters.round_into_parameters()
+    for name, tensor in engine.published_state():
+        assert torch.equal(tensor, published[name])
+    if "critic" in config.algorithm.needs:
+        critic = Critic(saved, STEPS)
+        critic.prepare()
+        critic.load(two / "critic")
+
+
+def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(
+        learner={**RANKS, "max_staleness": 1},
+        trainer={"max_steps": 10, "save_freq": 2, "samples_per_step": 1},
+        launch={"restart_delay_s": 0.1},
+        network={"timeout_s": 10.0},
+    )
+    run, log = Path(config.run_dir), tmp_path / "train.log"
+    train = start_command("train", str(write_config(config, tmp_path / "given")), log=log)
+    try:
+        wait_until(lambda: second_ranks(run), "rank 1", timeout_s=120)
+        (second,) = second_ranks(run)
+        wait_until(lambda: steps_of(run) >= 3, "three steps of two ranks", timeout_s=120)
+        second.kill()
+        assert train.wait(timeout=180) == 0, f"{log.read_text()}\n{logs(run)}"
+    finally:
+        train.kill()
+    assert "rank 1 was killed by SIGKILL" in (run / "logs" / "learner.log").read_text()
+    assert "learner 1" in log.read_text(), "started again once"
+    with sqlite3.connect(run / JOURNAL_FILE) as db:
+        rows = db.execute("SELECT step, ticket_id FROM consumption").fetchall()
+    assert len({ticket for _, ticket in rows}) == len(rows) == 10 * config.batch.prompts_per_step
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    # Without ranks, from the same checkpoint.
+    alone = ("learner.engine=torch", "learner.num_processes=1", "trainer.max_steps=11")
+    again = start_command("train", str(run / "config.yaml"), "--resume", *alone, log=log)
+    assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
+    assert steps_of(run) == 11
+
+
+def steps_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def second_ranks(run: Path) -> list[psutil.Process]:
+    found = [(process, process.info["cmdline"] or ["", ""]) for process in psutil.process_iter(["cmdline"])]
+    return [
+        process
+        for process, words in found
+        if "learner" in words and any(str(run) in word for word in words) and words[-1].endswith("1.json")
+    ]

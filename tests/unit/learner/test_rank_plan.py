@@ -1,0 +1,134 @@
+"""The plan of an update over ranks, the orders between them, and what cannot be divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from learner.ranks.environment import RankEnvironment, rank_environment
+from learner.ranks.orders import pack_groups, unpack_groups
+from learner.ranks.plan import plan_shares
+from learner.training.batch import make_batch
+from learner.training.packing import Completion, TrainGroup, plan_micro_batches
+from tests.rigs.made_up_batch import made_up_batch
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def group(prompt: int, lengths: list[int], first_row: int, *, images: int = 0) -> TrainGroup:
+    ids = np.zeros(prompt, np.int32)
+    encoded = EncodedPrompt("row", ids, ids, np.ones((images, 3), np.int32), ())
+    rows = [Completion(first_row + i, np.zeros(n, np.int32), np.ones(n, np.uint8)) for i, n in enumerate(lengths)]
+    return TrainGroup(encoded, tuple(rows))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("budget", [60, 100, 4000])
+def test_each_completion_is_trained_once_and_ranks_have_as_much_to_do(size: int, budget: int) -> None:
+    rng = np.random.default_rng(0)
+    groups = [group(20, rng.integers(2, 40, 4).tolist(), 4 * i, images=i % 2) for i in range(7)]
+    plan = plan_shares(groups, budget, size)
+    assert all(len(shares) == size for shares in plan)
+    trained = [
+        completion.row
+        for shares in plan
+        for share in shares
+        if not share.is_idle
+        for part in share.groups
+        for completion in part.completions
+        if completion.loss_mask.any()
+    ]
+    assert sorted(trained) == list(range(28))
+    for shares in plan:
+        assert len({any(len(part.prompt.image_grids) for part in share.groups) for share in shares}) == 1
+        tokens = [sum(part.num_tokens for part in share.groups) for share in shares]
+        companion = 20  # a prompt with an image beside a share without any
+        assert max(tokens) <= max(budget, 60) + companion
+    if budget == 4000:
+        tokens = [
+            sum(part.num_tokens for part in share.groups if part.completions[0].loss_mask.any()) for share in plan[0]
+        ]
+        assert len(plan) == 1
+        assert max(tokens) < 1.3 * min(tokens)
+
+
+def test_a_rank_without_work_repeats_a_part_that_does_not_count() -> None:
+    plan = plan_shares([group(5, [3], 0)], 100, 2)
+    assert [share.is_idle for share in plan[0]] == [False, True]
+    assert plan[0][0].groups == plan[0][1].groups
+
+
+def test_a_rank_without_images_is_shown_what_an_environment_shows_another() -> None:
+    seen = group(5, [4], 0, images=1).prompt
+    asked, answered = group(5, [30], 0), group(5, [30], 1)
+    observed = replace(answered.completions[0], observed=seen)
+    (shares,) = plan_shares([asked, replace(answered, completions=(observed,))], 100, 2)
+    masks = [[int(c.loss_mask.sum()) for part in share.groups for c in part.completions] for share in shares]
+    assert sorted(masks) == [[30], [30, 0]]
+    assert all(any(c.observed is seen for part in share.groups for c in part.completions) for share in shares)
+
+
+def test_one_rank_has_the_micro_batches_that_it_always_had() -> None:
+    groups = [group(20, [10, 20, 30], 3 * i) for i in range(5)]
+    assert [list(shares[0].groups) for shares in plan_shares(groups, 90, 1)] == plan_micro_batches(groups, 90)
+
+
+def test_ranks_get_the_groups_as_they_came(make_config: MakeConfig) -> None:
+    config = make_config()
+    processor = PromptProcessor(config.model)
+    batch = made_up_batch(config, processor)
+    again = make_batch(unpack_groups(pack_groups(batch.received), processor), processor)
+    for name in ("scores", "behaviour_logprobs", "versions", "row_start"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(again, name))
+    assert [g.prompt.image_hashes for g in batch.train_groups] == [g.prompt.image_hashes for g in again.train_groups]
+
+
+FSDP2 = {"engine": "fsdp2", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
+        ({"learner": {"cpu_offload": True}}, r"cpu_offload is True, but learner.engine is torch"),
+        ({"learner": FSDP2, "trainer": {"mode": "sync"}}, r"fsdp2, but trainer.mode is sync"),
+        ({"learner": FSDP2, "model": {"lora": {"rank": 4}}}, r"fsdp2, but model.lora.rank is 4"),
+        ({"learner": FSDP2, "gpu_memory": {"budget_gib": 8}}, r"fsdp2, but gpu_memory.budget_gib is 8"),
+        ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
+        (
+            {"learner": FSDP2, "reference": {"offload": True}, "algorithm": {"kl_loss_coef": 0.1}},
+            r"fsdp2, but reference.offload is true",
+        ),
+        ({"learner": {**FSDP2, "device": "cuda:1"}}, r"learner.device is cuda:1, one GPU"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(make_config: MakeConfig, sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_config(**sections)
+
+
+def test_each_rank_has_a_gpu_of_its_own(make_config: MakeConfig) -> None:
+    config = make_config(learner={**FSDP2, "device": "cuda"}, rollout={"device": "cuda"})
+    assert assign_gpus(config, 4).learner == (0, 1)
+    assert assign_gpus(config, 4).servers == ((2,),)
+    with pytest.raises(UserError, match="num_processes is 2, and there are 1 GPU"):
+        check_assignment(config, ["0"])
+
+
+def test_torchrun_and_the_configuration_must_agree(make_config: MakeConfig) -> None:
+    under_torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    config = make_config(learner={"engine": "fsdp2"})
+    assert rank_environment(config, under_torchrun) == RankEnvironment(3, 4, 1, is_given=True)
+    assert rank_environment(make_config(learner=FSDP2), {"WORLD_SIZE": "1"}) == RankEnvironment(0, 2, 0)
+    with pytest.raises(UserError, match=r"4 processes \(WORLD_SIZE\), and learner.num_processes is 2"):
+        rank_environment(make_config(learner=FSDP2), under_torchrun)
+    with pytest.raises(UserError, match=r"learner\.engine is torch"):
+        rank_environment(make_config(), under_torchrun)
