@@ -66,6 +66,14 @@ class RankProcesses:
         if self.lost is not None:
             raise self.lost
 
+    def find_lost(self) -> Exception | None:
+        """What ended another rank, if one has ended: a collective fails on its connections before it is seen to be
+        gone."""
+        deadline = time.monotonic() + 5 * POLL_S
+        while self.processes and self.lost is None and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+        return self.lost
+
     def watch(self) -> None:
         """Look after the ranks until they are to leave. On a thread of its own."""
         while not self._are_leaving:
@@ -149,6 +157,12 @@ def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]
             yield Leader(config, processes, orders, store, environment.size)
             orders.give("end")
             processes.leave()
+        except (UserError, BadStateError):
+            raise
+        except Exception as error:
+            if lost := processes.find_lost():
+                raise lost from error
+            raise
         finally:
             orders.close()
             processes.kill()
