@@ -48,6 +48,7 @@ def mcp_section(*more: str, **config: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_an_mcp_servers_tools_are_called_in_a_session_for_each_trajectory() -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
 
@@ -78,6 +79,7 @@ def test_an_mcp_servers_tools_are_called_in_a_session_for_each_trajectory() -> N
     run_pool(mcp_section(), scenario)
 
 
+@pytest.mark.slow
 def test_an_mcp_server_that_does_not_start_or_lacks_a_tool_is_named() -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
 
