@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
@@ -18,9 +18,43 @@ from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
-from protocol.messages import Ack, Error, Group
+from protocol.messages import Ack, Error, Group, TrajectoryRecord
 
 logger = logging.getLogger(__name__)
+
+LAST_TRAJECTORIES = 200
+"""Trajectories over which failures of the environment are counted."""
+WARNING_SHARE, DEAD_SHARE = 0.05, 0.5
+"""Shares of them above which a failing environment is warned of, and ends the run."""
+
+
+class EnvironmentHealth:
+    """Counts failures of the environment over the last trajectories, so that a dead one does not burn the night."""
+
+    def __init__(self) -> None:
+        self._kinds: deque[str] = deque(maxlen=LAST_TRAJECTORIES)
+        """How the environment failed in each of the last trajectories; empty: it did not."""
+        self._warned = False
+
+    def observe(self, records: Sequence[TrajectoryRecord]) -> None:
+        """Count these trajectories, too. Raises BadStateError where more than half of the last 200 failed."""
+        for record in records:
+            kind = record.error_kind if record.error_kind.startswith("environment_") else ""
+            self._kinds.append(kind)
+            failed = Counter(filter(None, self._kinds))
+            if not kind or failed.total() <= WARNING_SHARE * LAST_TRAJECTORIES:
+                continue
+            kinds = ", ".join(f"{number} {name}" for name, number in failed.most_common())
+            said = f"the environment failed in {failed.total()} of the last {len(self._kinds)} trajectories ({kinds})"
+            example = f"the newest says: {record.error_message}"
+            if failed.total() > DEAD_SHARE * LAST_TRAJECTORIES:
+                raise BadStateError(
+                    f"{said}; {example}. Bring back what the environment needs (a service, a file, memory) or repair "
+                    "it (asyncrl env try), then start the run again: it goes on from its checkpoint"
+                )
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s; %s. Above %d%% the run stops", said, example, 100 * DEAD_SHARE)
 
 
 @dataclass
@@ -34,6 +68,7 @@ class GroupReceiver:
     """`verify_group` with those arguments that are the same for the whole run."""
     on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
     """Called with the seconds from verification to acknowledgement of the groups of an iteration."""
+    health: EnvironmentHealth = field(default_factory=EnvironmentHealth)
     _arrived: dict[int, tuple[list[str], ReceivedGroup]] = field(default_factory=dict)
     """Groups of this iteration, each with the servers that sent it; the first one's counts."""
 
@@ -82,7 +117,10 @@ class GroupReceiver:
         return ticket_id in self._arrived
 
     def keep(self) -> None:
-        """Journal the groups of this iteration, and then acknowledge them."""
+        """Journal the groups of this iteration, and then acknowledge them.
+
+        Raises BadStateError, after that, where most trajectories are lost to a failing environment.
+        """
         if not self._arrived:
             return
         self.ledger.receive([received for _, received in self._arrived.values()])
@@ -93,12 +131,14 @@ class GroupReceiver:
                 owners[server_id].append(ticket_id)
                 self.ledger.out.take_duplicate(ticket_id, server_id)
         arrived_at = np.asarray([received.arrived_at for _, received in self._arrived.values()])
+        records = [record for _, received in self._arrived.values() for record in received.group.trajectories]
         self._arrived.clear()
         for server_id, ticket_ids in owners.items():
             if server_id in self.servers.connected:  # one that has left asks again when it is back
                 self.servers.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
+        self.health.observe(records)
 
     def forget(self) -> None:
         """Drop verified groups without acknowledgement: their servers keep them for the next learner."""

@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from learner.network.group_receiver import GroupReceiver
+from learner.network.group_receiver import LAST_TRAJECTORIES, EnvironmentHealth, GroupReceiver
 from learner.network.servers import Servers
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_writer import EVALUATION_IDS, PARITY_IDS
 from protocol.errors import ErrorCode
-from protocol.messages import Ack, Error, TicketKind
+from protocol.messages import Ack, Error, FinishReason, TicketKind, TrajectoryRecord, TrajectoryStatus, Turn
 from tests.rigs.fuzz import content
 from tests.unit.learner.test_tickets import issue, make_ledger, prepared, received
 
@@ -71,3 +72,46 @@ def test_a_group_for_a_ticket_that_was_never_issued_is_told_so(ticket_id: int) -
         ledger.receive([received(item)])
         groups.accept("a", group.model_copy(update={"ticket_id": item.ticket.ticket_id}), ())
     assert servers.acknowledged() == [("a", item.ticket.ticket_id) for item in issued], "duplicates"
+
+
+def ended(error_kind: str = "", message: str = "") -> TrajectoryRecord:
+    return TrajectoryRecord(
+        status=TrajectoryStatus.ERROR if error_kind else TrajectoryStatus.FINISHED,
+        finish_reason=FinishReason.STOP,
+        error_kind=error_kind,
+        error_message=message,
+        reward=None if error_kind else 1.0,
+        turns=(Turn(start=0, end=1),),
+    )
+
+
+LOST = ended("environment_exception", "ConnectionRefusedError: search:8080")
+
+
+def test_a_dead_environment_ends_the_run_after_its_groups_are_kept() -> None:
+    ledger = make_ledger(1, 0, 1)
+    issue(ledger, 0)
+    ledger.out.assign([0], "a")
+    groups, servers = receiver_of(ledger, "a")
+    groups.health.observe([LOST] * 99 + [ended("environment_died")])
+    group = content.group(0, 0, "a")
+    groups.accept("a", group.model_copy(update={"trajectories": (*group.trajectories[:-1], LOST)}), ())
+    with pytest.raises(
+        BadStateError,
+        match=r"in 101 of the last \d+ trajectories \(100 environment_exception, 1 "
+        r"environment_died\); the newest says: ConnectionRefusedError: search:8080",
+    ):
+        groups.keep()
+    assert servers.acknowledged() == [("a", 0)]
+    assert ledger.take()[0].group.ticket_id == 0
+
+
+def test_an_environment_that_fails_seldom_is_warned_of_once_and_one_that_fails_often_at_times_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    health = EnvironmentHealth()
+    health.observe([*[LOST] * 10, *[ended("reward_exception")] * 190])
+    assert not caplog.records, "5 % are not above 5 %, and a reward is no environment"
+    for _ in range(3):
+        health.observe([*[LOST] * 100, *[ended()] * (LAST_TRAJECTORIES - 100)])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
