@@ -69,6 +69,25 @@ With d = log policy - log reference at the sampled token:
 | `k1+`, `k3+` | that of k1 or k3 | the gradient of k2 |
 | `k3_unbiased` | k3 times policy / behaviour | the KL's gradient on average, whichever policy has sampled |
 | `full` | the sum over the vocabulary | the exact gradient, for the logits of both models, some tokens at a time |"""
+TURNS = """## Turns
+
+In an [environment](agents.md) a trajectory has several turns, each with a reward and a state of its own. What an
+estimator makes of them:
+
+| estimator | credit of a turn |
+|---|---|
+| those that compare scores (`grpo`, `rloo`, ...) | that of its trajectory, whose score has all rewards in it |
+| `gae`, `reinforce`, `reinforce_plus_plus`, `optimal_token_baseline` | rewards of turns are at the turns' last \
+tokens, that of the reward functions at the trajectory's; what the environment showed in \
+between is no step of gamma or lambda |
+| `agentic_reinforce`, `step_reinforce`, `turn_return` | its return, as it is, against all turns of the group, against \
+those of the same number |
+| `gigpo` | that of its trajectory, and its return against turns of the group that began in the same `state_key` |
+| `mt_grpo` | that of the reward functions, and its own reward against turns of the same number |
+
+`turn_return`, `gigpo` and `mt_grpo` are refused without an environment, and with `environment.limits.turns=1`. A
+`state_key` names the state after a turn, in which the next one begins; the first turn begins in the prompt, which no
+later state equals. Where an environment gives no `state_key` it is a digest of the observation."""
 BESIDE = """## Beside these
 
 Any method may have an entropy bonus, fixed or towards a target (`algorithm.entropy_coeff`,
@@ -78,8 +97,7 @@ choice of rows (`data.curriculum`); penalties of length and repetition are rewar
 keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
 run would have.
 
-Not here: BRIDGE, PF-PPO, on-policy distillation, branched rollouts (VinePPO, trees), and what
-needs several turns (GiGPO)."""
+Not here: BRIDGE, PF-PPO, on-policy distillation, branched rollouts (VinePPO, trees)."""
 NAMES_ELSEWHERE = """## Names elsewhere
 
 `asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
@@ -149,7 +167,7 @@ def pages() -> dict[str, str]:
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
-    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, KL, BESIDE, _names()])
+    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, TURNS, KL, BESIDE, _names()])
     return {
         "algorithms.md": algorithms + "\n",
         "configuration.md": config_reference().strip() + "\n",

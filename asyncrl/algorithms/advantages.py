@@ -29,8 +29,7 @@ def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
     With `norm_adv_by_std=False`: s - mean (Dr. GRPO, arXiv 2503.20783).
     """
-    g = group_statistics(t.scores, t.group)
-    return t.share(_with_spread(g, _normalised(g, config)))
+    return t.share(normalised(t.scores, t.group, config))
 
 
 @advantage(
@@ -71,7 +70,7 @@ def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
     g = group_statistics(t.scores, t.group)
     scored = ~t.scores.isnan()
     scale = scored.sum() / (scored & (t.scores != 0)).sum().clamp_min(1)
-    centred = _normalised(g, config)
+    centred = _over_std(g, config)
     return t.share(_with_spread(g, scale * centred))
 
 
@@ -160,7 +159,14 @@ def gdpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(of_batch, of_batch.centred / (of_batch.std + 1e-4)))
 
 
-def _normalised(g: GroupStatistics, config: AlgorithmConfig) -> torch.Tensor:
+def normalised(scores: torch.Tensor, group: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
+    """Scores against their group's mean, over its standard deviation with `norm_adv_by_std`; 0 where it has one score
+    or no spread. [B], [B] -> [B]"""
+    g = group_statistics(scores, group)
+    return _with_spread(g, _over_std(g, config))
+
+
+def _over_std(g: GroupStatistics, config: AlgorithmConfig) -> torch.Tensor:
     """Centred scores, over the group's standard deviation where the configuration says so."""
     return g.centred / (g.std + EPSILON) if config.norm_adv_by_std else g.centred
 

@@ -1,6 +1,7 @@
 """Advantage estimators that give each token its own: returns to come, against a critic or a baseline by place.
 
-Only trained tokens are seen: what a recursion skips (observations, padding) is not there.
+Only trained tokens are seen: what a recursion skips (observations, padding) is not there. Rewards of turns are at the
+last trained token of each.
 """
 
 from __future__ import annotations
@@ -91,38 +92,6 @@ def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each token, as it is (REINFORCE, Williams 1992)."""
     returns = returns_to_come(t, config.gamma)
     return Credit(returns, returns)
-
-
-@advantage(formula="sum_k gamma^k R_(turn+k), normalised in the group", paper="", compares_rows=True)
-def step_reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Discounted return of each turn, against the mean and standard deviation of its group's turns."""
-    turn, first = _turns(t)
-    returns = _returns_of_turns(t, turn, first, config.gamma)
-    g = group_statistics(returns, t.group[t.row[first]])
-    return Credit((g.centred / (g.std + 1e-6))[turn], returns[turn])
-
-
-@advantage(formula="sum_k gamma^k R_(turn+k)")
-def agentic_reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Discounted return of each turn, for all its tokens: gamma counts turns, where `reinforce` counts tokens."""
-    turn, first = _turns(t)
-    returns = _returns_of_turns(t, turn, first, config.gamma)
-    return Credit(returns[turn], returns[turn])
-
-
-def _turns(t: Trajectories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number each turn of each row: [N] the turn of each token, and [K] the first token of each turn."""
-    of_row = torch.zeros_like(t.row) if t.turn is None else t.turn
-    changes = torch.ones(len(t.row), dtype=torch.bool)
-    changes[1:] = (t.row[1:] != t.row[:-1]) | (of_row[1:] != of_row[:-1])
-    return changes.cumsum(0) - 1, changes.nonzero()[:, 0]
-
-
-def _returns_of_turns(t: Trajectories, turn: torch.Tensor, first: torch.Tensor, gamma: float) -> torch.Tensor:
-    """[K] discounted returns of the turns, from each turn's rewards."""
-    earned = torch.zeros(len(first)).index_add(0, turn, t.rewards)
-    of_turns = Trajectories(t.scores, t.group, t.row[first], torch.zeros(len(first)), token_rewards=earned)
-    return returns_to_come(of_turns, gamma)
 
 
 @advantage(

@@ -18,6 +18,8 @@ OF_TOKENS = frozenset(
         "behaviour_logprobs",
         "token_rewards",
         "turn",
+        "turn_rewards",
+        "state",
         "expert",
         "proximal_logprobs",
         "entropies",
@@ -45,9 +47,17 @@ class Trajectories:
     component_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the components in the score."""
     token_rewards: torch.Tensor | None = None
-    """[N] rewards where they are earned, of a row its score; None: each score at its row's last trained token."""
+    """[N] rewards where they are earned; None: those of turns where these end, and what else is in a score at its row's
+    last trained token."""
+    outcomes: torch.Tensor | None = None
+    """[B] scores without what the environment gave for turns; None: the scores, for nothing was given."""
     turn: torch.Tensor | None = None
-    """[N] int64 turn of each token; None: one turn each."""
+    """[N] int64 number in its row of the turn of each token; None: one turn each."""
+    turn_rewards: torch.Tensor | None = None
+    """[N] what the environment gave for a turn, at the turn's last trained token; None: nothing."""
+    state: torch.Tensor | None = None
+    """[N] int64 the environment's state in which the token's turn began: equal numbers are equal states, 0 is that of
+    the prompt, and -1 is not known; None: only the prompt's are."""
     is_baseline: torch.Tensor | None = None
     """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
     is_truncated: torch.Tensor | None = None
@@ -83,7 +93,9 @@ class Trajectories:
         if self.token_rewards is not None:
             return self.token_rewards
         last = self.place == self.lengths[self.row] - 1
-        return torch.where(last, self.scores[self.row], 0.0)
+        at_the_end = self.scores if self.outcomes is None else self.outcomes
+        rewards = torch.where(last, at_the_end[self.row], 0.0)
+        return rewards if self.turn_rewards is None else rewards + self.turn_rewards
 
     def only(self, tokens: torch.Tensor) -> Trajectories:
         """The same rows with these of their tokens: [N] bool."""

@@ -33,7 +33,10 @@ class AlgorithmSettings(Section):
     norm_adv_by_std: bool = True
     """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of rewards to come, for estimators that give each token its own advantage."""
+    """Discount of rewards to come, from token to token or from turn to turn, for estimators that give each its own
+    advantage."""
+    turn_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the trajectory's in `adv_estimator: gigpo` and `mt_grpo`."""
     gae: GaeConfig = GaeConfig()
     pass_k: int = Field(default=4, gt=0)
     """k of `adv_estimator: passk_training`."""

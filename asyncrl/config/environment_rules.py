@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.config.methods import NEEDS
 from asyncrl.config.run_sections import RunSections
 from asyncrl.environments.settings import LimitsConfig
 
@@ -32,6 +33,14 @@ def _names_one(environment: dict[str, Any]) -> bool:
 def environment_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that does not go with the environment, with its fix."""
     environment, data, algorithm = config.environment, config.data, config.algorithm
+    several = "environment.limits.turns is 1" if environment.is_used else "there is no environment"
+    for method in algorithm.chosen_methods if not environment.is_used or environment.limits.turns == 1 else ():
+        if "turns" in method.needs:
+            yield (
+                f"{method.name} needs {NEEDS['turns']}, and {several}: each trajectory is one turn, of which it has "
+                "nothing to tell apart. Set environment.name or environment.tools and environment.limits.turns, or "
+                "choose algorithm.adv_estimator=grpo"
+            )
     if not environment.is_used:
         return
     if environment.limits.tokens != data.max_response_length:

@@ -28,6 +28,7 @@ NEEDS: Mapping[str, str] = {
     "reference": "log-probs of the reference policy",
     "critic": "values of a critic",
     "greedy_row": "a greedy completion in every group, scored and not trained",
+    "turns": "trajectories of several turns, in an environment",
     "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
 }
 """What a method may need besides scores, groups and behaviour log-probs."""

@@ -33,6 +33,19 @@ class TrainedTokens(NamedTuple):
     """[M] the place of each token among the N; -1 where it is not trained."""
 
 
+class TurnColumns(NamedTuple):
+    """Turns as estimators see them. What each column means, asyncrl.algorithms.trajectories.Trajectories says."""
+
+    turn: torch.Tensor
+    """[N]"""
+    turn_rewards: torch.Tensor
+    """[N]"""
+    state: torch.Tensor
+    """[N]"""
+    outcomes: torch.Tensor
+    """[B]"""
+
+
 @dataclass(frozen=True)
 class Batch:
     """`B` rows are the trajectories of all groups in order; `M` runs over all their completion tokens.
@@ -96,6 +109,34 @@ class Batch:
         place = torch.full_like(self.behaviour_logprobs, -1, dtype=torch.long)
         place[flat] = torch.arange(len(flat))
         return TrainedTokens(row, flat, place)
+
+    def turns(self, *, zero_over_limit: bool) -> TurnColumns:
+        """What the records say of the turns of the trained tokens.
+
+        `zero_over_limit`: trajectories that a limit ended are scored with 0, so that their turns earned nothing. What a
+        turn earned of which no token is trained is in no column: credit for it would go to another turn.
+        """
+        states, nan = {"": -1}, float("nan")
+        outcomes: list[float] = []
+        turns: list[tuple[int, int, float, int]] = []
+        records = (record for item in self.received for record in item.group.trajectories)
+        for record, start in zip(records, self.row_start.tolist(), strict=True):
+            share = 0.0 if zero_over_limit and record.limit else 1.0
+            earned = [share * (turn.reward or 0.0) for turn in record.turns] or [0.0]
+            outcomes.append(nan if record.reward is None else record.reward - sum(earned))
+            starts = [start, *(start + turn.start for turn in record.turns[1:])]
+            began = [0, *(states.setdefault(turn.state_key, len(states)) for turn in record.turns[:-1])]
+            turns += zip(starts, range(len(starts)), earned, began, strict=True)
+        starts, numbers, rewards, began = (torch.tensor(column) for column in zip(*turns, strict=True))
+        of_token = torch.searchsorted(starts, self.trained.flat, right=True) - 1
+        last = torch.ones(len(of_token), dtype=torch.bool)
+        last[:-1] = of_token[1:] != of_token[:-1]
+        return TurnColumns(
+            turn=numbers[of_token],
+            turn_rewards=torch.where(last, rewards.float()[of_token], 0.0),
+            state=began[of_token],
+            outcomes=torch.tensor(outcomes, dtype=torch.float32),
+        )
 
     @cached_property
     def expert(self) -> torch.Tensor:

@@ -144,6 +144,7 @@ class LearnerStep:
             squared_probabilities=scored.squared_probabilities,
             values=scored.values,
             seed=version,
+            **self._turns(batch),
         )
         reward_kl = _reward_kl(scored, algorithm)
         if reward_kl is not None:
@@ -160,6 +161,13 @@ class LearnerStep:
             coefficients=coefficients,
             reward_kl=reward_kl,
         )
+
+    def _turns(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Columns of turns where there is an environment."""
+        environment = self.config.environment
+        if not environment.is_used:
+            return {}
+        return batch.turns(zero_over_limit=environment.over_limit == "zero")._asdict()
 
     def _selected(self, batch: Batch, selected: Selected) -> Selected:
         """The selections' choices, and trajectories that a limit ended where these are masked: their scores stay in the

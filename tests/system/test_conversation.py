@@ -189,6 +189,7 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
             "instances_per_worker": 16,
         },
         data={"max_response_length": 120},
+        algorithm={"adv_estimator": "gigpo"},
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
         trainer={"max_steps": STEPS},
     )

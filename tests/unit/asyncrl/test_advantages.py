@@ -196,6 +196,9 @@ def test_rows_in_another_order_get_the_same_advantages(name: str) -> None:
         "values": values,
         "proximal_logprobs": -torch.rand(total, generator=generator),
         "squared_probabilities": torch.rand(total, generator=generator),
+        "turn": t.place // 2,
+        "turn_rewards": torch.rand(total, generator=generator) * (t.place % 2),
+        "state": t.place // 2 * torch.tensor([1, 1, 0, 1, -1, 1])[t.row],
     }
     baseline = torch.tensor([False, False, True, False, False, True])
     order = torch.tensor([4, 2, 0, 5, 1, 3])
@@ -208,6 +211,7 @@ def test_rows_in_another_order_get_the_same_advantages(name: str) -> None:
             [lengths[row] for row in rows],
             components={"only": scores[rows]},
             is_baseline=baseline[rows],
+            outcomes=scores[rows] / 2,
             **{key: column[tokens] for key, column in columns.items()},
         )
         return estimate(name, made).advantages

@@ -60,11 +60,13 @@ class Made:
     def trajectories(self) -> Trajectories:
         lengths = torch.tensor([len(tokens) for tokens in self.tokens])
         scores = torch.tensor(self.scores)
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
         _, proximal, behaviour, rewards, values, entropies, squares = self.flat.unbind(1)
+        place = torch.cat([torch.zeros(0, dtype=torch.long), *(torch.arange(len(tokens)) for tokens in self.tokens)])
         return Trajectories(
             scores=scores,
             group=torch.tensor(self.group),
-            row=torch.arange(len(lengths)).repeat_interleave(lengths),
+            row=row,
             behaviour_logprobs=behaviour,
             components={"half": scores / 2, "all": scores},
             token_rewards=rewards,
@@ -73,6 +75,10 @@ class Made:
             entropies=entropies,
             squared_probabilities=squares,
             values=values,
+            outcomes=scores / 2,
+            turn=place // 2,
+            turn_rewards=squares * (place % 2),
+            state=place // 2 * ((scores > 0.3).long()[row] - (scores > 1).long()[row] * 2),
         )
 
 

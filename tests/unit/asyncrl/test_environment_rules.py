@@ -37,6 +37,17 @@ def test_messages_have_room_for_images(make_config: MakeConfig) -> None:
     assert with_images.group_bytes(4) - plain.group_bytes(4) >= 3 * shown
 
 
+@pytest.mark.parametrize("name", ["turn_return", "gigpo", "mt_grpo"])
+def test_credit_over_turns_needs_several(make_config: MakeConfig, name: str) -> None:
+    sections: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
+    sections["algorithm"] = {"adv_estimator": name}
+    with pytest.raises(ValidationError, match=f"{name} needs trajectories of several turns.*there is no environment"):
+        make_config(**sections)
+    with pytest.raises(ValidationError, match=f"{name} needs .*environment.limits.turns is 1"):
+        make_config(**sections, environment={**LAMP, "limits": {"turns": 1}})
+    assert make_config(**sections, environment=LAMP).algorithm.adv_estimator == name
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [

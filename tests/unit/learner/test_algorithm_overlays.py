@@ -28,6 +28,15 @@ from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT
 
 OVERLAYS = shipped_overlays("algorithms")
+OF_TURNS = [name for name, method in methods("advantage").items() if "turns" in method.needs]
+"""Overlays of estimators that need an environment, by the same names."""
+ENVIRONMENT = {"tools": ["calculator"], "workers": 8, "limits": {"tokens_per_turn": 4}}
+
+
+def over_the_demo(name: str, overlay: str) -> RunConfig:
+    """With an environment where the overlay needs one."""
+    environment = [f"environment.{key}={value}" for key, value in ENVIRONMENT.items()] if name in OF_TURNS else []
+    return load_config(GRPO, [*environment, overlay])
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -35,14 +44,14 @@ def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) 
     first, *lines = OVERLAYS[name].read_text().splitlines()
     assert first.startswith("# ")
     assert 2 <= len(lines) <= 10
-    config = load_config(GRPO, [name])
+    config = over_the_demo(name, name)
     others = [chosen.name for chosen in config.algorithm.chosen_methods]
     assert config.algorithm.adv_estimator in others
-    assert load_config(GRPO, [str(OVERLAYS[name])]) == config
+    assert over_the_demo(name, str(OVERLAYS[name])) == config
 
 
 def test_every_method_has_an_overlay_that_uses_it() -> None:
-    algorithms = [load_config(GRPO, [name]).algorithm for name in OVERLAYS]
+    algorithms = [over_the_demo(name, name).algorithm for name in OVERLAYS]
     used = {method.name for algorithm in algorithms for method in algorithm.chosen_methods}
     used |= {name for algorithm in algorithms for name in algorithm.filters}
     there = {name for kind in KINDS for name in methods(kind)}
@@ -67,7 +76,8 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
     made = make_batch(made_up_batch(base, processor).received, processor, papo=PapoConfig())
     for name, file in OVERLAYS.items():
         sections = {k: v for k, v in yaml_text.parse(file.read_text(), name)[0].items() if k != "reward"}
-        config = make_config(batch={"group_size": 8}, **sections)
+        environment = {"environment": ENVIRONMENT} if name in OF_TURNS else {}
+        config = make_config(batch={"group_size": 8}, **sections, **environment)
         seen = made_up_batch(config, processor) if "greedy_row" in config.algorithm.needs else made
         batch = replace(seen, scores=2 * seen.scores, components={"only": seen.scores})
         engine.model.load_state_dict(start)

@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         name: {"adv_estimator": name}
         for name, method in methods("advantage").items()
-        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {"critic", "greedy_row"}
+        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {"critic", "greedy_row", "turns"}
     },
 }
 WIDE: dict[str, dict[str, float]] = {

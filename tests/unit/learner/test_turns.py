@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
@@ -305,6 +307,52 @@ def test_the_first_turn_learns_from_a_reward_at_the_end_and_from_what_it_was_sho
     sampled = torch.from_numpy(item.group.loss_mask[:first] == 1)
     assert not gradients[:first][~sampled].any()
     assert int(sampled.sum()) == sum(turn.end - turn.start for turn in turns)
+
+
+def test_turns_of_the_trained_tokens_are_those_of_the_records(made: tuple[PromptProcessor, ReceivedGroup]) -> None:
+    """Turn k earned k / 4 and left state k; trajectory 0 is scored with 1, the others with 0. The third is one turn."""
+    processor, item = made
+    numbers = [0, 1, 2, 0, 1, 0, 0, 1]
+    turns = make_batch([item], processor).turns(zero_over_limit=False)
+    assert turns.turn.tolist() == turns.state.tolist() == [number for number in numbers for _ in range(4)]
+    assert turns.turn_rewards.tolist() == [x for number in numbers for x in (0.0, 0.0, 0.0, number / 4)]
+    assert turns.outcomes.tolist() == [0.25, -0.25, 0.0, -0.25]
+
+    mask = item.group.loss_mask.copy()
+    mask[item.group.trajectories[0].turns[1].start : item.group.trajectories[0].turns[1].end] = 0
+    limited = with_record(item.group, 3, limit="turns", status=TrajectoryStatus.TRUNCATED)
+    limited = with_turn(limited, 1, 0, state_key="").model_copy(update={"loss_mask": mask})
+    turns = make_batch([replace(item, group=limited)], processor).turns(zero_over_limit=True)
+    assert turns.turn.tolist() == [number for number in (0, 2, 0, 1, 0, 0, 1) for _ in range(4)]
+    assert turns.turn_rewards[turns.turn_rewards > 0].tolist() == [0.5, 0.25], "what is not trained gives no credit"
+    assert turns.state[8:16].tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+    assert turns.outcomes.tolist() == [0.25, -0.25, 0.0, 0.0], "a limit took what its turns had earned"
+
+
+def test_estimators_see_turns_where_there_is_an_environment(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
+) -> None:
+    processor, item = made
+    batch = make_batch([item], processor)
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    seen: list[Trajectories] = []
+
+    def estimator(t: Trajectories, _: AlgorithmConfig) -> Credit:
+        seen.append(t)
+        return Credit(torch.ones(len(t.row)))
+
+    for name in ("", "some.py:Where"):
+        environment = config.environment.model_copy(update={"name": name})
+        step = LearnerStep(Roles(engine), config.model_copy(update={"environment": environment}))
+        step.estimator = estimator
+        step(batch, 2)
+    plain, several = seen
+    assert (plain.turn, plain.turn_rewards, plain.state, plain.outcomes) == (None, None, None, None)
+    assert several.turn is not None
+    assert several.turn.tolist() == batch.turns(zero_over_limit=False).turn.tolist()
+    sums = torch.zeros(4).index_add(0, several.row, several.rewards)
+    assert sums.tolist() == batch.scores.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("over_limit", "trained"), [("mask", False), ("score", True)])
