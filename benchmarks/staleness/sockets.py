@@ -40,6 +40,7 @@ class ModelFreeServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         self.rewards: Any = OneForAll()
+        self.environments = None
         await self._serve(await self._fingerprint())
 
 
