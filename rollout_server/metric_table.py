@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.telemetry.metric_set import Metric, ServiceMetrics
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TURNS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -56,6 +57,38 @@ PRODUCTION = (
     _server.histogram(
         "completion_tokens", "tokens", TOKENS, "Length of completions.", "well below data.max_response_length"
     ),
+)
+
+ENVIRONMENT = (
+    _server.histogram("turns", "turns", TURNS, "Turns of a trajectory; 1 without an environment.", "no sudden change"),
+    _counter(
+        "limited_trajectories",
+        "trajectories",
+        "Trajectories that a limit ended before the environment did, by limit: turns, tokens, images, seconds.",
+        "few, and fewer as the policy learns",
+        "limit",
+    ),
+    _counter(
+        "environment_errors",
+        "errors",
+        "Failures of the environment by kind, those included after which a new try went well.",
+        "0; the run stops at more than 100 trajectories lost of the last 200",
+        "kind",
+    ),
+    _counter(
+        "environment_seconds",
+        "seconds",
+        "Waits for the environment, of all trajectories together.",
+        "rises more slowly than the clock times the trajectories at work",
+    ),
+    _gauge(
+        "environment_trajectories",
+        "trajectories",
+        "Trajectories with an environment: live, and those of them parked until it answers.",
+        "parked well below live",
+        "state",
+    ),
+    _counter("environment_restarts", "processes", "Processes of the environment started in place of lost ones.", "0"),
 )
 
 TIME = (
@@ -133,4 +166,4 @@ HEALTH = (
     _counter("errors", "errors", "Failed tickets and refused messages.", "0", "kind"),
 )
 
-METRICS = (*PRODUCTION, *TIME, *WEIGHTS, *MEMORY, *DEVICE_TURNS, *HEALTH)
+METRICS = (*PRODUCTION, *ENVIRONMENT, *TIME, *WEIGHTS, *MEMORY, *DEVICE_TURNS, *HEALTH)

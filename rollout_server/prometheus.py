@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from asyncrl.config.run_sections import TelemetryConfig
+from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.models.devices import memory_by_state
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
@@ -45,9 +46,13 @@ class ServerExporter:
         self.metrics["groups_total"].inc()
         self.metrics["generate_seconds"].observe(group.timings.generate_s)
         self.metrics["reward_seconds"].observe(group.timings.reward_s)
+        self.metrics["environment_seconds_total"].inc(group.timings.environment_s)
         for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
             self.metrics["trajectories_total"].labels(status=str(record.status)).inc()
             self.metrics["completion_tokens"].observe(length)
+            self.metrics["turns"].observe(len(record.turns))
+            if record.limit:
+                self.metrics["limited_trajectories_total"].labels(limit=record.limit).inc()
             if record.error_kind:
                 self.metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
 
@@ -91,6 +96,15 @@ class ServerExporter:
             what, _, which = counted.partition("/")
             label = {"requests": "outcome", "tokens": "kind"}[what]
             self.metrics.raise_to(f"judge_{what}_total", total, component=component, **{label: which})
+
+    def environments(self, pool: EnvironmentPool) -> None:
+        """Update what the environment's processes count, at a heartbeat."""
+        m = self.metrics
+        for kind, total in pool.errors.items():
+            m.raise_to("environment_errors_total", total, kind=kind)
+        m.raise_to("environment_restarts_total", pool.restarts)
+        m["environment_trajectories"].labels(state="live").set(pool.live)
+        m["environment_trajectories"].labels(state="parked").set(pool.parked)
 
     def stopped(self, kind: str) -> None:
         self.metrics["stopped"].labels(kind=kind).set(1)

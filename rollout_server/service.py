@@ -262,6 +262,8 @@ class RolloutServer:
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
             self.exporter.rewarded(self.rewards.output_dropped_bytes, self.rewards.counts)
+            if self.environments:
+                self.exporter.environments(self.environments)
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     @property

@@ -69,6 +69,8 @@ class EnvironmentPool:
         """Processes that were started in place of lost ones."""
         self.live = 0
         """Episodes that have begun and are not closed."""
+        self.parked = 0
+        """Those of them that wait for an answer of their process."""
 
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
@@ -127,6 +129,7 @@ class EnvironmentPool:
 
     async def ask(self, host: WorkerHost, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
         """One request of an episode; failures are counted, and a lost process is replaced. Raises EnvironmentFailed."""
+        self.parked += 1
         try:
             return await host.ask(request, timeout_s, setting)
         except EnvironmentFailed as failed:
@@ -135,6 +138,7 @@ class EnvironmentPool:
             logger.log(level, "%s: %s", failed.kind, failed)
             raise
         finally:
+            self.parked -= 1
             self._replace_if_lost(host)
 
     def give_back(self, host: WorkerHost) -> None:

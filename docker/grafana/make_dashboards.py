@@ -324,6 +324,26 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (rate(f"{R}errors_total", "kind"), "server: {{kind}}"),
                 ),
             ),
+            "Environment": (
+                chart("Turns of a trajectory", "short", *quantiles(f"{R}turns", 0.5, 0.99)),
+                chart(
+                    "Ended by a limit",
+                    "short",
+                    (rate(f"{R}limited_trajectories_total", "limit", STEPS), "{{limit}} per second"),
+                ),
+                chart(
+                    "Failures and restarts",
+                    "short",
+                    (rate(f"{R}environment_errors_total", "kind", STEPS), "{{kind}} per second"),
+                    (rate(f"{R}environment_restarts_total", window=STEPS), "restarts per second"),
+                ),
+                chart("Live and parked", "short", (f"sum by (state) ({R}environment_trajectories)", "{{state}}")),
+                chart(
+                    "Waiting for it, at a time",
+                    "short",
+                    (rate(f"{R}environment_seconds_total", window=STEPS), "trajectories"),
+                ),
+            ),
             "Weights": (
                 chart(
                     "Policy version by process",

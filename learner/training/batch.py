@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import observed_row
 from learner.training.packing import Completion, TrainGroup, flat_rows
-from protocol.messages import FinishReason, TrajectoryRecord, TrajectoryStatus
+from protocol.messages import FinishReason, Group, Limit, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
@@ -258,6 +258,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     is_baseline = batch.is_baseline.numpy()
     is_sampled = ~(is_baseline | batch.is_demonstration.numpy())
     statuses = Counter(record.status for record in everyone)
+    conversations = [item.group for item in batch.received if item.ticket.conversation is not None]
     lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
     staleness = version - batch.versions[np.concatenate([item.is_sampled for item in batch.received])]
     described = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
@@ -269,6 +270,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
     }
+    described |= _describe_conversations(conversations)
     scored = [record for record, mine in zip(everyone, is_sampled, strict=True) if mine and record.reward is not None]
     for name in sorted({name for record in scored for name in record.rewards}):
         described[f"reward/{name}"] = float(np.mean([record.rewards[name] for record in scored]))
@@ -289,3 +291,30 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     if batch.is_prefix.any():
         described["demonstrations/groups"] = float(sum(item.is_prefix.any() for item in batch.received))
     return described
+
+
+def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
+    """Turns, ends and waits of trajectories that an environment answered; nothing where there are none.
+
+    Each has one end: `done` (the policy's or the environment's), `cut` (its last turn), a limit, or `failed`.
+    """
+    records = [record for group in groups for record in group.trajectories]
+    if not records:
+        return {}
+    turns = [len(record.turns) for record in records]
+    kinds = Counter(record.error_kind for record in records if record.error_kind.startswith("environment_"))
+    ends = Counter(_end(record) for record in records)
+    return {
+        "env/turns": float(np.mean(turns)),
+        "env/turns_max": float(max(turns)),
+        "env/seconds": sum(group.timings.environment_s for group in groups) / len(records),
+        "env/error_rate": kinds.total() / len(records),
+        **{f"env/ends/{end}": float(ends[end]) for end in ("done", "cut", *filter(None, get_args(Limit)), "failed")},
+        **{f"env/errors/{kind.removeprefix('environment_')}": float(number) for kind, number in kinds.items()},
+    }
+
+
+def _end(record: TrajectoryRecord) -> str:
+    if record.error_kind.startswith("environment_"):
+        return "failed"
+    return record.limit or ("cut" if record.finish_reason is FinishReason.LENGTH else "done")

@@ -40,6 +40,7 @@ from protocol.messages import (
     ServerHeartbeat,
     TrajectoryRecord,
     TrajectoryStatus,
+    Turn,
     WeightsLoaded,
 )
 from rollout_server.engines.base import EngineUsage
@@ -393,22 +394,31 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
 def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
     slot = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
     group = received(prepared(slot)).group
-    timings = GroupTimings(generate_s=2, reward_s=0.5)
-    records = tuple(
-        TrajectoryRecord(status=status, finish_reason=FinishReason.STOP, error_kind=kind, turns=())
-        for status, kind in ((TrajectoryStatus.FINISHED, ""), (TrajectoryStatus.TIMED_OUT, "reward_timeout"))
+    timings = GroupTimings(generate_s=2, reward_s=0.5, environment_s=3)
+    stop, turn = FinishReason.STOP, Turn(start=0, end=4)
+    records = (
+        TrajectoryRecord(status=TrajectoryStatus.FINISHED, finish_reason=stop, limit="turns", turns=(turn, turn)),
+        TrajectoryRecord(
+            status=TrajectoryStatus.TIMED_OUT, finish_reason=stop, error_kind="reward_timeout", turns=(turn,)
+        ),
     )
     lengths = np.asarray([12, 12], np.int32)
     server.produced(group.model_copy(update={"timings": timings, "trajectories": records, "lengths": lengths}))
+    pool: Any = SimpleNamespace(errors={"environment_died": 2}, restarts=1, live=4, parked=3)
+    server.environments(pool)
     server.loaded(WeightsLoaded(version=5, channel="shm", transfer_s=0.3, load_s=0.7), nbytes=512)
     server.stopped("learner_left")
     values = scrape(server.metrics.registry)
     expected = {"groups_total": 1, "generate_seconds_sum": 2, "reward_seconds_sum": 0.5, "completion_tokens_sum": 24}
-    expected |= {"policy_version": 5, "weight_bytes_total": 512}
+    expected |= {"policy_version": 5, "weight_bytes_total": 512, "turns_sum": 3, "turns_count": 2}
+    expected |= {"environment_seconds_total": 3, "environment_restarts_total": 1}
     assert {name: values[name, ""] for name in expected} == pytest.approx(expected)
     for name, series in {
         "trajectories_total": {"status=finished": 1, "status=timed_out": 1},
         "reward_errors_total": {"kind=reward_timeout": 1},
+        "limited_trajectories_total": {"limit=turns": 1},
+        "environment_errors_total": {"kind=environment_died": 2},
+        "environment_trajectories": {"state=live": 4, "state=parked": 3},
         "weight_seconds_sum": {"phase=transfer": 0.3, "phase=load": 0.7},
         "stopped": {"kind=learner_left": 1},
     }.items():

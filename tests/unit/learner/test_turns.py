@@ -24,7 +24,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from learner.network.group_verification import verify_group
 from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import ReceivedGroup
-from learner.training.batch import make_batch
+from learner.training.batch import describe_batch, make_batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.training.roles import Roles
@@ -381,3 +381,14 @@ class KeepTokenGradients(KeepGradients):
             outputs.logprobs.retain_grad()
             self.logprobs = outputs.logprobs
         return outputs
+
+
+def test_a_step_says_how_its_conversations_went(made: tuple[PromptProcessor, ReceivedGroup]) -> None:
+    processor, item = made
+    lost = {"status": TrajectoryStatus.ERROR, "error_kind": "environment_died", "reward": None}
+    group = with_record(with_record(item.group, 2, **lost), 3, limit="images")
+    batch = make_batch([replace(item, group=group)], processor)
+    described = describe_batch(batch, 3, "exact_match")
+    said = {name: value for name, value in described.items() if name.startswith("env/") and value}
+    ends = {"env/ends/done": 1, "env/ends/cut": 1, "env/ends/images": 1, "env/ends/failed": 1, "env/errors/died": 1}
+    assert said == {"env/turns": 2, "env/turns_max": 3, "env/seconds": 0.125, "env/error_rate": 0.25, **ends}
