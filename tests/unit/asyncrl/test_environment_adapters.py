@@ -43,7 +43,7 @@ def mcp_section(*more: str, **config: Any) -> dict[str, Any]:
     return {
         "name": "mcp",
         "config": {"command": command, **config},
-        "timeouts": {"step_s": 3},
+        "timeouts": {"step_s": 8},
         "instances_per_worker": 2,
     }
 
