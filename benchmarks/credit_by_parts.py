@@ -21,7 +21,8 @@ import re
 
 import torch
 
-from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
+from asyncrl.algorithms.advantages import normalised
+from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.rewards.sample import RewardSample
 
@@ -51,13 +52,7 @@ def reading_tokens(sample: RewardSample) -> float:
 def credit_by_parts(t: Trajectories, config: AlgorithmConfig) -> Credit:
     read = t.components["reading_tokens"]
     reads = read > 0
-    whole = normalised(t.scores, t.group)
-    own = normalised(torch.where(reads, t.components["own_result"], torch.nan), t.group)
+    whole = normalised(t.scores, t.group, config)
+    own = normalised(torch.where(reads, t.components["own_result"], torch.nan), t.group, config)
     of_answer = reads[t.row] & (t.place >= read[t.row])
     return Credit(torch.where(of_answer, own[t.row], whole[t.row]))
-
-
-def normalised(scores: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """GRPO's advantage of each row. [B], [B] -> [B]"""
-    g = group_statistics(scores, group)
-    return torch.where(g.std > 1e-6, g.centred / (g.std + 1e-6), 0.0)

@@ -149,7 +149,7 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
 def in_one_process(config: RunConfig) -> RunConfig:
     """The same run without ranks: a step is made again where the command is given."""
     alone = {"engine": "torch", "num_processes": 1, "cpu_offload": False}
-    if config.learner.engine == "torch":
+    if not config.learner.is_divided:
         return config
     return config.model_copy(update={"learner": config.learner.model_copy(update=alone)})
 
@@ -170,7 +170,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())
     size, device = config.batch.prompts_per_step, training.engine.device
-    is_exact = device.type == "cpu" and run.config.learner.engine == "torch"  # ranks add up in another order
+    is_exact = device.type == "cpu" and not run.config.learner.is_divided  # ranks add up in another order
     tolerance = 0.0 if is_exact else TOLERANCE[config.model.dtype]
     while training.progress.step < step:
         number = training.progress.step + 1

@@ -23,7 +23,7 @@ from learner.network.logprob_parity import ParityJudge
 from learner.network.publication import open_device_weights, open_publication, publish
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.ranks.environment import is_divided, rank_environment
+from learner.ranks.environment import rank_environment
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.processes import leading
 from learner.reporting.prometheus import LearnerExporter
@@ -71,7 +71,8 @@ class Learner:
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
             environment = rank_environment(config)
-            self._leader = self._resources.enter_context(leading(config, environment)) if is_divided(config) else None
+            divided = config.learner.is_divided
+            self._leader = self._resources.enter_context(leading(config, environment)) if divided else None
             self._prepare(config.with_policy(start.model_path), start)
             self._open(start)
             self._resources = self._resources.pop_all()

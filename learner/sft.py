@@ -106,7 +106,7 @@ class SupervisedRun:
 
 
 def main(config: RunConfig, start: Start) -> None:
-    if config.learner.engine != "torch":
+    if config.learner.is_divided:
         raise UserError(
             f"asyncrl sft trains in one process, and learner.engine is {config.learner.engine}. Set "
             "learner.engine=torch learner.num_processes=1"

@@ -52,7 +52,7 @@ def engine_problems(config: RunSections) -> Iterator[str]:
 def training_engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the learner's engine cannot fulfil, with its fix."""
     learner = config.learner
-    if learner.engine == "torch":
+    if not learner.is_divided:
         for name, is_set in {"num_processes": learner.num_processes > 1, "cpu_offload": learner.cpu_offload}.items():
             if is_set:
                 yield (

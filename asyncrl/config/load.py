@@ -117,8 +117,8 @@ class _Draft:
                 raise UserError(
                     f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]"
                 )
-            value = _extended(look_up(self.data, place), value)
-        self.data = put(self.data, place, value)
+            value = _extended(yaml_text.look_up(self.data, place), value)
+        self.data = yaml_text.put(self.data, place, value)
         self._overrides[place] = origin
 
     def change_methods(self) -> None:
@@ -195,18 +195,6 @@ def _meant(path: str) -> str:
     return f": did you mean {key}?" if key else ". docs/migration.md has other frameworks' names"
 
 
-def look_up(data: Any, place: Place) -> Any:
-    """What stands at a place of nested mappings and lists; None where there is nothing."""
-    for part in place:
-        if isinstance(data, dict):
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
-            return None
-    return data
-
-
 def _extended(there: Any, more: Any) -> list[Any]:
     """A list with items after it, but for those that it has: a section that says all that an item says is that item."""
     has = _items(there)
@@ -224,18 +212,3 @@ def _says(one: Any, item: Any) -> bool:
     if isinstance(one, dict) and isinstance(item, dict):
         return all(key in one and one[key] == value for key, value in item.items())
     return one == item
-
-
-def put(data: Any, place: Place, value: Any) -> Any:
-    """Nested mappings and lists with a value put in; the index after a list's last item appends. Raises LookupError."""
-    if not place:
-        return value
-    part, below = place[0], place[1:]
-    if data is None:
-        data = [] if isinstance(part, int) else {}
-    if isinstance(data, list) and isinstance(part, int) and part <= len(data):
-        item = data[part] if part < len(data) else None
-        return [*data[:part], put(item, below, value), *data[part + 1 :]]
-    if isinstance(data, dict):
-        return {**data, part: put(data.get(part), below, value)}
-    raise LookupError(part)

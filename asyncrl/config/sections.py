@@ -445,3 +445,8 @@ class LearnerConfig(Section):
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
             return value
         raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether weights are in parts on ranks, also where these are one process."""
+        return self.engine != "torch"

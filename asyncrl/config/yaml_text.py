@@ -112,6 +112,33 @@ def line_of(node: Node | None, place: Sequence[str | int]) -> int:
     return line + 1
 
 
+def look_up(data: Any, place: Sequence[str | int]) -> Any:
+    """What stands at a place of nested mappings and lists; None where there is nothing."""
+    for part in place:
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return None
+    return data
+
+
+def put(data: Any, place: Sequence[str | int], value: Any) -> Any:
+    """Nested mappings and lists with a value put in; the index after a list's last item appends. Raises LookupError."""
+    if not place:
+        return value
+    part, below = place[0], place[1:]
+    if data is None:
+        data = [] if isinstance(part, int) else {}
+    if isinstance(data, list) and isinstance(part, int) and part <= len(data):
+        item = data[part] if part < len(data) else None
+        return [*data[:part], put(item, below, value), *data[part + 1 :]]
+    if isinstance(data, dict):
+        return {**data, part: put(data.get(part), below, value)}
+    raise LookupError(part)
+
+
 def write(value: Any) -> str:
     """YAML text that `parse` reads back as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000)

@@ -112,9 +112,7 @@ def _hermes_call(position: int, inner: str) -> tuple[str, dict[str, Any]]:
         raise _Malformed(position, f"expected {EXPECTED}")
     if not isinstance(called.get("arguments"), dict):
         there = "is no object" if "arguments" in called else "is missing"
-        raise _Malformed(
-            position, f'"arguments" {there}; expected {{"name": ..., "arguments": {{...}}}}', called["name"]
-        )
+        raise _Malformed(position, f'"arguments" {there}; expected {EXPECTED}', called["name"])
     other = [key for key in called if key not in ("name", "arguments")]
     if other:
         raise _Malformed(position, f"unknown key {other[0]!r:.80} beside name and arguments", called["name"])

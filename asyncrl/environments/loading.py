@@ -20,7 +20,7 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, EpisodeOver, Start, ToolError
 from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.environments.settings import EnvironmentConfig
-from asyncrl.environments.tool_environment import ToolEnvironment, key_of, marked_methods, waited
+from asyncrl.environments.tool_environment import ToolEnvironment, key_of, marked_methods, opening_of, waited
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
 from asyncrl.errors import UserError
 
@@ -66,10 +66,7 @@ class LoadedEnvironment:
         environment = self.cls()
         if isinstance(environment, ToolEnvironment):
             return environment, await environment.begin(start)
-        opening = await waited(environment.reset(start))
-        if not isinstance(opening, Observation | None):
-            raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
-        return environment, opening and self.rule.fit_observation(opening)
+        return environment, await opening_of(environment, start, self.rule)
 
     async def step(self, environment: Any, action: Action) -> StepResult:
         """The episode's answer to one turn. Raises as `begin`."""

@@ -20,6 +20,7 @@ from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.environments.tool_environment import waited
 from asyncrl.errors import UserError
 from asyncrl.plugins import one_line
 
@@ -107,9 +108,7 @@ async def play(
         played.end = f"environment_exception: {one_line(error, loaded.file)}"
     finally:
         if hasattr(environment, "close"):
-            closed = environment.close()
-            if closed is not None:
-                await closed
+            await waited(environment.close())
     return played
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -228,8 +227,6 @@ class Episode:
         """What `reset` returned: the end of the prompt."""
         self.state_key = b""
         """Of the state in which the first turn is taken."""
-        self.seconds = 0.0
-        """Time in the environment so far, waiting for a process that is busy included."""
 
     async def reset(self, timeout_s: float) -> None:
         reply = await self._ask("reset", {"start": packed_start(self._start)}, timeout_s, "reset_s")
@@ -255,9 +252,5 @@ class Episode:
             self._pool.give_back(self._host)
 
     async def _ask(self, do: str, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
-        began = time.perf_counter()
-        try:
-            request = {"episode": self._number, "do": do, **request}
-            return await self._pool.ask(self._host, request, timeout_s, setting)
-        finally:
-            self.seconds += time.perf_counter() - began
+        request = {"episode": self._number, "do": do, **request}
+        return await self._pool.ask(self._host, request, timeout_s, setting)

@@ -129,11 +129,10 @@ def override(values: dict[str, Any], overrides: list[str]) -> EnvironmentConfig:
         if not equals:
             raise UserError(f"{word!r} is no key=value, such as limits.turns=3")
         value, _ = yaml_text.parse(text, word)
-        *sections, last = key.removeprefix("environment.").split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+        try:
+            values = yaml_text.put(values, tuple(key.removeprefix("environment.").split(".")), value)
+        except LookupError as part:
+            raise UserError(f"{word!r}: there is no section above {part}") from None
     return read_environment(values)
 
 

@@ -133,10 +133,7 @@ class ToolEnvironment:
                 await waited(tool_set.start(self.ctx))
         self.tools = {each.name: each for each in self.own_tools(made)}
         self._nudged = False
-        opening = await waited(self.reset(start))
-        if not isinstance(opening, Observation | None):
-            raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
-        opening = opening and self.image_rule.fit_observation(opening)
+        opening = await opening_of(self, start, self.image_rule)
         self.ctx.images += [ShownImage(data) for data in opening.images] if opening else []
         return opening
 
@@ -207,6 +204,14 @@ class ToolEnvironment:
             raise ToolError(unknown_tool(call.name, self.tools))
         tool = self.tools[call.name]
         return parts_of(await self.call(tool, tool.validate(call.arguments)), tool.name, self.image_rule)
+
+
+async def opening_of(environment: Any, start: Start, rule: ImageRule) -> Observation | None:
+    """What the author's `reset` returns, under the rule of sizes. Raises TypeError for what it may not return."""
+    opening = await waited(environment.reset(start))
+    if not isinstance(opening, Observation | None):
+        raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
+    return opening and rule.fit_observation(opening)
 
 
 async def waited(value: Any) -> Any:

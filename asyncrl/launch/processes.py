@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -63,7 +64,7 @@ class Service:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment},
                 start_new_session=True,  # Ctrl-C reaches us alone; we decide the order of stopping
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
             )
 
     def rotate_log(self) -> None:
@@ -185,7 +186,7 @@ def _end_of(log: Path, nbytes: int) -> bytes:
         return file.read(nbytes)
 
 
-def _die_with_parent() -> None:
-    """Make the kernel send SIGTERM to the child when the launcher dies, even by SIGKILL."""
+def die_with_parent(number: int) -> None:
+    """Make the kernel send this signal to the child when its parent dies, even by SIGKILL. For `preexec_fn`."""
     assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -45,6 +45,17 @@ def run_guarded(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
     os._exit(code)  # threads and exit handlers of user code must not hold the worker
 
 
+def limit_memory(mib: int) -> None:
+    """Bound this process's address space, within what it may have anyway."""
+    limit, hard = mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def memory_limit_mib() -> int:
+    return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+
+
 def fork_guarded() -> None:
     """Return in a child process with a session of its own; the calling process becomes its reaper.
 

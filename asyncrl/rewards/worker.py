@@ -9,7 +9,6 @@ import math
 import numbers
 import os
 import random
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,10 +87,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 
 
 def _load(setup: dict[str, Any]) -> dict[str, Component]:
-    limit = setup["memory_limit_mib"] << 20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    process_reaper.limit_memory(setup["memory_limit_mib"])
     modules: dict[str, ModuleType] = {}  # two functions of one file share its globals
     components: dict[str, Component] = {}
     for entry in setup["components"]:
@@ -110,11 +106,11 @@ def _load(setup: dict[str, Any]) -> dict[str, Component]:
 
 def _with_memory_hint(error: UserError) -> str:
     starved = isinstance(error.__cause__, MemoryError) or "failed to map segment" in str(error)
-    return f"{error}. Workers may use {_limit_mib()} MiB: raise reward.memory_limit_mib" if starved else str(error)
-
-
-def _limit_mib() -> int:
-    return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+    return (
+        f"{error}. Workers may use {process_reaper.memory_limit_mib()} MiB: raise reward.memory_limit_mib"
+        if starved
+        else str(error)
+    )
 
 
 def _score(request: dict[str, Any], components: dict[str, Component], outgoing: BinaryIO) -> dict[str, Any]:
@@ -200,10 +196,9 @@ def _user_code(component: Component, samples: Sequence[RewardSample]) -> Iterato
     except ComponentFailed:
         raise
     except MemoryError as error:
-        raise ComponentFailed(
-            "reward_memory",
-            f"over the limit of {_limit_mib()} MiB (reward.memory_limit_mib): {one_line(error, component.file)}",
-        ) from None
+        limit = f"{process_reaper.memory_limit_mib()} MiB (reward.memory_limit_mib)"
+        told = f"over the limit of {limit}: {one_line(error, component.file)}"
+        raise ComponentFailed("reward_memory", told) from None
     except BaseException as error:  # also SystemExit: user code must not decide about this process
         raise ComponentFailed("reward_exception", one_line(error, component.file)) from None
 

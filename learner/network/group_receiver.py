@@ -39,10 +39,11 @@ class EnvironmentHealth:
     def observe(self, records: Sequence[TrajectoryRecord]) -> None:
         """Count these trajectories, too. Raises BadStateError where more than half of the last 200 failed."""
         for record in records:
-            kind = record.error_kind if record.error_kind.startswith("environment_") else ""
-            self._kinds.append(kind)
+            self._kinds.append(record.environment_error)
+            if not record.environment_error:
+                continue
             failed = Counter(filter(None, self._kinds))
-            if not kind or failed.total() <= WARNING_SHARE * LAST_TRAJECTORIES:
+            if failed.total() <= WARNING_SHARE * LAST_TRAJECTORIES:
                 continue
             kinds = ", ".join(f"{number} {name}" for name, number in failed.most_common())
             said = f"the environment failed in {failed.total()} of the last {len(self._kinds)} trajectories ({kinds})"

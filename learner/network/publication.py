@@ -31,7 +31,7 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tra
     device has the whole model (learner.engine=fsdp2), and where a plan of the device's memory (gpu_memory.budget_gib)
     has no room for the versions.
     """
-    if config.trainer.mode == "sync" or config.learner.engine != "torch" or engine.adapter is not None:
+    if config.trainer.mode == "sync" or config.learner.is_divided or engine.adapter is not None:
         return None
     required = config.rollout.weights_channel in DEVICE_CHANNELS
     if config.gpu_memory.budget_gib and not required:

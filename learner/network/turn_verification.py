@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +50,8 @@ def bridge_problems(group: Group, bridge: TurnBridge | None) -> Iterator[str]:
     if bridge is None:
         return
     for index, record in enumerate(group.trajectories):
-        for number, turn in enumerate(record.turns[:-1]):
-            columns, following = _columns(group, index), record.turns[number + 1]
+        columns = _columns(group, index)
+        for number, (turn, following) in enumerate(pairwise(record.turns)):
             for problem in _bridge_problems(turn, following.start, columns, group.blobs, bridge):
                 yield f"completion {index}: after turn {number} {problem}"
 
@@ -60,8 +61,7 @@ def _has_turns(record: TrajectoryRecord) -> bool:
 
 
 def _columns(group: Group, index: int) -> _Columns:
-    end = int(group.lengths[: index + 1].sum())
-    place = slice(end - int(group.lengths[index]), end)
+    place = group.span(index)
     kv_versions = group.versions if group.kv_versions is None else group.kv_versions
     columns = (group.token_ids, group.loss_mask, group.logprobs, group.versions, kv_versions)
     return _Columns(*(column[place] for column in columns))

@@ -24,11 +24,6 @@ def rank_of_service(variables: Mapping[str, str] = os.environ) -> int:
     return int(variables.get("RANK", "0")) if _size(variables) > 1 else 0
 
 
-def is_divided(config: RunConfig) -> bool:
-    """True if the engine needs a process group, even of one process."""
-    return config.learner.engine != "torch"
-
-
 def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Raises UserError where torchrun and the configuration disagree, or the engine cannot be divided."""
     size = config.learner.num_processes
@@ -40,7 +35,7 @@ def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.enviro
             f"torchrun started {given} processes (WORLD_SIZE), and learner.num_processes is {size}. Leave the latter "
             f"out, or start {size}"
         )
-    if config.learner.engine == "torch":
+    if not config.learner.is_divided:
         raise UserError(
             f"torchrun started {given} processes, but learner.engine is torch, which trains in one. Set "
             "learner.engine=fsdp2"

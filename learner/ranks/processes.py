@@ -6,7 +6,6 @@ its launcher starts again from checkpoint and journal.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.launch.processes import die_with_parent
 from asyncrl.models.devices import resolve_device
 from asyncrl.run_folder.failure import read_failure
 from learner.ranks.environment import RankEnvironment
@@ -46,8 +47,6 @@ GRACE_S = 10.0
 """Time in which rank 0 may end in order after another one's death; then it is ended."""
 PARTING_S = 5.0
 """Time of the other ranks to end after their last order."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -175,14 +174,9 @@ def _start(rank: int, size: int, port: int, folder: Path) -> subprocess.Popen[by
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches rank 0 alone, which ends the others
         env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        # It holds nothing, and may wait in a collective that nothing ends.
+        preexec_fn=partial(die_with_parent, signal.SIGKILL) if sys.platform == "linux" else None,
     )
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill the child with rank 0: it holds nothing, and may wait in a collective that nothing ends."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _own_store(config: RunConfig) -> tuple[Store, int]:

@@ -94,7 +94,7 @@ class ReceivedGroup:
     def slot(self) -> TicketSlot:
         return self.prepared.slot
 
-    @property
+    @cached_property
     def prompt(self) -> Prompt:
         """What it was sampled from."""
         return self.prepared.prompt_of(self.group)

@@ -302,7 +302,7 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
     if not records:
         return {}
     turns = [len(record.turns) for record in records]
-    kinds = Counter(record.error_kind for record in records if record.error_kind.startswith("environment_"))
+    kinds = Counter(filter(None, (record.environment_error for record in records)))
     ends = Counter(_end(record) for record in records)
     return {
         "env/turns": float(np.mean(turns)),
@@ -315,6 +315,6 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _end(record: TrajectoryRecord) -> str:
-    if record.error_kind.startswith("environment_"):
+    if record.environment_error:
         return "failed"
     return record.limit or ("cut" if record.finish_reason is FinishReason.LENGTH else "done")

@@ -17,8 +17,7 @@ def observed_row(item: ReceivedGroup, index: int) -> EncodedPrompt | None:
     turns, bridge = item.group.trajectories[index].turns, item.prepared.bridge
     if bridge is None or not any(images_of(turn.observation) for turn in turns):
         return None
-    end = int(item.group.lengths[: index + 1].sum())
-    token_ids = item.group.token_ids[end - int(item.group.lengths[index]) : end]
+    token_ids = item.group.token_ids[item.group.span(index)]
     pieces: list[EncodedPrompt] = []
     for turn in turns:
         pieces.append(sampled_piece(token_ids[turn.start : turn.end]))

@@ -159,7 +159,7 @@ class Trainer:
 def check_room(config: RunConfig, device: torch.device) -> None:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
     said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
-    if device.type == "cuda" and config.learner.engine == "torch" and not config.gpu_memory.budget_gib:
+    if device.type == "cuda" and not config.learner.is_divided and not config.gpu_memory.budget_gib:
         plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
         if plan is not None:
             logger.info("planned: at most %s on %s", size(plan.peak), device)

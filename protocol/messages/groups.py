@@ -47,6 +47,11 @@ class TrajectoryRecord(Wire):
     image_hashes: Many[ContentHash] = ()
     """Content hash of each image that the engine saw in place of the prompt's, as its order has it."""
 
+    @property
+    def environment_error(self) -> str:
+        """The kind of failure by which the environment lost it; empty: none."""
+        return self.error_kind if self.error_kind.startswith("environment_") else ""
+
 
 class GroupTimings(Wire):
     """Seconds, measured on the server."""
@@ -115,6 +120,11 @@ class Group(Wire):
                 if turn.start > turn.end or turn.end > length:
                     raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
         return self
+
+    def span(self, index: int) -> slice:
+        """Where the tokens of a trajectory are in the columns."""
+        end = int(self.lengths[: index + 1].sum())
+        return slice(end - int(self.lengths[index]), end)
 
 
 class Ack(Wire):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import yaml_text
-from asyncrl.config.load import load_config, put
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.plugins import shorten
@@ -90,7 +90,7 @@ def as_yaml(done: Import) -> str:
     sources = " and ".join(done.theirs.sources)
     nested: dict[str, Any] = dict.fromkeys(RunConfig.model_fields)
     for key, value in done.settings.items():
-        nested = put(nested, tuple(key.split(".")), value)
+        nested = yaml_text.put(nested, tuple(key.split(".")), value)
     given = {section: value for section, value in nested.items() if value is not None}
     title = f"Written by `asyncrl import-config` from {sources} ({done.theirs.framework})."
     comments = (f"# {line}".replace("\n", " ") for line in (title, *account(done)))
