@@ -6,7 +6,7 @@ plain method runs in the event loop: the other episodes of the process wait unti
 once        to process  {"memory_limit_mib", "config", "sources", "rule"}
             to pool     {"ready": True, "tools", "call_format"} or {"ready": False, "message", "traceback"}
 per request to process  {"id", "episode", "do": "reset", "step" or "close"}, {"cancel": id, "episode"}
-            to pool     {"started": id}; {"id", "seconds"} with what came of it, "failed": why, or "cancelled"
+            to pool     {"started": id}; {"id"} with what came of it, "failed": why, or "cancelled"
                         {"busy": episode that holds the event loop at this moment, or None} in answer to a cancel
 """
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import threading
-import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,10 +55,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 
 
 async def _load(setup: dict[str, Any]) -> LoadedEnvironment:
-    limit = setup["memory_limit_mib"] << 20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    process_reaper.limit_memory(setup["memory_limit_mib"])
     try:
         return await load(read_environment(setup["config"]), setup["sources"], ImageRule(**setup["rule"]))
     except UserError:
@@ -83,6 +78,9 @@ class _Worker:
         self._outgoing = outgoing
         self._sending = threading.Lock()
         self._episodes: dict[int, _Episode] = {}
+        """Those that take requests."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those of episodes that have failed and close themselves, too."""
         self._pid = os.getpid()
 
     async def run(self, messages: Iterable[dict[str, Any]]) -> None:
@@ -109,21 +107,21 @@ class _Worker:
         if message["do"] == "reset":
             episode = self._episodes[number] = _Episode()
             episode.task = asyncio.create_task(self._play(number, episode), name=str(number))
+            self._tasks.add(episode.task)
+            episode.task.add_done_callback(self._tasks.discard)
         if number in self._episodes:
             self._episodes[number].requests.put_nowait(message)
         else:  # it has failed, and been answered
-            self._send({"id": message["id"], "seconds": 0.0})
+            self._send({"id": message["id"]})
 
     async def _play(self, number: int, episode: _Episode) -> None:
         """All of one episode in one task, as libraries with task groups want it. Ends with it, or where it fails."""
         environment: Any = None
         request: dict[str, Any] = {"do": ""}
-        cancelled = failed = False
-        while not failed and not cancelled and request["do"] != "close":
+        while self._episodes.get(number) is episode:
             request = await episode.requests.get()
             episode.current = request["id"]
             self._send({"started": request["id"]})
-            began = time.perf_counter()
             reply: dict[str, Any] = {}
             try:
                 if request["do"] == "reset":
@@ -135,23 +133,22 @@ class _Worker:
                 else:
                     await self._close(environment)
             except asyncio.CancelledError:
-                cancelled, reply = True, {"cancelled": True}
+                reply = {"cancelled": True}
             except MemoryError as error:
-                reply = {"failed": f"over the limit of {_limit_mib()} MiB (environment.memory_limit_mib): "}
-                reply["failed"] += one_line(error, self._loaded.file)
+                limit = f"{process_reaper.memory_limit_mib()} MiB (environment.memory_limit_mib)"
+                reply = {"failed": f"over the limit of {limit}: {one_line(error, self._loaded.file)}"}
             except BaseException as error:  # also SystemExit: an author's code must not decide about this process
                 reply = {"failed": one_line(error, self._loaded.file)}
             finally:
                 if os.getpid() != self._pid:  # the author's code forked, and this is the copy
                     os._exit(0)
-            failed = "failed" in reply
+            if request["do"] == "close" or "failed" in reply or "cancelled" in reply:
+                del self._episodes[number]  # before the answer: a request that follows it is answered at once
             episode.current = 0
-            seconds = time.perf_counter() - began
-            self._send({"id": request["id"], "seconds": seconds} | reply)
+            self._send({"id": request["id"]} | reply)
         if request["do"] != "close":
             with suppress(BaseException):
                 await asyncio.wait_for(self._close(environment), CLOSE_S)
-        del self._episodes[number]
 
     async def _step(self, environment: Any, action: dict[str, Any]) -> dict[str, Any]:
         action["calls"] = tuple(Call(**call) for call in action["calls"])
@@ -191,10 +188,6 @@ def packed_start(start: Start) -> dict[str, Any]:
 def packed_action(action: Action) -> dict[str, Any]:
     """An action as the worker takes it."""
     return asdict(action)
-
-
-def _limit_mib() -> int:
-    return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
 
 
 if __name__ == "__main__":

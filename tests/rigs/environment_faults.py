@@ -57,3 +57,8 @@ class AsyncFaults(Faults):
         if action.text.startswith("nap"):
             await asyncio.sleep(float(action.text.split()[1]))
         return super().step(action)
+
+
+class SlowToClose(AsyncFaults):
+    async def close(self) -> None:
+        await asyncio.sleep(0.5)

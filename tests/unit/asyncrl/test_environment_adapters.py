@@ -49,10 +49,6 @@ def mcp_section(*more: str, **config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False,
-    reason="open defect: a session whose server has died may not close on a busy machine, and its neighbours are lost",
-)
 def test_an_mcp_servers_tools_are_called_in_a_session_for_each_trajectory() -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
 
