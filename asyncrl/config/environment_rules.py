@@ -61,8 +61,6 @@ def environment_problems(config: RunSections) -> Iterator[str]:
         )
     if config.trainer.mode == "sync":
         yield "trainer.mode is sync: a shared device and an environment are not supported together. Use async"
-    if config.rollout.engine == "vllm":
-        yield "rollout.engine is vllm, which is not tested with an environment. Set rollout.engine=hf"
     if algorithm.demonstrations.are_used:
         yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"
     if algorithm.noisy_rollout.rows:

@@ -156,7 +156,8 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
 
 
 def check_alignment(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:
-    """vLLM's processor must have made the ids, grids and times that ours made: the learner trains on ours.
+    """vLLM's processor must have made the ids, grids and times that ours made, and put images where they are for the
+    learner, which trains on ours. Of a later turn that is the whole row, with what was shown between turns.
 
     Raises UserError naming the row.
     """
@@ -173,7 +174,12 @@ def _differences(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int
         pairs = enumerate(zip_longest(from_vllm, ours))
         first = next(place for place, (one, other) in pairs if one != other)
         yield f"numbers of tokens, or at position {first} another token", len(from_vllm), len(ours)
-    for kind, grids in (("image", prompt.image_grids), ("video", prompt.video_grids)):
+    for number, kind, grids in ((1, "image", prompt.image_grids), (2, "video", prompt.video_grids)):
+        ranges = engine_input["mm_placeholders"][kind] if len(grids) else ()
+        filled = [place for part in ranges for a, b in part.extract_embeds_range() for place in range(a, b + 1)]
+        places = np.flatnonzero(prompt.token_types == number).tolist()
+        if len(ranges) != len(grids) or filled != places:
+            yield f"numbers, or places, of the {kind}s", (len(ranges), filled), (len(grids), places)
         items = engine_input["mm_kwargs"][kind] if len(grids) else ()
         cut = [item[f"{kind}_grid_thw"].data.tolist() for item in items if f"{kind}_grid_thw" in item]
         if cut and cut != grids.tolist():

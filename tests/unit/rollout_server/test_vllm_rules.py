@@ -241,6 +241,15 @@ def test_vllms_spans_become_the_column_or_are_refused() -> None:
             version_column(spans, 5)
 
 
+@dataclass
+class Place:
+    offset: int
+    length: int
+
+    def extract_embeds_range(self) -> list[tuple[int, int]]:
+        return [(self.offset, self.offset + self.length - 1)]
+
+
 def encoded(types: list[int], grids: np.ndarray) -> EncodedPrompt:
     ids = np.asarray([9 if kind else 100 + place for place, kind in enumerate(types)], np.int32)
     return EncodedPrompt("rows:3", ids, np.asarray(types, np.int32), grids, ())
@@ -251,11 +260,15 @@ def test_the_first_difference_to_vllms_prompt_is_named(kind: str) -> None:
     grids = np.asarray([[1, 2, 4]], np.int32)
     prompt = encoded([0, 1, 1, 0], grids)
     if kind == "video":
-        prompt = dataclasses.replace(prompt, image_grids=grids[:0], video_grids=grids, seconds_per_grid=(0.5,))
+        prompt = encoded([0, 2, 2, 0], grids[:0])
+        prompt = dataclasses.replace(prompt, video_grids=grids, seconds_per_grid=(0.5,))
     ids = prompt.token_ids.tolist()
     item = {f"{kind}_grid_thw": SimpleNamespace(data=torch.tensor([1, 2, 4]))}
-    theirs = {"prompt_token_ids": ids, "mm_kwargs": {kind: [item]}}
+    theirs = {"prompt_token_ids": ids, "mm_kwargs": {kind: [item]}, "mm_placeholders": {kind: [Place(1, 2)]}}
     check_alignment(prompt, theirs)
+    for places in ([Place(2, 2)], [Place(1, 1), Place(2, 1)], []):
+        with pytest.raises(UserError, match=rf"numbers, or places, of the {kind}s: .* and \(1, \[1, 2\]\)"):
+            check_alignment(prompt, {**theirs, "mm_placeholders": {kind: places}})
     with pytest.raises(UserError, match=r"row rows:3: vLLM .* tokens, or at position 3 another token: 5 and 4\."):
         check_alignment(prompt, {**theirs, "prompt_token_ids": [*ids[:3], 9, ids[3]]})
     with pytest.raises(UserError, match=r"at position 2 another token: 2 and 4\."):
