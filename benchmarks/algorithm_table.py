@@ -60,12 +60,12 @@ def print_table(measured: list[dict[str, Any]]) -> None:
 def in_the_demo() -> tuple[str, ...]:
     """All but those that need an environment, which the demo has none of."""
     of_turns = {name for name, method in methods("advantage").items() if "turns" in method.needs}
-    return tuple(name for name in shipped_overlays() if name not in of_turns)
+    return tuple(name for name in shipped_overlays("algorithms") if name not in of_turns)
 
 
 def main() -> None:
     parser = table_parser(__doc__)
-    parser.add_argument("--algorithms", nargs="+", choices=tuple(shipped_overlays()), default=in_the_demo())
+    parser.add_argument("--algorithms", nargs="+", choices=tuple(shipped_overlays("algorithms")), default=in_the_demo())
     arguments = parser.parse_intermixed_args()
     wanted = [
         Run((("algorithm", name),), seed, ("evaluation.every_steps=0", name, *FOR_THE_DEMO.get(name, ())))
