@@ -62,7 +62,6 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
         return
     problems = {
         "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
-        f"model.lora.rank is {config.model.lora.rank}, and adapters are not divided yet": config.model.lora.rank > 0,
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the learner's "
         "device": config.rollout.weights_channel in DEVICE_CHANNELS,
         f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and the plan knows whole models only": bool(

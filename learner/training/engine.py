@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from asyncrl.models import shared_prefix
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.models.published import load_published
+from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.parameter_groups import check_same_groups, parameter_groups
@@ -203,7 +205,10 @@ class TorchEngine:
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
-        load_published(self.unwrap_model(), tensors)
+        model = self.unwrap_model()
+        self.sharding.changed()
+        own = dict(published_tensors(model))
+        load_published(model, ((n, self.sharding.part(t, own[n]) if n in own else t) for n, t in tensors))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -217,9 +222,23 @@ class TorchEngine:
 
     def export(self, processor: Any, folder: Path) -> None:
         """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
+        if self._adapted is not None and self._config.learner.is_divided:
+            self._export_merged(processor, folder)
+            return
         if self._adapted is not None:
             self._adapted = self._adapted.merge_and_unload()
         self.save_model(processor, folder)
+
+    def _export_merged(self, processor: Any, folder: Path) -> None:
+        """Merge the adapter into another copy of the base model, in rank 0's host memory: here it is in parts."""
+        assert self.adapter is not None
+        tensors = [(name, tensor.cpu()) for name, tensor in self.published_state()]
+        if not self._ranks.leads:
+            return
+        with TemporaryDirectory(dir=folder.parent) as given:
+            adapter = Path(given) / ADAPTER_FOLDER
+            write_adapter_folder(adapter, self.adapter, tensors, base_path=self._config.model.path)
+            export_model(load_merged(self._config.model, adapter), processor, folder)
 
     def save_model(self, processor: Any, folder: Path) -> None:
         """Write the model as a Hugging Face folder; rank 0 writes."""

@@ -1,8 +1,10 @@
 """Fully sharded weights (FSDP2, arXiv 2304.11277; torch.distributed.fsdp.fully_shard): each rank has 1/size of every
 parameter, gradient and optimiser state, and gathers a layer's weights while it computes the layer.
 
-Parts are fp32, whatever the model's dtype: they are the master weights. A 16-bit model is gathered rounded to its
-dtype, which are the bits that the torch engine computes with, and gradients are summed over ranks in fp32.
+Parts of what is trained are fp32, whatever the model's dtype: they are the master weights. A 16-bit model is gathered
+rounded to its dtype, which are the bits that the torch engine computes with, and gradients are summed over ranks in
+fp32. What is frozen keeps its dtype. Under an adapter that is the whole base model; the adapter's fp32 parts are
+gathered as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_model
 from torch import nn
@@ -48,17 +51,18 @@ class FullySharded:
     def shard(self, model: Any) -> None:
         self._model = model
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") else None
+        adapted = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not adapted else None
         mesh = init_device_mesh(self._device.type, (self._ranks.size,))
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cpu_offload else OffloadPolicy()
-        for module, dtype in list(_shard_order(model)):
+        for module, dtype in list(_shard_order(model, adapted)):
             # Inputs stay as the layers before have made them: casts of rotary tables would cost bits.
             kept = MixedPrecisionPolicy(cast_forward_inputs=False)
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             if module is model:
                 setattr(module, _RUN, _call)
             for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()
             fully_shard(module, mesh=mesh, mp_policy=kept if dtype == torch.float32 else mixed, offload_policy=offload)
             sharded = cast(FSDPModule, module)
@@ -75,7 +79,7 @@ class FullySharded:
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.changed()
         for name, tensor in published_parts(self._model):
-            yield name, self.whole(tensor.detach().to(self._dtypes[name]))
+            yield name, self.whole(tensor.detach().to(self._dtypes.get(name, tensor.dtype)))  # an adapter's are fp32
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -186,13 +190,14 @@ def _without_weights(model: Any) -> Any:
     return skeleton
 
 
-def _shard_order(model: Any) -> Iterator[tuple[nn.Module, torch.dtype]]:
+def _shard_order(model: Any, adapted: bool) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
     """Modules that are gathered by themselves, inner ones first, and the dtype that they compute in: layers, what keeps
-    fp32 in a 16-bit model (a value head), and last the model with all the rest."""
+    fp32 in a 16-bit model (a value head), and last the model with all the rest. None: each weight computes in the dtype
+    that it has, as those of an adapted model do."""
     layers = set(model._no_split_modules or ())  # with those of the vision tower
     for module in reversed(list(model.modules())):
         own = [p.dtype for p in module.parameters(recurse=False)]
         if module is model or type(module).__name__ in layers:
-            yield module, model.dtype
-        elif torch.float32 in own and model.dtype != torch.float32:
+            yield module, None if adapted else model.dtype
+        elif not adapted and torch.float32 in own and model.dtype != torch.float32:
             yield module, torch.float32

@@ -70,7 +70,8 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dic
         except NotFiniteError as error:
             return {"problem": str(error), "rank": ranks.rank}
         _save_weights(engine.published_state(), folder / f"{version - 2}.safetensors", ranks)
-    engine.save_model(processor.processor, folder / "model")
+    if engine.adapter is None:
+        engine.save_model(processor.processor, folder / "model")
     if ranks.leads:
         for role in (critic, reference):
             if role:
@@ -79,6 +80,8 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dic
     for role in (critic, reference):
         if role:
             role.save(folder / role.role)
+    if engine.adapter is not None:
+        engine.export(processor.processor, folder / "model")
     return {"metrics": metrics}
 
 

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1},
         "reference": {"ema": 0.9},
     },
+    "adapter, bf16": {"model": {**BF16, "lora": {"rank": 4}}, "algorithm": {"kl_loss_coef": 0.1}},
 }
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 """Of metrics, relative above 1: ranks add up in another order."""
@@ -101,6 +102,9 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
             flipped += int((~torch.isclose(tensor, theirs[name], rtol=1e-2, atol=0.5 * lr)).sum())
             elements += tensor.numel()
         assert flipped <= FLIPPED[config.model.dtype] * elements, f"{flipped} of {elements} elements at step {step}"
+    if config.model.lora.rank:
+        check_adapter(config, one, two)
+        return
     for file in ("config.json", "generation_config.json"):
         assert json.loads((one / "model" / file).read_text()) == json.loads((two / "model" / file).read_text())
     published = load_file(two / f"{STEPS}.safetensors")
@@ -115,6 +119,23 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
         critic = Critic(saved, STEPS)
         critic.prepare()
         critic.load(two / "critic")
+
+
+def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
+    """One process restores the ranks' adapter and moments, and both exports have it merged into the same base."""
+    published = load_file(two / f"{STEPS}.safetensors")
+    engine = create_engine(config, config.learner.optim, STEPS)
+    engine.prepare()
+    engine.load_published(published.items())
+    engine.load(two)
+    for name, tensor in engine.published_state():
+        assert torch.equal(tensor, published[name])
+    mine, theirs, base = (
+        load_file(folder / "model.safetensors") for folder in (one / "model", two / "model", Path(config.model.path))
+    )
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(tensor, mine[name], rtol=2e-2, atol=1e-3)
+    assert any(not torch.equal(tensor, base[name].to(tensor.dtype)) for name, tensor in theirs.items())
 
 
 def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
