@@ -21,6 +21,7 @@ import torch
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
@@ -36,7 +37,7 @@ from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl.tools.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
 from learner.checkpoint.storage import complete_checkpoints, read_state
-from learner.resume import check_initial_model, recorded_updates, update_settings
+from learner.resume import TOOLS, check_initial_model, recorded_updates, update_settings
 from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Trainer
@@ -163,6 +164,8 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     state = read_state(checkpoint) if checkpoint else None
     config = in_one_process(run.config)
     processor = PromptProcessor(config.model)
+    if tools := json.loads(run.journal.meta("settings") or "{}").get(TOOLS):  # as recorded: no environment is run
+        processor.show_tools(ShownTools.from_json(tools))
     if checkpoint and state and not state.adapter:
         config = config.with_policy(checkpoint / MODEL_FOLDER)
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))

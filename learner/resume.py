@@ -43,6 +43,8 @@ FREE = ("reference.offload",)
 """Settings among these that always may: they change where a model is, and no number."""
 FIXED = ("algorithm.updates_per_batch",)
 """Settings among these that may not: the learning rate is scheduled by the number of updates."""
+TOOLS = "tools that prompts tell of"
+"""The recorded setting that has them as JSON, for a replay, which runs no environment."""
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
 """Advice that turns a checkpoint into a model to start from."""
 
@@ -241,6 +243,8 @@ def lasting_settings(
     if config.environment.is_used:
         asked = config.environment.model_dump(mode="json", include={"name", "tools", "config", "limits", "call_format"})
         settings["environment"] = json.dumps(asked, sort_keys=True)
+        if processor.shown_tools:
+            settings[TOOLS] = processor.shown_tools.as_json
     if adapter is not None:
         settings |= {
             "model.lora.rank": adapter.rank,

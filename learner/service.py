@@ -12,7 +12,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import check_device_channel
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.tool_prompt import prompt_processor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
@@ -68,7 +68,7 @@ class Learner:
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
             self._was_finished = is_finished(config.run_path)
-            self.processor = PromptProcessor(config.model)
+            self.processor = prompt_processor(config)
             self._lease = self._take_lease(start)
             environment = rank_environment(config)
             divided = config.learner.is_divided

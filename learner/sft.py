@@ -21,8 +21,8 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import usable_rows
+from asyncrl.models.tool_prompt import prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
@@ -47,7 +47,7 @@ class SupervisedRun:
         self.config = config
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
-        self.processor = PromptProcessor(config.model, cache_mib=CACHE_MIB)
+        self.processor = prompt_processor(config, cache_mib=CACHE_MIB)
         survey = usable_rows(self.rows, self.renderer, self.processor, config, "training", self._target_ids)
         bad_rows = [vars(row) for row in survey.bad]
         self.usable = survey.usable

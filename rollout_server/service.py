@@ -11,6 +11,7 @@ from functools import partial
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
+from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
 from asyncrl.models.devices import check_device_channel, resolve_device
 from asyncrl.models.lora import folder_fingerprint
@@ -72,6 +73,7 @@ class RolloutServer:
             await self.rewards.start()
             if self.environments:
                 await self.environments.start()
+                self.processor.show_tools(tools_of(self.environments, self.config.environment))
             await self._serve(await self._fingerprint())
         finally:
             await self.rewards.close()

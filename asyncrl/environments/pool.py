@@ -62,6 +62,8 @@ class EnvironmentPool:
         """Schemas of the tools as chat templates take them. Known after `start()`."""
         self.call_format = ""
         """The format in which the policy calls them."""
+        self.shows_tools = True
+        """Whether the prompt is to tell of them; False: the environment does so itself."""
         self.errors: Counter[str] = Counter()
         """Failures of the environment so far by kind."""
         self.restarts = 0
@@ -169,6 +171,7 @@ class EnvironmentPool:
             max_reply_bytes=MAX_REPLY_BYTES,
         )
         self.tools, self.call_format = process.ready["tools"], process.ready["call_format"]
+        self.shows_tools = process.ready["shows_tools"]
         host = WorkerHost(process, self._config.instances_per_worker)
         self._hosts.add(host)
         return host

@@ -12,6 +12,7 @@ from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 
 OverLimit = Literal["mask", "score", "zero"]
+ShowTools = Literal["auto", "template", "text", "off"]
 
 
 class LimitsConfig(Section):
@@ -62,6 +63,10 @@ class EnvironmentConfig(Section):
     """Functions or classes with `@tool` methods, `path/to/file.py:name`, or the built-in `calculator` and `python`."""
     call_format: str = "auto"
     """How calls are written: hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own, or hermes."""
+    show_tools: ShowTools = "auto"
+    """How the prompt tells of the tools. `template`: as the chat template lists them, which must ask for calls as
+    call_format reads them; `text`: in the system message; `auto`: the former where it can be, unless the class tells of
+    them itself (`show_tools = False`); `off`."""
     end: Literal["answer", "nudge"] = "answer"
     """What a turn without a call is where the environment is made of tools: the final answer, or (once) a reason to ask
     for a call."""

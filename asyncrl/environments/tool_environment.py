@@ -109,6 +109,8 @@ class ToolEnvironment:
 
     functions: ClassVar[Sequence[Callable[..., Any] | type[Any]]] = ()
     """Functions and tool sets beside the marked methods; `environment.tools` fills them."""
+    show_tools: ClassVar[bool] = True
+    """Whether the prompt lists the tools where `environment.show_tools` is auto; False: the class says how to act."""
     end: ClassVar[str] = "answer"
     """`environment.end`: what a turn without a call is."""
     calls_per_turn: ClassVar[int] = 4

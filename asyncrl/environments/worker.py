@@ -4,7 +4,8 @@ Loads the environment once and runs many episodes, each in a task of its own, so
 plain method runs in the event loop: the other episodes of the process wait until it returns.
 
 once        to process  {"memory_limit_mib", "config", "sources", "rule"}
-            to pool     {"ready": True, "tools", "call_format"} or {"ready": False, "message", "traceback"}
+            to pool     {"ready": True, "tools", "call_format", "shows_tools"}
+                        or {"ready": False, "message", "traceback"}
 per request to process  {"id", "episode", "do": "reset", "step" or "close"}, {"cancel": id, "episode"}
             to pool     {"started": id}; {"id"} with what came of it, "failed": why, or "cancelled"
                         {"busy": episode that holds the event loop at this moment, or None} in answer to a cancel
@@ -50,7 +51,8 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
         channel.send(outgoing, {"ready": False, "message": told, "traceback": cause[-4000:]})
         return
     tools = [tool.schema for tool in loaded.tools.values()]
-    channel.send(outgoing, {"ready": True, "tools": tools, "call_format": loaded.call_format})
+    shows = bool(getattr(loaded.cls, "show_tools", True))
+    channel.send(outgoing, {"ready": True, "tools": tools, "call_format": loaded.call_format, "shows_tools": shows})
     asyncio.run(_Worker(loaded, outgoing).run(messages))
 
 

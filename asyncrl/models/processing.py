@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
 from asyncrl.models.image_grids import ImageGrids, image_grids_of, limit_pixels, named_grids
 from protocol.messages import Prompt, Video
+
+if TYPE_CHECKING:
+    from asyncrl.environments.shown_tools import ShownTools
+    from asyncrl.models.tool_prompt import ToolPrompt
 
 PLACEHOLDER_ID_NAMES = (
     "image_token_id",
@@ -117,6 +121,8 @@ class PromptProcessor:
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        self._tools: ToolPrompt | None = None
+        self.shown_tools: ShownTools | None = None
         self._grids = image_grids_of(self.processor)
         names = getattr(getattr(self.processor, "image_processor", None), "model_input_names", ())
         self._knows_images = self._grids is not None or "image_grid_thw" in names
@@ -131,9 +137,9 @@ class PromptProcessor:
     def fingerprint(self) -> str:
         """Equal for two processors that turn every prompt into the same ids and pixels.
 
-        Of every setting of the tokenizer (added and special tokens, normaliser), of the image and video processors
-        (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat template. Limits of this
-        configuration can be read in it.
+        Of the tools that prompts tell of, every setting of the tokenizer (added and special tokens, normaliser), of the
+        image and video processors (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat
+        template. Limits of this configuration can be read in it.
         """
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
@@ -143,7 +149,15 @@ class PromptProcessor:
         if self.sees_images:
             described["processor"] = self.processor.to_dict()
         digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        return " ".join([digest, *(f"model.{name}={pixels}" for name, pixels in self._pixel_limits.items())])
+        limits = (f"model.{name}={pixels}" for name, pixels in self._pixel_limits.items())
+        return " ".join([digest, *limits, *([f"tools={self._tools.digest}"] if self._tools else [])])
+
+    def show_tools(self, shown: ShownTools | None) -> None:
+        """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
+        from asyncrl.models.tool_prompt import ToolPrompt
+
+        self._tools = ToolPrompt(shown, self._templated, self._placeholder_texts) if shown else None
+        self.shown_tools = shown
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """Run the processor on a prompt; `blobs` has the encoded bytes of images and frames by content hash.
@@ -339,13 +353,22 @@ class PromptProcessor:
 
     def render(self, prompt: Prompt) -> str:
         """The chat template's text, generation prompt included."""
-        return self.render_messages([message.model_dump() for message in prompt.messages])
+        messages = [message.model_dump() for message in prompt.messages]
+        return self.render_messages(self._tools.added(messages) if self._tools else messages)
 
     def render_messages(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The chat template's text of messages whose contents are lists of parts, `{"type": "text", ...}` and such."""
+        tools = self._tools.schemas if self._tools else None
+        return self._templated(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _templated(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> str:
+        if tools:
+            options["tools"] = tools
         if not self.sees_images:  # text-only templates expect plain strings
             messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
-        return self.processor.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return self.processor.apply_chat_template(messages, tokenize=False, **options)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of plain text, without special ones around it. Any thread may call it."""

@@ -6,8 +6,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import RowSurvey, measure_row, survey_rows
+from asyncrl.models.tool_prompt import prompt_processor
 
 SAMPLE = 64
 """Rows of each source that are looked at where no survey of all of them is remembered."""
@@ -19,7 +19,7 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     Returns the number of training rows, too: the usable ones where all have been looked at, else all. Raises UserError
     if no row is usable, or one is bad under `data.on_bad_row: stop`.
     """
-    processor, renderer = PromptProcessor(config.model), PromptRenderer(config.data)
+    processor, renderer = prompt_processor(config), PromptRenderer(config.data)
     train, limit = open_train(config.data), config.data.max_prompt_length
     surveys = [
         survey_rows(rows, renderer, processor, config, source, sample=SAMPLE)

@@ -86,6 +86,7 @@ class Calc(ToolEnvironment):
     """Reward 1 for the right value. `info`: right, called."""
 
     call_format: ClassVar[str] = "plain"
+    show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": guess}
 
     class Config(BaseModel):

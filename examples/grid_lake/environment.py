@@ -136,6 +136,7 @@ class GridLake(ToolEnvironment):
     """Reward 1 at the goal, 0 in a hole or after too many turns. `info`: arrived, steps, shortest."""
 
     call_format: ClassVar[str] = "plain"
+    show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": wander, "warm_start": warm_start}
 
     class Config(BaseModel):

@@ -112,6 +112,7 @@ class ZoomDigit(ToolEnvironment):
     """Reward 1 for the right digit; each look but the first costs a little. `info`: right, hit, crops."""
 
     call_format: ClassVar[str] = "plain"
+    show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": guess, "warm_start": warm_start}
 
     class Config(BaseModel):

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.tool_prompt import prompt_processor
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
 from learner.ranks.environment import rank_environment
@@ -27,7 +27,7 @@ def follow(config: RunConfig) -> None:
     check_local_ranks(config, environment.local_rank + 1)
     store, network = given_store(config), config.network
     orders = Orders(PrefixStore("orders", store), leads=False, every_s=network.heartbeat_s, silence_s=network.timeout_s)
-    processor = PromptProcessor(config.model)
+    processor = prompt_processor(config)
     order = orders.take()
     if order.kind == "end":
         return

@@ -6,9 +6,15 @@ from PIL import Image
 
 from asyncrl.environments.interface import Action, Start, observe
 from asyncrl.environments.observation import Observation, StepResult
+from asyncrl.environments.tool_environment import tool
 
 
 class Lamp:
+    @tool
+    def switch(self) -> str:
+        """Switch the lamp."""
+        return "never called: `step` is the lamp's own"
+
     def reset(self, start: Start) -> Observation:
         self._turns = 0
         return observe("a lamp: ", _picture(start.seed % 200))

@@ -188,7 +188,7 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
             "workers": 1,
             "instances_per_worker": 16,
         },
-        data={"max_response_length": 120},
+        data={"max_response_length": 120, "max_prompt_length": 390},
         algorithm={"adv_estimator": "gigpo"},
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
         trainer={"max_steps": STEPS},
@@ -197,8 +197,11 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
     with closing(JournalReader(tmp_path / "run" / JOURNAL_FILE)) as journal:
         groups = [journal.group(ticket_id) for ticket_id in journal.kept()]
     assert len(groups) == STEPS * config.batch.prompts_per_step
+    tokenizer = PromptProcessor(config.model).tokenizer
     for group in groups:
         assert group.opening
+        assert "switch: Switch the lamp." not in tokenizer.decode(group.prompt_ids), "the lamp's calls are JSON"
+        assert '"description": "Switch the lamp."' in tokenizer.decode(group.prompt_ids)
         assert group.timings.environment_s > 0
         for record in group.trajectories:
             assert [len(images_of(turn.observation)) for turn in record.turns] == [1, 1, 0]

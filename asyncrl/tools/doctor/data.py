@@ -18,6 +18,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import RowSurvey, survey_rows
+from asyncrl.models.tool_prompt import prompt_processor
 from asyncrl.models.weight_files import weight_files
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.pool import RewardPool
@@ -35,7 +36,7 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
-    processor, data = PromptProcessor(config.model), config.data
+    processor, data = prompt_processor(config), config.data
     survey = survey_rows(rows, renderer, processor, config, purpose)
     took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
     columns = ", ".join(rows.columns)
