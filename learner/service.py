@@ -12,7 +12,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import check_device_channel
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.tool_prompt import prompt_processor
+from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished

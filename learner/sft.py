@@ -21,8 +21,8 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import usable_rows
-from asyncrl.models.tool_prompt import prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service

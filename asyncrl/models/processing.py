@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,13 @@ from PIL.Image import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import blacken_patches, content_hash, decode_image, image_size
+from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
 from asyncrl.models.image_grids import ImageGrids, image_grids_of, limit_pixels, named_grids
+from asyncrl.models.tool_prompt import ToolPrompt
 from protocol.messages import Prompt, Video
-
-if TYPE_CHECKING:
-    from asyncrl.environments.shown_tools import ShownTools
-    from asyncrl.models.tool_prompt import ToolPrompt
 
 PLACEHOLDER_ID_NAMES = (
     "image_token_id",
@@ -154,8 +152,6 @@ class PromptProcessor:
 
     def show_tools(self, shown: ShownTools | None) -> None:
         """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
-        from asyncrl.models.tool_prompt import ToolPrompt
-
         self._tools = ToolPrompt(shown, self._templated, self._placeholder_texts) if shown else None
         self.shown_tools = shown
 

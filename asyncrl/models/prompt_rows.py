@@ -6,8 +6,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
+from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import RowSurvey, measure_row, survey_rows
-from asyncrl.models.tool_prompt import prompt_processor
 
 SAMPLE = 64
 """Rows of each source that are looked at where no survey of all of them is remembered."""

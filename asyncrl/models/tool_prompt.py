@@ -10,10 +10,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncrl.config.schema import RunConfig
-from asyncrl.environments.shown_tools import ShownTools, shown_tools
+from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
 
 Rendered = list[dict[str, Any]]
 """Messages as chat templates take them, with lists of parts."""
@@ -69,13 +67,6 @@ class ToolPrompt:
         if first["role"] != "system":
             return [_message("system", self.text), *messages]
         return [{**first, "content": [*first["content"], {"type": "text", "text": f"\n\n{self.text}"}]}, *rest]
-
-
-def prompt_processor(config: RunConfig, *, cache_mib: int = 256) -> PromptProcessor:
-    """The processor of a run's policy, whose prompts tell of the environment's tools. Raises UserError."""
-    processor = PromptProcessor(config.model, cache_mib=cache_mib)
-    processor.show_tools(shown_tools(config.environment))
-    return processor
 
 
 def _missing(template: Callable[..., str], call_format: str) -> str:

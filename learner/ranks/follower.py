@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.tool_prompt import prompt_processor
+from asyncrl.models.prompt_processor import prompt_processor
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
 from learner.ranks.environment import rank_environment

@@ -17,8 +17,8 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import RowSurvey, survey_rows
-from asyncrl.models.tool_prompt import prompt_processor
 from asyncrl.models.weight_files import weight_files
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.pool import RewardPool
