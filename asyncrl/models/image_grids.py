@@ -1,13 +1,18 @@
-"""Patches and tokens that a processor makes of an image of a known size, without a pixel; limits of such sizes."""
+"""Patches and tokens that a processor makes of an image of a known size, without a pixel; limits of such sizes.
+
+`ImageGrids` is the contract. Here are the families whose images are one piece each, in `tiled_images` those that cut
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from PIL.Image import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
@@ -16,25 +21,117 @@ MEASURED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProces
 """Processors of varying grids that are tested to be those that come of the pixels."""
 _IMAGE_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor"
 
+Tokenize = Callable[[str], list[int]]
+Inputs = dict[str, torch.Tensor]
 
-class PatchGrids:
-    """The resizing arithmetic of the Qwen-VL families: a grid follows from the image's size."""
 
-    def __init__(self, image_processor: Any):
-        self._settings = image_processor
-        self._smart_resize = import_module(type(image_processor).__module__).smart_resize
+class SeenImages(Protocol):
+    """What is asked of a prompt: the grids of its images."""
+
+    @property
+    def image_grids(self) -> np.ndarray: ...
+
+
+class ImageGrids:
+    """What a family of models makes of images, the same for engine and learner: tokens, pixels and inputs of the model.
+
+    Each family is one subclass. A grid is three numbers of an image that all else follows from: the tokens that stand
+    for it, and what the model is told of its pixels. It is made of the image's size alone, and compared on the wire.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt"}
+    """Arguments of the image processor: those of the processor's own call."""
+
+    IN_TURNS: ClassVar[bool] = False
+    """Images that an environment shows after a turn of the model are tested, too."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+
+    @classmethod
+    def of(cls, processor: Any) -> ImageGrids | None:
+        """Return the arithmetic of a processor of this family, or None where its settings are not known here."""
+        raise NotImplementedError
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        """[images, 3] int32 of the images of one prompt, for (width, height) in pixels.
+
+        Raises ValueError for a shape that the processor refuses.
+        """
+        raise NotImplementedError
+
+    def tokens(self, grids: np.ndarray) -> np.ndarray:
+        """[images, 3] -> [images] image tokens that stand for each image of one prompt."""
+        raise NotImplementedError
+
+    def expand(self, text: str, unexpanded: np.ndarray, grids: np.ndarray, ids_of: Tokenize) -> np.ndarray:
+        """[P] int32 ids of `text` with what stands for each image in the place of its placeholder.
+
+        `unexpanded` [U] are its ids with the placeholders, which stay where they are not as many as the images.
+        """
+        raise NotImplementedError
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        """[images, 3] int32: the grids in what the image processor has returned."""
+        raise NotImplementedError
+
+    def process(self, images: Sequence[Image]) -> tuple[torch.Tensor, np.ndarray]:
+        """Pixels of a prompt's images, which are joined along their first dimension, and the grids that were made."""
+        output = self._processor.image_processor(images=self._arranged(images), **self.OPTIONS)
+        return self._pixels(output), self.made(output)
+
+    def _arranged(self, images: Sequence[Image]) -> Any:
+        return list(images)
+
+    def _pixels(self, output: Mapping[str, Any]) -> torch.Tensor:
+        return output["pixel_values"]
+
+    def describe(self, grid: Sequence[int]) -> str:
+        """The grid of one image, for people."""
+        return "{} x {} x {} patches".format(*grid)
+
+    # --- what the model is told: of the model's family alone, without a processor ------------------
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        """Arguments of the model for the joined `pixels` of these prompts' images; `token_types` [rows, P] are those of
+        the whole input."""
+        return {"pixel_values": pixels}
+
+    @staticmethod
+    def patches(grids: np.ndarray, vision_config: Any) -> int:
+        """Patches that the vision tower computes."""
+        return int(grids.prod(axis=1).sum())
+
+
+class RepeatedPlaceholders(ImageGrids):
+    """An image is its placeholder, repeated."""
+
+    IN_TURNS: ClassVar[bool] = True
+
+    def expand(self, text: str, unexpanded: np.ndarray, grids: np.ndarray, ids_of: Tokenize) -> np.ndarray:
+        times = np.ones(len(unexpanded), np.int64)
+        places = np.flatnonzero(unexpanded == self._processor.image_token_id)
+        if len(places) == len(grids):
+            times[places] = self.tokens(grids)
+        return np.repeat(unexpanded, times)
+
+
+class PatchGrids(RepeatedPlaceholders):
+    """The resizing arithmetic of the Qwen-VL families. Grids: temporal, height, width in patches."""
+
+    def __init__(self, processor: Any):
+        super().__init__(processor)
+        self._settings = processor.image_processor
+        self._smart_resize = import_module(type(self._settings).__module__).smart_resize
 
     @classmethod
     def of(cls, processor: Any) -> PatchGrids | None:
         """Return the arithmetic of a processor, or None where it is not one of MEASURED_PROCESSORS as released."""
         part: Any = getattr(processor, "image_processor", None)
-        return cls(part) if _counts_pixels(part) and type(processor).__name__ in MEASURED_PROCESSORS else None
+        return cls(processor) if _counts_pixels(part) and type(processor).__name__ in MEASURED_PROCESSORS else None
 
     def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-        """[images, 3] int32 (temporal, height, width in patches) for (width, height) in pixels.
-
-        Raises ValueError for a shape that the processor refuses.
-        """
         settings = self._settings
         patch, size = settings.patch_size, settings.size
         grids = np.ones((len(sizes), 3), np.int32)
@@ -50,20 +147,24 @@ class PatchGrids:
         return grids
 
     def tokens(self, grids: np.ndarray) -> np.ndarray:
-        """[images, 3] -> [images] tokens that stand for each image."""
         return grids.prod(axis=1) // self._settings.merge_size**2
 
     def made(self, output: Mapping[str, Any]) -> np.ndarray:
-        """[images, 3] int32: the grids in what the processor has returned."""
         return named_grids(output, "image_grid_thw")
 
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        grids = np.concatenate([prompt.image_grids for prompt in prompts])
+        return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()}
 
-class FixedGrids:
-    """LLaVA's arithmetic: each image is resized, and perhaps cropped, to the one size of the vision tower."""
+
+class FixedGrids(RepeatedPlaceholders):
+    """LLaVA's arithmetic: each image is resized, and perhaps cropped, to the one size of the vision tower. Grids: 1,
+    height, width in patches."""
 
     def __init__(self, processor: Any, size: tuple[int, int]):
         """`size`: (height, width) in pixels."""
-        self._processor = processor
+        super().__init__(processor)
         self._patch = int(processor.patch_size)
         self._size = size
 
@@ -72,11 +173,10 @@ class FixedGrids:
         """Return the arithmetic of a LLaVA processor, or None where it is another or images keep sizes of their own."""
         if type(processor).__name__ != "LlavaProcessor" or not processor.patch_size:
             return None
-        size = _one_size(processor.image_processor)
+        size = one_size(processor.image_processor)
         return cls(processor, size) if size else None
 
     def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-        """[images, 3] int32 (1, height, width in patches), whatever the sizes are."""
         return self._repeated(len(sizes), *self._size)
 
     def tokens(self, grids: np.ndarray) -> np.ndarray:
@@ -87,7 +187,6 @@ class FixedGrids:
         return grids.prod(axis=1) + extra
 
     def made(self, output: Mapping[str, Any]) -> np.ndarray:
-        """[images, 3] int32: the grids in what the processor has returned."""
         pixels = output.get("pixel_values")
         return self._repeated(0, 0, 0) if pixels is None else self._repeated(len(pixels), *pixels.shape[-2:])
 
@@ -95,20 +194,12 @@ class FixedGrids:
         return np.tile(np.asarray([1, height // self._patch, width // self._patch], np.int32), (images, 1))
 
 
-ImageGrids = PatchGrids | FixedGrids
-
-
-def image_grids_of(processor: Any) -> ImageGrids | None:
-    """Return the arithmetic of a processor's images, or None where this module does not know it."""
-    return PatchGrids.of(processor) or FixedGrids.of(processor)
-
-
 def named_grids(output: Mapping[str, Any], name: str) -> np.ndarray:
     """[N, 3] int32 that a processor returned under a name; none where it did not."""
     return output[name].to(torch.int32).numpy() if name in output else np.zeros((0, 3), np.int32)
 
 
-def _one_size(image_processor: Any) -> tuple[int, int] | None:
+def one_size(image_processor: Any) -> tuple[int, int] | None:
     """(height, width) in pixels that every image gets; None where there is no such size."""
     crops = getattr(image_processor, "do_center_crop", False)
     size: Any = image_processor.crop_size if crops else image_processor.size if image_processor.do_resize else None

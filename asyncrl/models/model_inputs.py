@@ -14,6 +14,7 @@ import torch
 
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.rows import joined_row
+from asyncrl.models.tiled_images import has_grid_positions, images_of
 
 KNOWN_PROMPTS = 256
 """Prompts of each model whose positions are remembered: 48 kB each for 2,000 tokens."""
@@ -30,7 +31,7 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> _Positions:
     comes again with its parts in other micro-batches and passes, and equal grids and questions are common.
     """
     length = len(prompt.token_ids)
-    if not _has_grid_positions(model):
+    if not has_grid_positions(model):
         return torch.arange(length)[None], length
     inner = model.model
     known = _known.setdefault(inner, OrderedDict())
@@ -53,11 +54,6 @@ def positions_behind(model: Any, prompt: EncodedPrompt, completion: EncodedPromp
     positions, _ = prompt_positions(model, row)
     assert torch.equal(positions[:, :length], prompt_positions(model, prompt)[0]), "a prefix keeps its positions"
     return positions[:, length:]
-
-
-def _has_grid_positions(model: Any) -> bool:
-    """True for the Qwen-VL families, whose positions follow from grids; others count tokens."""
-    return hasattr(getattr(model, "model", None), "get_rope_index")
 
 
 def _rope_index(inner: Any, prompt: EncodedPrompt) -> _Positions:
@@ -87,24 +83,18 @@ def media_inputs(model: Any, prompts: Sequence[EncodedPrompt], token_types: torc
     """Keyword arguments of the model for the images and videos of these prompts, each once and in their order.
 
     `token_types` are those of the whole input. Nothing for text alone: a model without a vision part takes none of it.
-    A model whose positions count tokens takes pixels alone.
+    What a family takes beside pixels is its `ImageGrids`'.
     """
-    pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
+    seen = [(p, p.pixel_values) for p in prompts if p.pixel_values is not None]
     frames = [p.video_pixel_values for p in prompts if p.video_pixel_values is not None]
     inputs: dict[str, torch.Tensor] = {}
-    if pixels:
-        inputs["pixel_values"] = torch.cat(pixels)
-        inputs["image_grid_thw"] = _joined([p.image_grids for p in prompts])
+    if seen:
+        pixels = torch.cat([pixels for _, pixels in seen])
+        inputs |= images_of(model).model_inputs(pixels, [prompt for prompt, _ in seen], token_types)
     if frames:
         inputs["pixel_values_videos"] = torch.cat(frames)
-        inputs["video_grid_thw"] = _joined([p.video_grids for p in prompts])
-    if not _has_grid_positions(model):
-        return {name: tensor for name, tensor in inputs.items() if name.startswith("pixel_values")}
-    return {**inputs, "mm_token_type_ids": token_types} if inputs else {}
-
-
-def _joined(grids: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(grids)).long()
+        inputs["video_grid_thw"] = torch.from_numpy(np.concatenate([p.video_grids for p in prompts])).long()
+    return {**inputs, "mm_token_type_ids": token_types} if inputs and has_grid_positions(model) else inputs
 
 
 def place_text_after_videos(model: Any) -> None:

@@ -13,7 +13,7 @@ from asyncrl.errors import UserError
 Part = Literal["vision_tower", "connector", "language_model"]
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 """Attribute names under which transformers' VLMs keep the vision tower."""
-CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
+CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector", "image_newline")
 """Parts that map vision features to the language model, also where they are inside the tower."""
 
 

@@ -26,7 +26,8 @@ from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
-from asyncrl.models.image_grids import ImageGrids, image_grids_of, limit_pixels, named_grids
+from asyncrl.models.image_grids import ImageGrids, limit_pixels, named_grids
+from asyncrl.models.tiled_images import FAMILIES, grids_of
 from asyncrl.models.tool_prompt import ToolPrompt
 from protocol.messages import Prompt, Video
 
@@ -41,10 +42,7 @@ PLACEHOLDER_ID_NAMES = (
 """Ids that stand for images or fence them. A policy that samples one makes its own sample untrainable."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose videos are tested to be the same to engine and learner."""
-IMAGE_FAMILIES = (
-    "Qwen2-VL, Qwen2.5-VL, Qwen3-VL and others that report a grid for each image, and for LLaVA with images of one "
-    "size (CLIP, SigLIP or DINOv2)"
-)
+IMAGE_FAMILIES = f"{', '.join(FAMILIES)}, and others whose processor reports a grid for each image"
 
 
 torchvision_cpu.install()
@@ -60,7 +58,7 @@ class MeasuredPrompt:
     token_types: np.ndarray
     """[P] int32, 1 on image tokens, 2 on video tokens, 0 on text."""
     image_grids: np.ndarray
-    """[images, 3] int32: temporal, height, width in patches."""
+    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
     """Hashes of the bytes that were encoded here, under any name."""
     video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
@@ -121,7 +119,7 @@ class PromptProcessor:
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
         self._tools: ToolPrompt | None = None
         self.shown_tools: ShownTools | None = None
-        self._grids = image_grids_of(self.processor)
+        self._grids = grids_of(self.family, self.processor) if self.sees_images else None
         names = getattr(getattr(self.processor, "image_processor", None), "model_input_names", ())
         self._knows_images = self._grids is not None or "image_grid_thw" in names
         self._lock = threading.Lock()
@@ -205,9 +203,11 @@ class PromptProcessor:
             blacken_patches(decode_image(bytes(blobs[digest]), f"row {encoded.row_id}"), patch, share, seed + number)
             for number, digest in enumerate(encoded.image_hashes)
         ]
-        with self._lock:
-            out = self.processor.image_processor(images=images, return_tensors="pt")
-        masked = out["pixel_values"]
+        if self._grids is not None:
+            masked, _ = self._grids.process(images)
+        else:
+            with self._lock:
+                masked = self.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
         if masked.shape != encoded.pixel_values.shape:
             raise BadStateError(
                 f"row {encoded.row_id}: the processor makes pixels {tuple(masked.shape)} of the masked images and "
@@ -245,11 +245,7 @@ class PromptProcessor:
         """`text` is rendered already; `images` are content hashes and bytes, in order of appearance."""
         grids = arithmetic.grids([image_size(data, f"row {row_id}") for _, data in images])
         unexpanded = np.asarray(self.tokenize(text), np.int32)
-        times = np.ones(len(unexpanded), np.int64)
-        places = np.flatnonzero(unexpanded == self.image_token_id)
-        if len(places) == len(grids):  # else the check below has the numbers
-            times[places] = arithmetic.tokens(grids)
-        ids = np.repeat(unexpanded, times)
+        ids = arithmetic.expand(text, unexpanded, grids, self.tokenize)
         types = (ids == self.image_token_id).astype(np.int32)
         measured = MeasuredPrompt(
             row_id=row_id,
@@ -271,10 +267,11 @@ class PromptProcessor:
         if not images:
             ids = np.asarray(self.tokenize(text), np.int32)
             return MeasuredPrompt(where, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), unexpanded_ids=ids)
-        if self._grids is None:
+        if self._grids is None or not self._grids.IN_TURNS:
             raise UserError(
-                f"row {where}: images that come after a turn of the model are supported for {IMAGE_FAMILIES}, and the "
-                f"model is of the family {self.family}. Use one of these, or tools that answer in text"
+                f"row {where}: images that come after a turn of the model are supported for Qwen2-VL, Qwen2.5-VL, "
+                f"Qwen3-VL and LLaVA, and the model is of the family {self.family}. Use one of these, or tools that "
+                "answer in text"
             )
         try:
             return self._measure_text(self._grids, text, [(content_hash(data), data) for data in images], where)
@@ -307,15 +304,18 @@ class PromptProcessor:
 
     def _with_pixels(self, measured: MeasuredPrompt, images: Sequence[Image]) -> EncodedPrompt:
         assert self._grids is not None, "it was measured by them"
-        out = self.processor.image_processor(images=images, return_tensors="pt")
-        made = self._grids.made(out)
+        pixels, made = self._grids.process(images)
         if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
                 f"row {measured.row_id}: the processor makes the grids {made.tolist()} of its images, "
                 f"their sizes say {measured.image_grids.tolist()}. asyncrl/models/image_grids.py is not right for this "
                 f"version of transformers: install the one that asyncrl is tested with"
             )
-        return EncodedPrompt(**vars(measured), pixel_values=out["pixel_values"])
+        return EncodedPrompt(**vars(measured), pixel_values=pixels)
+
+    def describe_grid(self, grid: Sequence[int]) -> str:
+        """The grid of one image, for people."""
+        return (self._grids or ImageGrids(self.processor)).describe(grid)
 
     def _encode_whole(
         self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
@@ -395,9 +395,8 @@ class PromptProcessor:
         if prompt.image_hashes and not self._knows_images:
             raise UserError(
                 f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model is of the family "
-                f"{self.family}, whose processor ({type(self.processor).__name__}) makes image tokens in a "
-                f"way that learner and rollout server cannot compare. Images are supported for {IMAGE_FAMILIES}: use "
-                "one of these"
+                f"{self.family}, {self._missing()}: learner and rollout server could not compare what they make of an "
+                f"image. Images are supported for {IMAGE_FAMILIES}: use one of these"
             )
         if prompt.videos and self.family not in VIDEO_FAMILIES:
             raise UserError(
@@ -410,6 +409,13 @@ class PromptProcessor:
                 f"row {prompt.row_id} has {len(prompt.videos)} video(s), but the model folder has no video processor. "
                 "Copy video_preprocessor_config.json (or processor_config.json) from the original model into the folder"
             )
+
+    def _missing(self) -> str:
+        """What is not known of the images of this folder's processor."""
+        found = type(self.processor).__name__
+        if self.family in FAMILIES:
+            return f"and its {found} is not the one that the family is released with, or gives images other sizes"
+        return f"and what a {found} makes of an image is in no class of asyncrl/models/tiled_images.py"
 
     def _check_text(self, prompt: Prompt) -> None:
         """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""
@@ -501,7 +507,7 @@ class PromptFacts:
     token_ids: np.ndarray
     """[P] int32, image placeholders expanded."""
     image_grids: np.ndarray
-    """[images, 3] int32: temporal, height, width in patches."""
+    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
     video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     """[videos, 3] int32"""

@@ -36,8 +36,8 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
         f"tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",
         f"images: {len(encoded.image_hashes)}",
     ]
-    for (t, h, w), digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):
-        lines.append(f"  {digest[:12]}: {t} x {h} x {w} patches")
+    for grid, digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):
+        lines.append(f"  {digest[:12]}: {processor.describe_grid(grid)}")
     if encoded.video_hashes:
         lines.append(f"videos: {len(encoded.video_hashes)}")
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):

@@ -64,7 +64,7 @@ def prompt_problems(group: Group, prompt: PromptFacts) -> Iterator[str]:
     ):
         if not _same(theirs, mine):
             yield (
-                f"{kind} grids (temporal, height, width in patches) differ: {theirs.tolist()} against {mine.tolist()}. "
+                f"{kind} grids differ: {theirs.tolist()} against {mine.tolist()}. "
                 "Do both sides have the same processor settings, such as the limits of the size?"
             )
     theirs, mine = group.prompt_ids, prompt.token_ids

@@ -154,7 +154,7 @@ def _bridge_problems(
         )
     grids, own = [list(image.grid) for image in images_of(turn.observation)], made.image_grids.tolist()
     if grids != own:
-        yield f"the image grids (temporal, height, width in patches) differ: {grids} against {own}"
+        yield f"the image grids differ: {grids} against {own}"
     if columns.loss_mask[between].any() or columns.logprobs[between].any():
         yield "a token of the observation has a loss mask or a log-prob: nobody sampled it"
     for name, versions in (("version", columns.versions), ("key-value version", columns.kv_versions)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.models.parts import part_of
+from asyncrl.models.tiled_images import images_of
 from learner.training.packing import TrainGroup
 
 FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2
@@ -31,6 +32,7 @@ class ModelFlops:
                 continue  # a look-up
             part = "head" if parameter is head else part_of(name.split("."))
             (trained if parameter.requires_grad else frozen)[part] += parameter.numel()
+        self._images, self._vision = images_of(model), getattr(model.config, "vision_config", None)
         self._flops = {
             part: trained[part] * (FORWARD + ACTIVATION_GRADIENT + WEIGHT_GRADIENT)
             # Through frozen layers the gradient goes on to trained ones below them, if there are such.
@@ -40,9 +42,10 @@ class ModelFlops:
 
     def of(self, groups: Sequence[TrainGroup]) -> float:
         """FLOP of one pass over these groups."""
-        grids = [grid for group in groups for grid in (group.prompt.image_grids, group.prompt.video_grids)]
+        prompts = [group.prompt for group in groups]
+        images = [self._images.patches(p.image_grids, self._vision) for p in prompts if len(p.image_grids)]
         inputs = {
-            "vision_tower": sum(int(grid.prod(axis=1).sum()) for grid in grids),
+            "vision_tower": sum(images) + sum(int(p.video_grids.prod(axis=1).sum()) for p in prompts),
             "connector": sum(group.prompt.media_tokens for group in groups),
             "language_model": sum(group.num_tokens for group in groups),
             "head": sum(int(c.loss_mask.sum()) for group in groups for c in group.completions),

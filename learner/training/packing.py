@@ -177,7 +177,9 @@ def build_micro_batch(
         targets=_int64(targets).to(device),
         row=_int64(rows),
         column=_int64(columns),
-        masked_pixels=_masked_pixels(seen).to(device) if any(pixels is not None for pixels in masked) else None,
+        masked_pixels=_masked_pixels(model, seen, _int64(types)[None]).to(device)
+        if any(pixels is not None for pixels in masked)
+        else None,
         sees_masked=torch.tensor([pixels is not None for pixels in masked]).repeat_interleave(tokens_of_groups),
     )
 
@@ -188,10 +190,10 @@ def _token_types(completions: Sequence[Completion]) -> np.ndarray:
     return np.concatenate(list(types))
 
 
-def _masked_pixels(pieces: Sequence[EncodedPrompt]) -> torch.Tensor:
-    """Pixels of all pieces in their order, masked where a piece has such."""
-    pixels = (p.pixel_values if p.masked_pixel_values is None else p.masked_pixel_values for p in pieces)
-    return torch.cat([part for part in pixels if part is not None])
+def _masked_pixels(model: Any, pieces: Sequence[EncodedPrompt], types: torch.Tensor) -> torch.Tensor:
+    """Pixels of all pieces in their order, as the model takes them, masked where a piece has such."""
+    masked = [p if p.masked_pixel_values is None else replace(p, pixel_values=p.masked_pixel_values) for p in pieces]
+    return media_inputs(model, masked, types)["pixel_values"]
 
 
 def _int64(parts: list[np.ndarray]) -> torch.Tensor:

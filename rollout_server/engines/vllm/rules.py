@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.config.engine_rules import unknown_to_vllm
+from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.folder import read_config
@@ -88,7 +88,14 @@ def device_problem(config: RunConfig) -> str:
 
 def model_problems(config: RunConfig) -> list[str]:
     """A model that vLLM would begin to load, and fail on."""
-    unknown = unknown_to_vllm(read_config(config.model))
+    described = read_config(config.model)
+    family = described.get("model_type")
+    if family in NOT_COMPARED_WITH_VLLM:
+        return [
+            f"the model in {config.model.path} is of the family {family}, and what vLLM makes of its images has "
+            "not been compared with what the learner makes of them. Set rollout.engine=hf"
+        ]
+    unknown = unknown_to_vllm(described)
     return [f"vLLM knows no {unknown}, as the one in {config.model.path}. Set rollout.engine=hf"] if unknown else []
 
 

@@ -75,11 +75,11 @@ def test_measuring_for_llava_equals_the_processors_own_call(
 
 
 def test_images_of_an_unknown_family_are_refused_by_its_name(processor: PromptProcessor) -> None:
-    """Gemma's or SmolVLM's placeholders follow other rules: no chat template is to blame."""
+    """Their placeholders follow other rules: no chat template is to blame."""
     other = copy.copy(processor)
-    other.family, other._knows_images = "smolvlm", False
+    other.family, other._knows_images = "mllama", False
     prompt, blobs = prompt_of(picture(20, 20))
-    with pytest.raises(UserError, match=r"1 image\(s\), but the model is of the family smolvlm, whose processor"):
+    with pytest.raises(UserError, match=r"1 image\(s\), but the model is of the family mllama, and what a Qwen"):
         other.encode(prompt, blobs)
 
 

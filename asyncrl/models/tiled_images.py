@@ -1,0 +1,225 @@
+"""Families that cut images into tiles of one size, or write other tokens around them: one class for each.
+
+A tile is an image to the vision tower. What stands for an image is text that the family's processor writes, with
+placeholders, fences and line breaks, so that the whole prompt is tokenised after it has been put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL.Image import Image
+
+from asyncrl.errors import UserError
+from asyncrl.models.image_grids import FixedGrids, ImageGrids, Inputs, PatchGrids, SeenImages, Tokenize, one_size
+
+
+class WrittenImages(ImageGrids):
+    """Images in the place of which the processor writes text. The first number of a grid is that of its tiles."""
+
+    PROCESSOR: ClassVar[str]
+
+    @classmethod
+    def of(cls, processor: Any) -> ImageGrids | None:
+        known = type(processor).__name__ == cls.PROCESSOR and cls._is_known(processor.image_processor)
+        return cls(processor) if known else None
+
+    @staticmethod
+    def _is_known(settings: Any) -> bool:
+        """Return whether every tile has the one size of the vision tower."""
+        return bool(settings.do_resize and one_size(settings))
+
+    def _written(self, grids: np.ndarray) -> list[str]:
+        """What stands for each image, by the processor's own method."""
+        facts = self._facts(grids)
+        return [self._processor.replace_image_token(facts, number) for number in range(len(grids))]
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        """What that method reads of the image processor's output."""
+        raise NotImplementedError
+
+    @property
+    def _image_token(self) -> str:
+        """Text of the token that an image's features take the place of."""
+        return self._processor.image_token
+
+    def tokens(self, grids: np.ndarray) -> np.ndarray:
+        return np.asarray([text.count(self._image_token) for text in self._written(grids)], np.int64)
+
+    def expand(self, text: str, unexpanded: np.ndarray, grids: np.ndarray, ids_of: Tokenize) -> np.ndarray:
+        if text.count(self._processor.image_token) != len(grids):
+            return unexpanded
+        (expanded,), _ = self._processor.get_text_with_replacements([text], self._written(grids))
+        return np.asarray(ids_of(expanded), np.int32)
+
+    def describe(self, grid: Sequence[int]) -> str:
+        return f"{grid[0]} tile(s)"
+
+    @staticmethod
+    def patches(grids: np.ndarray, vision_config: Any) -> int:
+        sides = [np.atleast_1d(np.asarray(size)) for size in (vision_config.image_size, vision_config.patch_size)]
+        side = sides[0] // sides[1]
+        return int(grids[:, 0].sum() * np.broadcast_to(side, 2).prod())
+
+
+class InternVLImages(WrittenImages):
+    """InternVL: tiles of the best aspect ratio, and the whole image once more. Grids: tiles, height, width of a tile in
+    pixels."""
+
+    PROCESSOR = "InternVLProcessor"
+    OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt", "crop_to_patches": True}
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        part = self._processor.image_processor
+        return self._with_size(part.get_number_of_image_patches(h, w, {"crop_to_patches": True}) for w, h in sizes)
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        return self._with_size(int(tiles) for tiles in output["num_patches"])
+
+    def _with_size(self, tiles: Any) -> np.ndarray:
+        size = one_size(self._processor.image_processor)
+        assert size is not None, "else it is refused"
+        return np.asarray([(number, *size) for number in tiles], np.int32).reshape(-1, 3)
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        return {"num_patches": grids[:, 0].tolist()}
+
+
+class Idefics3Images(WrittenImages):
+    """Idefics3 and SmolVLM: rows and columns of tiles, each with a fence, and the whole image once more. Grids: tiles,
+    rows, columns; 1, 0, 0 for an image that is not cut."""
+
+    PROCESSOR = "Idefics3Processor"
+    OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt", "return_row_col_info": True}
+
+    @staticmethod
+    def _is_known(settings: Any) -> bool:
+        return bool(settings.do_resize)
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        part = self._processor.image_processor
+        found = [part.get_number_of_image_patches(height, width, {}) for width, height in sizes]
+        return np.asarray([(max(tiles, 1), rows, cols) for tiles, rows, cols in found], np.int32).reshape(-1, 3)
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        rows, columns = (np.asarray(output[name], np.int32).reshape(-1) for name in ("rows", "cols"))
+        return np.stack([rows * columns + 1, rows, columns], axis=1)
+
+    def _arranged(self, images: Sequence[Image]) -> Any:
+        return [list(images)]
+
+    def _pixels(self, output: Mapping[str, Any]) -> torch.Tensor:
+        """[tiles, C, H, W]. All pixels of a tile are the image's: the mask says nothing, and the model needs none."""
+        if not bool(output["pixel_attention_mask"].all()):
+            raise UserError(
+                "tiles of this Idefics3ImageProcessor have several sizes: set do_resize, and max_image_size, in its "
+                "preprocessor_config.json as the released models have them"
+            )
+        return output["pixel_values"][0]
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        return {"rows": [grids[:, 1].tolist()], "cols": [grids[:, 2].tolist()]}
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        return {"pixel_values": pixels[None]}
+
+
+class SmolVLMImages(Idefics3Images):
+    """Idefics3's arithmetic under another name."""
+
+    PROCESSOR = "SmolVLMProcessor"
+
+
+class LlavaNextImages(WrittenImages):
+    """LLaVA-NeXT: the whole image, and tiles of the best of some resolutions, whose padding is left out. Grids: tiles,
+    and the image's own height and width in pixels."""
+
+    PROCESSOR = "LlavaNextProcessor"
+    OPTIONS: ClassVar[dict[str, Any]] = {"do_pad": False}
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        return np.asarray([(self._tiles(w, h), h, w) for w, h in sizes], np.int32).reshape(-1, 3)
+
+    def _tiles(self, width: int, height: int) -> int:
+        from transformers.image_processing_utils import select_best_resolution
+
+        chosen = select_best_resolution((height, width), self._processor.image_processor.image_grid_pinpoints)
+        return 1 + int(np.prod([-(-side // tile) for side, tile in zip(chosen, self._tile, strict=True)]))
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        size = one_size(self._processor.image_processor)
+        assert size is not None, "else it is refused"
+        return size
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        tiles = [len(pixels) for pixels in output["pixel_values"]]
+        return np.asarray([(n, *size) for n, size in zip(tiles, output["image_sizes"], strict=True)], np.int32)
+
+    def _pixels(self, output: Mapping[str, Any]) -> torch.Tensor:
+        return torch.cat(list(output["pixel_values"]))
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        tile = torch.empty((3, *self._tile), device="meta")  # of which the shape alone is read
+        return {"image_sizes": grids[:, 1:].tolist(), "pixel_values": [[tile]], "batch_num_images": [len(grids)]}
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        sizes = np.concatenate([prompt.image_grids[:, 1:] for prompt in prompts])
+        return {"pixel_values": pixels, "image_sizes": torch.from_numpy(sizes).long()}
+
+
+class LlavaOnevisionImages(LlavaNextImages):
+    """LLaVA-OneVision: LLaVA-NeXT's tiles for a prompt of one image; of several each is one tile."""
+
+    PROCESSOR = "LlavaOnevisionProcessor"
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        grids = super().grids(sizes)
+        if len(sizes) > 1:
+            grids[:, 0] = 1
+        return grids
+
+    def _arranged(self, images: Sequence[Image]) -> Any:
+        return [list(images)]
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        numbers = torch.tensor([len(prompt.image_grids) for prompt in prompts])
+        return {**LlavaNextImages.model_inputs(pixels, prompts, token_types), "batch_num_images": numbers}
+
+
+FAMILIES: dict[str, type[ImageGrids]] = {
+    "idefics3": Idefics3Images,
+    "internvl": InternVLImages,
+    "llava": FixedGrids,
+    "llava_next": LlavaNextImages,
+    "llava_onevision": LlavaOnevisionImages,
+    "qwen2_vl": PatchGrids,
+    "qwen2_5_vl": PatchGrids,
+    "qwen3_vl": PatchGrids,
+    "smolvlm": SmolVLMImages,
+}
+"""By `model_type` of the model's configuration. Each is tested against the processor's own call and the model."""
+
+
+def grids_of(family: str, processor: Any) -> ImageGrids | None:
+    """The arithmetic of a folder's processor; None where nothing here knows it."""
+    candidates = [FAMILIES[family]] if family in FAMILIES else [PatchGrids, FixedGrids]
+    return next((found for each in candidates if (found := each.of(processor))), None)
+
+
+def images_of(model: Any) -> type[ImageGrids]:
+    """What a model is told of images. One that no family here knows, and that places its tokens by grids as the Qwen-VL
+    models do, is told what they are."""
+    known = FAMILIES.get(model.config.model_type)
+    return known or (PatchGrids if has_grid_positions(model) else ImageGrids)
+
+
+def has_grid_positions(model: Any) -> bool:
+    """True for the Qwen-VL families, whose positions follow from grids; others count tokens."""
+    return hasattr(getattr(model, "model", None), "get_rope_index")

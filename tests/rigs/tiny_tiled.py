@@ -1,0 +1,188 @@
+"""Random models of the families that cut images into tiles, small enough for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.demo.model import build_tokenizer
+
+TILE, PATCH = 28, 7
+"""Pixels of the side of a tile, and of a patch: a tile is 16 patches."""
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84], [84, 28]]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""IMAGE becomes the family's placeholder."""
+SQUARE: Any = {"height": TILE, "width": TILE}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": PATCH,
+}
+
+
+def make_tiled(family: str, folder: Path) -> Path:
+    """A Hugging Face folder: model, tokenizer, and the family's processor."""
+    tokens, maker = _MAKERS[family]
+    tokenizer = _tokenizer(tokens)
+    torch.manual_seed(0)
+    model, processor = maker(tokenizer, {name: tokenizer.convert_tokens_to_ids(text) for name, text in tokens.items()})
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(tokens: dict[str, str]) -> Any:
+    """The demo's tokenizer with named tokens of the family."""
+    plain = build_tokenizer()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        eos_token=plain.eos_token,
+        pad_token=plain.pad_token,
+        extra_special_tokens=tokens,
+    )
+
+
+def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **more,
+    }
+
+
+def _template(placeholder: str) -> str:
+    return CHAT_TEMPLATE.replace("IMAGE", placeholder)
+
+
+def _internvl(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    vision = {**VISION, "image_size": [TILE, TILE], "patch_size": [PATCH, PATCH], "initializer_range": 0.1}
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=_text(tokenizer), image_token_id=ids["context_image_token"]
+    )
+    processor = transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+        tokenizer=tokenizer,
+        video_processor=transformers.InternVLVideoProcessor(size=SQUARE),
+        image_seq_length=4,
+        chat_template=_template(tokenizer.context_image_token + "\n"),
+    )
+    return transformers.InternVLForConditionalGeneration(config), processor
+
+
+def _idefics3(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    config = transformers.Idefics3Config(**_split(tokenizer, ids))
+    part = transformers.Idefics3ImageProcessor(size={"longest_edge": 4 * TILE}, max_image_size={"longest_edge": TILE})
+    template = _template("<image>")
+    processor = transformers.Idefics3Processor(part, tokenizer, image_seq_len=4, chat_template=template)
+    return transformers.Idefics3ForConditionalGeneration(config), processor
+
+
+def _smolvlm(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    config = transformers.SmolVLMConfig(**_split(tokenizer, ids))
+    sizes: Any = {"size": {"longest_edge": 4 * TILE}, "max_image_size": {"longest_edge": TILE}}
+    processor = transformers.SmolVLMProcessor(
+        transformers.SmolVLMImageProcessor(**sizes),
+        tokenizer,
+        transformers.SmolVLMVideoProcessor(**sizes),
+        image_seq_len=4,
+        chat_template=_template("<image>"),
+    )
+    return transformers.SmolVLMForConditionalGeneration(config), processor
+
+
+def _split(tokenizer: Any, ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "vision_config": {**VISION, "image_size": TILE, "initializer_range": 0.1},
+        "text_config": _text(tokenizer),
+        "image_token_id": ids["image_token"],
+        "scale_factor": 2,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _llava_next(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    vision = {"model_type": "clip_vision_model", **VISION, "image_size": TILE, "projection_dim": 32}
+    config = transformers.LlavaNextConfig(
+        vision_config=vision,
+        text_config=_text(tokenizer),
+        image_token_index=ids["image_token"],
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_layer=-2,
+    )
+    sizes: Any = {"size": {"shortest_edge": TILE}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS}
+    processor = transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessor(**sizes),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        chat_template=_template("<image>\n"),
+        num_additional_image_tokens=1,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config), processor
+
+
+def _llava_onevision(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    vision = {"model_type": "siglip_vision_model", **VISION, "image_size": TILE, "vision_use_head": False}
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=_text(tokenizer),
+        image_token_index=ids["image_token"],
+        video_token_index=ids["video_token"],
+        image_grid_pinpoints=PINPOINTS,
+    )
+    processor = transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=PINPOINTS),
+        tokenizer,
+        transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=_template("<image>\n"),
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config), processor
+
+
+_FENCES = {f"row_{row}_col_{col}_token": f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)}
+_SPLIT = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    **_FENCES,
+}
+_MAKERS: dict[str, Any] = {
+    "idefics3": (_SPLIT, _idefics3),
+    "internvl": (
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        _internvl,
+    ),
+    "llava_next": ({"image_token": "<image>"}, _llava_next),
+    "llava_onevision": ({"image_token": "<image>", "video_token": "<video>"}, _llava_onevision),
+    "smolvlm": ({**_SPLIT, "video_token": "<video>"}, _smolvlm),
+}
+TILED = tuple(_MAKERS)
