@@ -41,6 +41,8 @@ def main() -> None:
             "learner.optim.lr_warmup_steps=0",
         )
         print(flush=True)
+    print("\n## Attention of packed groups\n", flush=True)
+    run("-m", "benchmarks.packed_attention", "--layers", "1")
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
     print("\n## Staleness under heavy-tailed lengths\n", flush=True)

@@ -21,6 +21,7 @@ from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead
 from asyncrl.models.parts import freeze_parts
+from asyncrl.models.prefix_kernels import Group
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
@@ -166,9 +167,9 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
     full, rest = divmod(tokens, length)
-    groups = [(each, ()) for each in (*[length] * full, rest) if each]
-    layout = make_layout(groups, device, model.dtype)  # with its bias it is there until the end, as a micro-batch is
-    packed = layout.places
+    groups = [_group(each, config) for each in (*[length] * full, rest) if each]
+    layout = make_layout(groups, device, model.dtype)
+    packed = torch.arange(tokens, device=device)
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
     if critic:
         model.value_head(chosen_from.float()).sum().backward()
@@ -188,9 +189,16 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     loss.backward()
 
 
+def _group(tokens: int, config: RunConfig) -> Group:
+    """A group of so many tokens, its prompt and completions as long as they may be."""
+    prompt = min(tokens, config.data.max_prompt_length)
+    completions, rest = divmod(tokens - prompt, config.data.max_response_length)
+    return prompt, [*[config.data.max_response_length] * completions, *([rest] if rest else [])]
+
+
 def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.Tensor:
     """[1, T, D] of packed tokens after the text layers, with images in the place of as many of them."""
-    tokens, device = len(layout.places), layout.places.device
+    tokens, device = layout.num_tokens, model.device
     embedded = model.get_input_embeddings()(torch.zeros((1, tokens), dtype=torch.long, device=device))
     if has_vision(model.config):
         places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)
