@@ -43,6 +43,7 @@ def main() -> None:
         print(flush=True)
     print("\n## Attention of packed groups\n", flush=True)
     run("-m", "benchmarks.packed_attention", "--layers", "1")
+    run("-m", "benchmarks.packed_against_padded")
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
     print("\n## Staleness under heavy-tailed lengths\n", flush=True)
