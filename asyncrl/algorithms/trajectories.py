@@ -56,8 +56,8 @@ class Trajectories:
     turn_rewards: torch.Tensor | None = None
     """[N] what the environment gave for a turn, at the turn's last trained token; None: nothing."""
     state: torch.Tensor | None = None
-    """[N] int64 the environment's state in which the token's turn began: equal numbers are equal states, 0 is that of
-    the prompt, and -1 is not known; None: only the prompt's are."""
+    """[N] int64 the environment's state in which the token's turn began: equal numbers in a group are equal states,
+    0 is that of the prompt, and -1 is not known; None: only the prompt's are."""
     is_baseline: torch.Tensor | None = None
     """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
     is_truncated: torch.Tensor | None = None

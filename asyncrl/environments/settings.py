@@ -76,7 +76,7 @@ class EnvironmentConfig(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     over_limit: OverLimit = "mask"
     """A trajectory that reaches a limit: `score` trains it as it is, `zero` with a score of 0, `mask` counts its score
-    in the group and does not train it (Mini-o3)."""
+    in the group and its tokens in the loss's denominators, and does not train it (Mini-o3)."""
     workers: int = Field(default=4, gt=0)
     """Processes."""
     instances_per_worker: int = Field(default=1, gt=0)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from asyncrl.config.method_settings import PapoConfig
+from asyncrl.environments.recording import observation_of
+from asyncrl.environments.tool_environment import key_of
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import observed_row
@@ -116,16 +118,19 @@ class Batch:
         `zero_over_limit`: trajectories that a limit ended are scored with 0, so that their turns earned nothing. What a
         turn earned of which no token is trained is in no column: credit for it would go to another turn.
         """
-        states, nan = {"": -1}, float("nan")
+        nan = float("nan")
         outcomes: list[float] = []
         turns: list[tuple[int, int, float, int]] = []
-        records = (record for item in self.received for record in item.group.trajectories)
-        for record, start in zip(records, self.row_start.tolist(), strict=True):
+        states: dict[str, int] = {}
+        records = ((item.group, n, r) for item in self.received for n, r in enumerate(item.group.trajectories))
+        for (group, index, record), start in zip(records, self.row_start.tolist(), strict=True):
+            if index == 0:
+                states = {"": -1, _opening_key(group): 0}
             share = 0.0 if zero_over_limit and record.limit else 1.0
             earned = [share * (turn.reward or 0.0) for turn in record.turns] or [0.0]
             outcomes.append(nan if record.reward is None else record.reward - sum(earned))
             starts = [start, *(start + turn.start for turn in record.turns[1:])]
-            began = [0, *(states.setdefault(turn.state_key, len(states)) for turn in record.turns[:-1])]
+            began = [0, *(states.setdefault(turn.state_key, len(states) - 1) for turn in record.turns[:-1])]
             turns += zip(starts, range(len(starts)), earned, began, strict=True)
         starts, numbers, rewards, began = (torch.tensor(column) for column in zip(*turns, strict=True))
         of_token = torch.searchsorted(starts, self.trained.flat, right=True) - 1
@@ -168,6 +173,13 @@ class Batch:
             names.append(f"{self.received[group].ticket.prompt.row_id} (completion {row - first})")
         more = len(names) - MOST_NAMED
         return ", ".join(names[:MOST_NAMED]) + (f" and {more} more rows" if more > 0 else "")
+
+
+def _opening_key(group: Group) -> str:
+    """The key of the state in which first turns are taken, as an environment that names no states has it: that of what
+    it shows. A trajectory that comes back there is in this state again."""
+    opening = observation_of(group.opening, group.blobs)
+    return key_of(opening).hex() if opening.messages else "opening"
 
 
 def make_batch(

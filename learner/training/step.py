@@ -171,12 +171,13 @@ class LearnerStep:
 
     def _selected(self, batch: Batch, selected: Selected) -> Selected:
         """The selections' choices, and trajectories that a limit ended where these are masked: their scores stay in the
-        statistics of their groups (Mini-o3, https://arxiv.org/abs/2509.07969)."""
+        statistics of their groups, and their tokens in the loss's denominators, so that what is masked makes no other
+        row weigh more (Mini-o3, https://arxiv.org/abs/2509.07969)."""
         environment = self.config.environment
         if not environment.is_used or environment.over_limit != "mask":
             return selected
         tokens = batch.is_over_limit[batch.trained.row]
-        return replace(selected, from_batch={**selected.from_batch, "over_limit": tokens})
+        return replace(selected, from_loss={**selected.from_loss, "over_limit": tokens})
 
     def _credit(self, trajectories: Trajectories) -> Credit:
         """Give credit to what the policy sampled, and to demonstrations where the loss takes them as group members."""

@@ -15,6 +15,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
+from asyncrl.environments.tool_environment import key_of
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.models.loading import load_model
@@ -32,7 +33,7 @@ from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import FinishReason, Group, ObservedImage, TextPart, TrajectoryStatus
-from tests.rigs.conversations import LIMITS, SHOWN, TALL, conversation
+from tests.rigs.conversations import LIMITS, OPENING, SHOWN, TALL, conversation
 from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.pictures import picture
 
@@ -329,6 +330,14 @@ def test_turns_of_the_trained_tokens_are_those_of_the_records(made: tuple[Prompt
     assert turns.outcomes.tolist() == [0.25, -0.25, 0.0, 0.0], "a limit took what its turns had earned"
 
 
+def test_who_comes_back_to_the_opening_is_in_its_state_again(made: tuple[PromptProcessor, ReceivedGroup]) -> None:
+    _, item = made
+    assert item.group.opening
+    back = with_turn(item.group, 0, 0, state_key=key_of(OPENING).hex())
+    turns = make_batch([replace(item, group=back)], made[0]).turns(zero_over_limit=False)
+    assert turns.state[:12].tolist() == [number for number in (0, 0, 1) for _ in range(4)]
+
+
 def test_estimators_see_turns_where_there_is_an_environment(
     config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
 ) -> None:
@@ -355,21 +364,25 @@ def test_estimators_see_turns_where_there_is_an_environment(
     assert sums.tolist() == batch.scores.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("over_limit", "trained"), [("mask", False), ("score", True)])
-def test_what_a_limit_ended_is_trained_or_not(
-    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup], over_limit: str, trained: bool
+def test_what_a_limit_ended_is_trained_or_masked_at_its_place(
+    config: RunConfig, made: tuple[PromptProcessor, ReceivedGroup]
 ) -> None:
+    """It counts in the group's mean and in the denominator: masked, it changes no other token's gradient."""
     processor, item = made
     limited = with_record(item.group, 3, limit="turns", status=TrajectoryStatus.TRUNCATED, reward=0.5)
     batch = make_batch([replace(item, group=limited)], processor)
-    environment = config.environment.model_copy(update={"name": "some.py:Where", "over_limit": over_limit})
-    config = config.model_copy(update={"environment": environment})
-    engine = KeepTokenGradients(config, config.learner.optim, 1)
-    engine.prepare()
-    LearnerStep(Roles(engine), config)(batch, 2)
-    sampled = int(limited.loss_mask.sum())
-    ended = sum(turn.end - turn.start for turn in limited.trajectories[3].turns)
-    assert len(engine.logprobs) == sampled - (0 if trained else ended)
+    gradients: dict[str, torch.Tensor] = {}
+    for over_limit in ("score", "mask"):
+        environment = config.environment.model_copy(update={"name": "some.py:Where", "over_limit": over_limit})
+        asked = config.model_copy(update={"environment": environment})
+        engine = KeepTokenGradients(asked, asked.learner.optim, 1)
+        engine.prepare()
+        LearnerStep(Roles(engine), asked)(batch, 2)
+        assert engine.logprobs.grad is not None
+        gradients[over_limit] = engine.logprobs.grad
+    ended = batch.trained.row == 3
+    assert bool((gradients["score"] != 0).all())
+    assert torch.equal(gradients["mask"], torch.where(ended, 0.0, gradients["score"]))
 
 
 class KeepTokenGradients(KeepGradients):
