@@ -46,6 +46,7 @@ from protocol.messages import (
     Turn,
 )
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine, VideoFrames
+from rollout_server.rounds import AtOnce, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Environments:
     """Further tries of a trajectory whose environment has failed, with the same start and the same first turn."""
     zero_over_limit: bool = False
     """Whether a trajectory that a limit ended is scored with 0."""
+    in_rounds: bool = False
+    """Whether all trajectories of a batch of tickets take their turns together, so that a run repeats bit for bit."""
 
 
 @dataclass
@@ -183,6 +186,8 @@ class _Ticket:
     opening: Observation | None
     first: GenerationRequest
     """The first turns."""
+    turns: AtOnce
+    """The way of all turns to the engine."""
     started_at: float
 
     def sampling(self, length: int) -> Sampling:
@@ -226,13 +231,18 @@ class ConversationProducer:
         self._left = environments.capacity
         self._freed = asyncio.Condition()
 
-    async def produce(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> Group:
+    def turns(self) -> AtOnce:
+        """How the turns of tickets that are produced together get to the engine."""
+        return Rounds(self._engine) if self._environments.in_rounds else AtOnce(self._engine)
+
+    async def produce(self, ticket: Ticket, blobs: Mapping[str, memoryview], turns: AtOnce) -> Group:
         """Raises what makes the group impossible: its environments do not begin, or its requests cannot be sampled."""
         async with self._places(ticket.group_size):
             trajectories = [_Trajectory(index, self._environments.make()) for index in range(ticket.group_size)]
             try:
-                opened = await self._open(ticket, blobs, trajectories)
-                await self._talk_all(opened, trajectories)
+                with turns.taking_part(ticket.group_size) as leave:
+                    opened = await self._open(ticket, blobs, trajectories, turns)
+                    await self._talk_all(opened, trajectories, leave)
             finally:
                 await asyncio.gather(*(trajectory.close() for trajectory in trajectories))
         generated_at = time.monotonic()
@@ -260,7 +270,7 @@ class ConversationProducer:
     # --- the beginning --------------------------------------------------------------------------
 
     async def _open(
-        self, ticket: Ticket, blobs: Mapping[str, memoryview], trajectories: Sequence[_Trajectory]
+        self, ticket: Ticket, blobs: Mapping[str, memoryview], trajectories: Sequence[_Trajectory], turns: AtOnce
     ) -> _Ticket:
         started_at = time.monotonic()
         assert ticket.conversation is not None, "GroupProducer takes tickets of one turn"
@@ -272,7 +282,7 @@ class ConversationProducer:
                 "environment_not_repeatable: the environment opens differently for the trajectories of one ticket, "
                 "which have the same row and the same seed. What reset() returns must follow from these"
             )
-        return await asyncio.to_thread(self._prepare, ticket, ticket.conversation, blobs, first, started_at)
+        return await asyncio.to_thread(self._prepare, ticket, ticket.conversation, blobs, first, turns, started_at)
 
     def _prepare(
         self,
@@ -280,6 +290,7 @@ class ConversationProducer:
         limits: ConversationLimits,
         blobs: Mapping[str, memoryview],
         opening: Observation | None,
+        turns: AtOnce,
         started_at: float,
     ) -> _Ticket:
         stops = ticket.sampling.stop_token_ids
@@ -301,17 +312,18 @@ class ConversationProducer:
                 VideoFrames(tuple(found[digest] for digest in video.frame_hashes), video.fps) for video in prompt.videos
             ),
         )
-        return _Ticket(ticket, limits, bridge, prompt, found, opening, first, started_at)
+        return _Ticket(ticket, limits, bridge, prompt, found, opening, first, turns, started_at)
 
     # --- turns ----------------------------------------------------------------------------------
 
-    async def _talk_all(self, opened: _Ticket, trajectories: Sequence[_Trajectory]) -> None:
+    async def _talk_all(self, opened: _Ticket, trajectories: Sequence[_Trajectory], leave: Callable[[], None]) -> None:
         talks: list[asyncio.Task[None]] = []
         try:
-            async for item in self._engine.generate([opened.first]):
+            async for item in opened.turns.sample(opened.first):
                 if isinstance(item, FailedRequest):
                     raise item.error
                 talks.append(asyncio.create_task(self._talk(opened, trajectories[item.index], item)))
+                talks[-1].add_done_callback(lambda _: leave())
             await asyncio.gather(*talks)
         finally:
             for talk in talks:
@@ -354,7 +366,10 @@ class ConversationProducer:
             if answered is None:
                 break
             trajectory.add_observation(*answered)
-            turn = await self._sample(opened.later_turn(trajectory))
+            (sampled,) = [item async for item in opened.turns.sample(opened.later_turn(trajectory))]
+            if isinstance(sampled, FailedRequest):
+                raise sampled.error
+            turn = sampled
 
     async def _answer(self, opened: _Ticket, trajectory: _Trajectory) -> tuple[Observation, EncodedPrompt] | None:
         """What the environment shows after a turn, and its bridge; None where the trajectory has ended."""
@@ -410,12 +425,6 @@ class ConversationProducer:
         if trajectory.length + tokens >= opened.ticket.sampling.max_new_tokens:
             return "tokens"
         return "seconds" if time.monotonic() - opened.started_at > self._environments.trajectory_s else ""
-
-    async def _sample(self, request: GenerationRequest) -> Completion:
-        (sampled,) = [item async for item in self._engine.generate([request])]
-        if isinstance(sampled, FailedRequest):
-            raise sampled.error
-        return sampled
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
-from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.models.image_grids import PatchGrids
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.conversation import Environments
@@ -45,7 +44,8 @@ def make_pool(config: RunConfig, processor: PromptProcessor) -> EnvironmentPool 
     return EnvironmentPool(config.environment, image_rule(processor)) if config.environment.is_used else None
 
 
-def environments_of(pool: EnvironmentPool, config: EnvironmentConfig) -> Environments:
+def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:
+    config = run.environment
     return Environments(
         make=lambda: PooledEnvironment(pool),
         capacity=config.capacity,
@@ -53,6 +53,7 @@ def environments_of(pool: EnvironmentPool, config: EnvironmentConfig) -> Environ
         text_tokens=config.limits.tool_text_tokens,
         retries=config.retries,
         zero_over_limit=config.over_limit == "zero",
+        in_rounds=run.learner.max_staleness == 0 and run.rollout.engine == "hf",
     )
 
 

@@ -41,6 +41,7 @@ from rollout_server.engines.base import (
     VideoFrames,
     kv_versions_column,
 )
+from rollout_server.rounds import AtOnce
 
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
@@ -93,6 +94,7 @@ class GroupProducer:
         requests = await asyncio.to_thread(lambda: [self._request(ticket, blobs) for ticket in tickets])
         started_at = time.monotonic()
         progress: dict[int, _GroupInProgress] = {}
+        turns = self._conversations.turns() if self._conversations else None
         for ticket, request in zip(tickets, requests, strict=True):
             if isinstance(request, GenerationRequest):
                 progress[ticket.ticket_id] = _GroupInProgress(
@@ -104,7 +106,7 @@ class GroupProducer:
                 )
         tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
             asyncio.create_task(self._generate(progress)),
-            *(asyncio.create_task(self._converse(ticket, blobs)) for ticket in conversations),
+            *(asyncio.create_task(self._converse(ticket, blobs, turns)) for ticket in conversations),
             *(asyncio.create_task(self._finish(group)) for group in progress.values()),
         ]
         try:
@@ -119,11 +121,13 @@ class GroupProducer:
             for task in [*tasks, *(score for group in progress.values() for score in group.scores)]:
                 task.cancel()
 
-    async def _converse(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> Group | TicketFailed:
+    async def _converse(
+        self, ticket: Ticket, blobs: Mapping[str, memoryview], turns: AtOnce | None
+    ) -> Group | TicketFailed:
         try:
-            if self._conversations is None:
+            if self._conversations is None or turns is None:
                 raise UserError("the ticket asks for a conversation, and this server has no environment")
-            return await self._conversations.produce(ticket, blobs)
+            return await self._conversations.produce(ticket, blobs, turns)
         except EngineDied:
             raise
         except Exception as error:

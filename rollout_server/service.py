@@ -116,7 +116,7 @@ class RolloutServer:
             )
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.policy_versions.forget
-            answering = environments_of(self.environments, self.config.environment) if self.environments else None
+            answering = environments_of(self.environments, self.config) if self.environments else None
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
             async with asyncio.TaskGroup() as self._tasks:
                 background = [

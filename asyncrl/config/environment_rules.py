@@ -59,8 +59,6 @@ def environment_problems(config: RunSections) -> Iterator[str]:
             f"environment.timeouts.trajectory_s ({environment.timeouts.trajectory_s:g}) is more than half of "
             f"learner.wait_timeout_s ({config.learner.wait_timeout_s:g}), after which the run stops. Raise the latter"
         )
-    if config.trainer.mode == "sync":
-        yield "trainer.mode is sync: a shared device and an environment are not supported together. Use async"
     if algorithm.demonstrations.are_used:
         yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"
     if algorithm.noisy_rollout.rows:

@@ -40,7 +40,7 @@ class SeenPrompt:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Sample `group_size` completions of one prompt."""
+    """Sample `group_size` completions of one prompt. Requests of one call differ in `request_id` or `stream`."""
 
     request_id: int
     prompt: MeasuredPrompt
@@ -109,6 +109,7 @@ class GenerationRequest:
             logprobs=np.zeros(len(prefix), np.float32),
             versions=np.full(len(prefix), version, np.int32),
             finish_reason=reason,
+            stream=self.stream,
         )
 
 
@@ -129,6 +130,8 @@ class Completion:
     finish_reason: FinishReason
     kv_versions: np.ndarray | None = None
     """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""
+    stream: tuple[int, ...] = ()
+    """The request's: it tells later turns of one ticket apart."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class FailedRequest:
 
     request_id: int
     error: Exception
+    stream: tuple[int, ...] = ()
 
 
 def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:

@@ -121,6 +121,7 @@ class ScriptedEngine:
             versions=versions,
             finish_reason=reason,
             kv_versions=self._kv_versions(cached, versions),
+            stream=request.stream,
         )
 
     def _kv_versions(self, cached: int, versions: np.ndarray) -> np.ndarray | None:

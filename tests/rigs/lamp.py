@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 from PIL import Image
 
 from asyncrl.environments.interface import Action, Start, observe
@@ -23,6 +26,14 @@ class Lamp:
         self._turns += 1
         shown = observe(f"{len(action.text)} signs", _picture(self._turns))
         return StepResult(shown, reward=0.25, done=self._turns == 3, state_key=bytes([self._turns]))
+
+
+class SlowLamp(Lamp):
+    """Answers after a time that nothing determines."""
+
+    def step(self, action: Action) -> StepResult:
+        time.sleep(random.SystemRandom().uniform(0, 0.02))
+        return super().step(action)
 
 
 def _picture(brightness: int) -> Image.Image:

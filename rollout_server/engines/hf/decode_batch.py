@@ -59,6 +59,7 @@ class DecodeRow:
             versions=np.asarray(self.versions, np.int32),
             finish_reason=reason,
             kv_versions=None if self.kv_versions == self.versions else np.asarray(self.kv_versions, np.int32),
+            stream=self.request.stream,
         )
 
 

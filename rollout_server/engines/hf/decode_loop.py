@@ -74,14 +74,15 @@ class DecodeLoop:
                 self._arrivals |= {id(request): arrived for request in mine}
                 self._queue.extend(mine)
                 self._turn.notify_all()
-            unfinished = {request.request_id: request.group_size for request in mine}
+            unfinished = {(request.request_id, request.stream): request.group_size for request in mine}
             while unfinished:
                 item = await arrived.get()
                 if isinstance(item, EngineDied):
                     raise item
-                unfinished[item.request_id] -= 1
-                if isinstance(item, FailedRequest) or not unfinished[item.request_id]:
-                    del unfinished[item.request_id]
+                key = item.request_id, item.stream
+                unfinished[key] -= 1
+                if isinstance(item, FailedRequest) or not unfinished[key]:
+                    del unfinished[key]
                 yield item
         finally:
             for request in mine:
@@ -145,7 +146,7 @@ class DecodeLoop:
 
     def _fail(self, request: GenerationRequest, error: Exception) -> None:
         if arrived := self._arrivals.pop(id(request), None):
-            arrived.put_nowait(FailedRequest(request.request_id, error))
+            arrived.put_nowait(FailedRequest(request.request_id, error, request.stream))
 
     def end(self, error: Exception) -> None:
         """Take no more requests: every caller that waits for a completion gets EngineDied."""

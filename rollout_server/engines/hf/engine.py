@@ -102,7 +102,7 @@ class HFEngine:
                 self._check(request)
                 admitted.append(request)
             except UserError as error:
-                yield FailedRequest(request.request_id, error)
+                yield FailedRequest(request.request_id, error, request.stream)
         async with aclosing(self._decoding.generate(admitted)) as completions:
             async for completion in completions:
                 yield completion

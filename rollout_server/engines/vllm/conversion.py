@@ -138,6 +138,7 @@ def to_completion(
         versions=versions,
         finish_reason=FinishReason(output.finish_reason),
         kv_versions=np.full_like(versions, submitted_version) if mixed else None,
+        stream=request.stream,
     )
 
 

@@ -160,7 +160,7 @@ class VLLMEngine:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
             return {start: await to_engine_input(request, self._llm, index) for start, index in starts.items()}
         except Exception as error:
-            return FailedRequest(request.request_id, error)
+            return FailedRequest(request.request_id, error, request.stream)
 
     def _begin(
         self, request: GenerationRequest, index: int, engine_input: Any
@@ -179,7 +179,7 @@ class VLLMEngine:
         except EngineDied:
             raise
         except Exception as error:
-            return FailedRequest(request.request_id, error)
+            return FailedRequest(request.request_id, error, request.stream)
 
     async def _complete(self, number: str, request: GenerationRequest, index: int, engine_input: Any) -> Completion:
         """One completion as a request of its own: a short one need not wait for the rest of its group.

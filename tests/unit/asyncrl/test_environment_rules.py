@@ -51,7 +51,6 @@ def test_credit_over_turns_needs_several(make_config: MakeConfig, name: str) -> 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"trainer": {"mode": "sync"}}, "trainer.mode is sync"),
         ({"environment": {**LAMP, "workers": 1}}, "the 4 trajectories of a group"),
         ({"learner": {"wait_timeout_s": 500.0, "max_staleness": 0}}, "more than half of learner.wait_timeout_s"),
         ({"algorithm": {"noisy_rollout": {"rows": 1}}}, "algorithm.noisy_rollout.rows"),
