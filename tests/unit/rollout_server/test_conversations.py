@@ -144,6 +144,25 @@ def test_a_failed_environment_is_tried_again_and_then_a_status(make_config: Make
     assert "broken" in record.error_message
 
 
+def test_rounds_wait_for_whoever_is_live_and_for_nobody_else(make_config: MakeConfig) -> None:
+    """One has three turns, one ends at once, one fails, and one begins anew while the others wait."""
+    broken = RuntimeError("broken")
+    plays = (
+        Play(("1",), ("2",), DONE),
+        Play(DONE),
+        Play(("1",), broken),
+        Play(broken),
+        *(Play(broken, opening="another") for _ in range(2)),
+    )
+    group = converse(make_config, *plays, size=4, retries=1, in_rounds=True)
+    assert isinstance(group, Group)
+    assert [len(record.turns) for record in group.trajectories] == [3, 1, 2, 1]
+    assert [record.status == "error" for record in group.trajectories] == [False, False, True, True]
+    alone = converse(make_config, Play(("1",), ("2",), DONE))
+    assert isinstance(alone, Group)
+    assert alone.token_ids.tolist() == group.token_ids[: group.lengths[0]].tolist()
+
+
 def test_bad_answers_are_failures_of_the_environment(make_config: MakeConfig) -> None:
     group = converse(make_config, Play((b"no image",)), Play(StepResult(None, reward=float("nan"), done=True)))
     assert isinstance(group, Group)
