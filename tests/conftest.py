@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,6 +52,14 @@ SHARED = {
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         share_forks()
+    else:
+        gc.disable()  # until all is imported: none of it is garbage
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of a test looks at it. Falling asleep and waking collect, too."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,7 +95,9 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2-VL folder of 0.2 M parameters, with tokenizer and processor."""
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    folder = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    gc.freeze()  # torch and transformers import more for a first model
+    return folder
 
 
 @pytest.fixture(scope="session")

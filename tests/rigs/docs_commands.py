@@ -32,7 +32,7 @@ NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 NOT_RUN = {
     "make demo": "tests/system/test_demo.py",
     "make test": ".ci/run",
-    "asyncrl demo rloo": "tests/unit/learner/test_algorithm_overlays.py",
+    "asyncrl demo rloo": "tests/system/test_overlay_steps.py",
     "asyncrl train base.yaml": "tests/unit/asyncrl/test_config_load.py",
     "asyncrl train runs/demo-1/grpo/config.yaml learner.optim": "README.md",
     "asyncrl train runs/demo-1/grpo/config.yaml run_dir=runs/two-ranks": "tests/system/test_ranks.py",

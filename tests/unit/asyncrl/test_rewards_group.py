@@ -13,7 +13,7 @@ from asyncrl.errors import UserError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
-from tests.unit.asyncrl.test_rewards_pool import run_pool
+from tests.rigs.reward_pools import run_pool
 
 FUNCTIONS = """
 import os, time

@@ -22,8 +22,8 @@ from asyncrl.rewards.shaping import (
     stop_properly,
 )
 from asyncrl.rewards.spec import check_rewards
+from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import ROOT
-from tests.unit.asyncrl.test_rewards_pool import run_pool
 
 VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
 

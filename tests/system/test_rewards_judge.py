@@ -23,7 +23,7 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.service_settings import JudgeSettings
 from asyncrl.rewards.spec import check_rewards
-from tests.unit.asyncrl.test_rewards_pool import run_pool
+from tests.rigs.reward_pools import run_pool
 
 KEY = "sk-secret-of-the-test"
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,12 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import ROOT
 from tests.rigs.waiting import wait_until
 
 FAULTS = str(ROOT / "tests" / "rigs" / "reward_faults.py")
 RAISE_LINE = Path(FAULTS).read_text().splitlines().index('    return {}["missing"]') + 1
-
-
-def run_pool(config: RewardConfig, scenario: Callable[[RewardPool], Awaitable[Any]]) -> Any:
-    """Run the scenario, and make sure that the closed pool leaves no process behind."""
-
-    async def run() -> Any:
-        others = child_processes()
-        pool = RewardPool(config)
-        await pool.start()
-        try:
-            return await asyncio.wait_for(scenario(pool), 60)
-        finally:
-            family = child_processes() - others
-            await pool.close()
-            assert not [p for p in family if p.is_running()]
-
-    return asyncio.run(run())
-
-
-def child_processes() -> set[psutil.Process]:
-    """Children of this process; earlier tests may have left Python's own resource tracker."""
-    return set(psutil.Process().children(recursive=True))
 
 
 def config_of(*functions: str, workers: int = 1, timeout_s: float = 5.0) -> RewardConfig:

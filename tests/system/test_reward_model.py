@@ -16,8 +16,8 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewards
+from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import make_tiny_classifier
-from tests.unit.asyncrl.test_rewards_pool import run_pool
 
 
 def config_of(path: Path | str, **kwargs: Any) -> RewardConfig:
