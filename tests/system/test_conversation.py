@@ -23,6 +23,9 @@ from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.tools.inspect.records import detail_record
+from asyncrl.tools.samples.model import SampleDetail, SampleImage
+from asyncrl.tools.samples.store import SampleStore
 from learner.network.group_verification import verify_group
 from learner.replay import main as replay_main
 from learner.tickets.recorded_batch import as_journaled
@@ -206,7 +209,29 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
         for record in group.trajectories:
             assert [len(images_of(turn.observation)) for turn in record.turns] == [1, 1, 0]
             assert record.reward == pytest.approx(0.75 + record.rewards["short"])
+    with closing(SampleStore(tmp_path / "run")) as store:
+        check_shown(store.detail(groups[0].ticket_id), groups[0])
     assert replay_main([str(tmp_path / "run"), "--step", str(STEPS)]) == 0
+
+
+def check_shown(detail: SampleDetail, group: Group) -> None:
+    """`asyncrl inspect` has each turn, what followed it, and the images at their places."""
+    assert [len(message.parts) for message in detail.opening] == [2]
+    blobs = {digest: bytes(data) for digest, data in group.blobs.items()}
+    for one, record in zip(detail.trajectories, group.trajectories, strict=True):
+        assert [(turn.start, turn.end, turn.reward) for turn in one.turns] == [
+            (turn.start, turn.end, 0.25) for turn in record.turns
+        ]
+        for turn in one.turns[:-1]:
+            ((text, image),) = (message.parts for message in turn.shown)
+            assert text == "8 signs"
+            assert isinstance(image, SampleImage)
+            assert image.data == blobs[image.hash]
+        assert not one.turns[-1].shown
+    told = detail_record(detail)["trajectories"][0]["turns"][0]
+    assert told["versions"] == [0]
+    assert told["shown"][0]["parts"][1]["width"] == 42
+    assert len(detail.all_images) == len(detail.images) + 1 + 2 * len(detail.trajectories)
 
 
 def stops(processor: PromptProcessor) -> tuple[int, ...]:

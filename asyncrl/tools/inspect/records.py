@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.tools.inspect.pictures import image_facts
 from asyncrl.tools.inspect.token_levels import telling_colouring, token_levels
-from asyncrl.tools.samples.model import SampleDetail, SampleRow, TrajectoryDetail
+from asyncrl.tools.samples.model import SampleDetail, SampleRow, ShownMessage, TrajectoryDetail
 
 
 def row_record(row: SampleRow) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def detail_record(detail: SampleDetail) -> dict[str, Any]:
         **{name: getattr(detail, name) for name in ("ticket_id", "step", "server_id", "row_id", "messages", "answer")},
         "prompt": detail.messages[-1]["content"],
         "problem": detail.problem,
+        "opening": [_shown(message) for message in detail.opening],
         "images": [asdict(image_facts(image)) for image in detail.images],
         "colouring": telling_colouring(trajectory["levels"] for trajectory in trajectories),
         "trajectories": trajectories,
@@ -49,7 +50,22 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
         "loss_mask": trajectory.loss_mask.tolist(),
         "masked": trajectory.masked.astype(int).tolist(),
         "levels": token_levels(trajectory),
+        "limit": trajectory.limit,
+        "turns": [
+            {
+                **{name: getattr(turn, name) for name in ("start", "end", "finish_reason")},
+                "reward": _finite(turn.reward),
+                "versions": sorted(set(trajectory.versions[turn.start : turn.end].tolist())),
+                "shown": [_shown(message) for message in turn.shown],
+            }
+            for turn in trajectory.turns
+        ],
     }
+
+
+def _shown(message: ShownMessage) -> dict[str, Any]:
+    """Texts as they are, images by their facts."""
+    return {"role": message.role, "parts": [p if isinstance(p, str) else asdict(image_facts(p)) for p in message.parts]}
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:

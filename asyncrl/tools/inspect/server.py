@@ -67,7 +67,7 @@ class InspectServer(ThreadingHTTPServer):
 
     def __init__(self, store: SampleStore, run_dir: Path, host: str, port: int):
         self.store, self.run_dir, self.host = store, run_dir, host
-        self.images = lru_cache(KEPT_GROUPS)(lambda ticket_id: self.store.detail(ticket_id).images)
+        self.images = lru_cache(KEPT_GROUPS)(lambda ticket_id: self.store.detail(ticket_id).all_images)
         """Images of a group; a page asks for them one by one."""
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:

@@ -28,7 +28,15 @@ from asyncrl.tools.inspect.token_levels import (
     telling_colouring,
     token_levels,
 )
-from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
+from asyncrl.tools.samples.model import (
+    Page,
+    SampleDetail,
+    SampleImage,
+    SampleQuery,
+    SampleRow,
+    ShownMessage,
+    TrajectoryDetail,
+)
 from protocol.messages import TrajectoryStatus
 
 MISSING = "-"
@@ -149,7 +157,8 @@ def print_group(console: Console, detail: SampleDetail, colouring: Colouring | N
     if detail.problem:
         console.print(Text(detail.problem, "yellow"))
     for trajectory, its_levels in zip(detail.trajectories, levels, strict=True):
-        parts = (Padding(part, (0, 0, 0, 2)) for part in _completion(trajectory, colouring, its_levels[colouring]))
+        lines = _completion(trajectory, colouring, its_levels[colouring], console)
+        parts = (Padding(part, (0, 0, 0, 2)) for part in lines)
         console.print(Rule(style="dim"), _title(trajectory), *parts)
     entries = [Text(meaning, TOKEN_STYLES[colouring].get(level, "")) for level, meaning in LEGENDS[colouring]]
     console.print(Text(""), Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries)), sep="\n")
@@ -164,6 +173,7 @@ def _heading(detail: SampleDetail, console: Console) -> Iterator[Text]:
     yield Text("")
     for message in detail.messages:
         yield Text.assemble((f"{visible(message['role'])}  ", "dim"), visible(message["content"], lines=True))
+    yield from _shown(detail.opening, console)
     yield Text.assemble(("answer  ", "dim"), (visible(detail.answer, lines=True) or MISSING, "bold"))
 
 
@@ -193,20 +203,41 @@ def _title(trajectory: TrajectoryDetail) -> Text:
     return Text("   ").join(parts)
 
 
-def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str) -> Iterator[Text]:
+def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str, console: Console) -> Iterator[Text]:
     if trajectory.row.error:
         yield Text(visible(trajectory.row.error, lines=True), "red")
     if not trajectory.tokens:
         yield Text("(its tokens are no longer kept)" if trajectory.row.length else "(empty)", "dim")
         return
-    text = Text(overflow="fold")
-    for token, level in zip(trajectory.tokens, levels, strict=True):
-        text.append(visible(token, lines=True), TOKEN_STYLES[colouring].get(level, ""))
-    yield text
+    for number, turn in enumerate(trajectory.turns):
+        versions = "-".join(map(str, sorted({*trajectory.versions[[turn.start, turn.end - 1]].tolist()})))
+        facts = f"   reward {_number(turn.reward)}   version {versions}   {turn.finish_reason}"
+        yield Text.assemble((f"turn {number}", "bold"), (facts, "dim"))
+        yield _coloured(trajectory, colouring, levels, slice(turn.start, turn.end))
+        yield from _shown(turn.shown, console)
+    if not trajectory.turns:
+        yield _coloured(trajectory, colouring, levels, slice(None))
+    elif trajectory.limit:
+        yield Text(f"ended by environment.limits.{trajectory.limit}", "yellow")
     if colouring == "version":
         yield Text(f"versions {_stretches(trajectory.versions)}, consumed at {trajectory.consumed_at}", "dim")
     if colouring == "diff":
         yield from _largest_differences(trajectory)
+
+
+def _coloured(trajectory: TrajectoryDetail, colouring: Colouring, levels: str, part: slice) -> Text:
+    text = Text(overflow="fold")
+    for token, level in zip(trajectory.tokens[part], levels[part], strict=True):
+        text.append(visible(token, lines=True), TOKEN_STYLES[colouring].get(level, ""))
+    return text
+
+
+def _shown(messages: Sequence[ShownMessage], console: Console) -> Iterator[Text]:
+    """What an environment showed, images at their places."""
+    for message in messages:
+        for part in message.parts:
+            shown = Text(visible(part, lines=True)) if isinstance(part, str) else _picture(part, console)
+            yield Text.assemble((f"{visible(message.role)}  ", "dim"), shown)
 
 
 def _stretches(versions: np.ndarray) -> str:

@@ -77,6 +77,27 @@ class SampleImage:
 
 
 @dataclass(frozen=True)
+class ShownMessage:
+    """A message of an environment: a tool's result, or what a user says."""
+
+    role: str
+    parts: tuple[str | SampleImage, ...]
+    """Texts and images in the order in which the policy read them."""
+
+
+@dataclass(frozen=True)
+class SampleTurn:
+    """Tokens `[start, end)` of a completion that one turn sampled, and what was shown after it."""
+
+    start: int
+    end: int
+    finish_reason: str
+    reward: float | None
+    """What the environment gave for it; None where it was not asked."""
+    shown: tuple[ShownMessage, ...]
+
+
+@dataclass(frozen=True)
 class TrajectoryDetail:
     """A trajectory in full. Columns are [T], over the completion's tokens; all are empty if the group is not kept."""
 
@@ -95,6 +116,10 @@ class TrajectoryDetail:
     """1 on tokens that the policy sampled."""
     masked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     """bool: the correction dropped the token."""
+    turns: tuple[SampleTurn, ...] = ()
+    """Turns that an environment answered; none where nobody did."""
+    limit: str = ""
+    """The limit of `environment.limits` that ended it; empty: none."""
 
     @property
     def consumed_at(self) -> int:
@@ -117,9 +142,17 @@ class SampleDetail:
     trajectories: tuple[TrajectoryDetail, ...]
     problem: str
     """Reason that something is missing; empty if nothing is."""
+    opening: tuple[ShownMessage, ...] = ()
+    """What the environment showed first, at the end of the prompt."""
     is_damaged: bool = False
     """True if the journal should have its tokens but they cannot be read."""
 
     @property
     def step(self) -> int:
         return self.trajectories[0].row.step
+
+    @property
+    def all_images(self) -> tuple[SampleImage, ...]:
+        """Images of the prompt, and those that the environment has shown."""
+        shown = [*self.opening, *(m for one in self.trajectories for turn in one.turns for m in turn.shown)]
+        return (*self.images, *(part for message in shown for part in message.parts if isinstance(part, SampleImage)))

@@ -21,9 +21,18 @@ from asyncrl.journal.reader import JournalReader, read_only_uri
 from asyncrl.journal.sample_index import INDEX_FILE, SCHEMA, TABLES, PromptText, insert_group, read_trained_tokens
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.samples import query as queries
-from asyncrl.tools.samples.model import Page, SampleDetail, SampleQuery, SampleRow, TrajectoryDetail
+from asyncrl.tools.samples.model import (
+    Page,
+    SampleDetail,
+    SampleImage,
+    SampleQuery,
+    SampleRow,
+    SampleTurn,
+    ShownMessage,
+    TrajectoryDetail,
+)
 from asyncrl.tools.samples.sources import RunRows, TokenTexts, prompt_of_tokens, read_run_config
-from protocol.messages import Group
+from protocol.messages import Group, ObservedImage, ObservedMessage, TextPart, TrajectoryRecord
 
 BEGINNING = 64
 """Tokens of a completion that a list shows."""
@@ -136,6 +145,7 @@ class SampleStore:
             answer=prompt.answer,
             trajectories=trajectories,
             problem=problem,
+            opening=_messages(group.opening, group) if group is not None else (),
             is_damaged=lost is not None,
         )
 
@@ -156,9 +166,38 @@ class SampleStore:
                 versions=group.versions[part],
                 loss_mask=group.loss_mask[part],
                 masked=masked[part],
+                turns=_turns(record, group),
+                limit=record.limit,
             )
             for row, record, part in zip(rows, group.trajectories, parts, strict=True)
         )
+
+
+def _turns(record: TrajectoryRecord, group: Group) -> tuple[SampleTurn, ...]:
+    if all(turn.reward is None and not turn.observation for turn in record.turns):  # nobody has answered
+        return ()
+    return tuple(
+        SampleTurn(
+            turn.start,
+            turn.end,
+            str(turn.finish_reason or record.finish_reason),
+            turn.reward,
+            _messages(turn.observation, group),
+        )
+        for turn in record.turns
+    )
+
+
+def _messages(messages: Sequence[ObservedMessage], group: Group) -> tuple[ShownMessage, ...]:
+    def shown(part: TextPart | ObservedImage) -> str | SampleImage:
+        if isinstance(part, TextPart):
+            return part.text
+        data = group.blobs.get(part.content_hash)
+        if data is None:
+            return SampleImage(part.content_hash, None, "its bytes are not in the journal")
+        return SampleImage(part.content_hash, bytes(data))
+
+    return tuple(ShownMessage(message.role, tuple(map(shown, message.content))) for message in messages)
 
 
 def _open(file: Path) -> sqlite3.Connection | None:

@@ -30,11 +30,32 @@ const Group = (() => {
       element("span", { title: facts.hash }, `${facts.hash.slice(0, 8)}…`)));
   }
 
+  // What an environment showed: texts and pictures at their places.
+  function shown(messages) {
+    return messages.map((message) => element("div", { class: "shown" }, element("span", { class: "soft" }, visible(message.role)),
+      ...message.parts.map((part) => (typeof part === "string" ? element("span", { class: "text" }, visible(part)) : picture(part, group.ticket_id, 0, 1)))));
+  }
+
+  // The tokens of one turn as a completion of their own.
+  function partOf(one, { start, end }) {
+    const cut = (column) => (column === null ? null : column.slice(start, end));
+    const levels = Object.fromEntries(Object.entries(one.levels).map(([name, column]) => [name, cut(column)]));
+    const columns = ["tokens", "token_ids", "logprobs", "learner_logprobs", "versions"].map((name) => [name, cut(one[name])]);
+    return { ...one, ...Object.fromEntries(columns), levels };
+  }
+
+  function talk(one) {
+    const made = one.turns.flatMap((turn, i) => [
+      element("p", { class: "turn soft" }, element("b", {}, `turn ${i}`), ` reward ${number(turn.reward, 2)} · version ${turn.versions.join(", ")} · ${turn.finish_reason}`),
+      render(partOf(one, turn), colouring(), `Turn ${i} of completion ${one.trajectory}`), ...shown(turn.shown)]);
+    return one.limit ? [...made, element("p", { class: "turn warn" }, `ended by environment.limits.${one.limit}`)] : made;
+  }
+
   function question() {
     const lines = group.messages.flatMap((message) => [element("dt", {}, visible(message.role)), element("dd", {}, visible(message.content))]);
     const pictures = group.images.map((facts, i) => picture(facts, group.ticket_id, i, group.images.length));
     return element("div", { class: "question" }, pictures.length ? element("div", { class: "pictures" }, ...pictures) : null,
-      element("dl", { class: "messages" }, ...lines, element("dt", {}, "answer"), element("dd", { class: "answer" }, visible(group.answer) || "–")));
+      element("dl", { class: "messages" }, ...lines, ...(group.opening.length ? [element("dt", {}, "opening"), element("dd", {}, ...shown(group.opening))] : []), element("dt", {}, "answer"), element("dd", { class: "answer" }, visible(group.answer) || "–")));
   }
 
   function completion(one) {
@@ -49,8 +70,8 @@ const Group = (() => {
         element("span", { class: one.status === "finished" ? "soft" : `chip ${style}` }, one.status.replace("_", " ")),
         element("span", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
     if (one.error) card.append(element("p", { class: "problem" }, visible(one.error)));
-    card.append(one.tokens.length ? render(one, colouring(), `Completion ${one.trajectory}`)
-      : element("p", { class: "nothing" }, one.length ? "its tokens are no longer kept" : "(empty)"));
+    if (!one.tokens.length) card.append(element("p", { class: "nothing" }, one.length ? "its tokens are no longer kept" : "(empty)"));
+    else card.append(...(one.turns.length ? talk(one) : [render(one, colouring(), `Completion ${one.trajectory}`)]));
     return card;
   }
 
