@@ -1,7 +1,8 @@
 """Runs of the digit task from the demo's warm start, side by side and resumable: what tables of accuracy are made of.
 
 One line per finished run is appended to FOLDER/runs.jsonl; runs that stand there are skipped. Data of a seed is made
-first, or taken from the folder of `benchmarks/demo_seeds.py --folder`.
+first, or taken from the folder of `benchmarks/demo_seeds.py --folder`. benchmarks/measured/ keeps lines of tables that
+take longer than a day's work: copied to FOLDER/runs.jsonl they are continued.
 """
 
 from __future__ import annotations
