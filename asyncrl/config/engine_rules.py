@@ -15,7 +15,7 @@ LARGEST_RANK_FOR_VLLM = 512
 """Largest rank of adapters that vLLM has a slot for."""
 TOWERS_OF_VLLM = ("clip_vision_model", "siglip_vision_model", "pixtral")
 """Types of the vision towers that vLLM's LLaVA can have."""
-NOT_COMPARED_WITH_VLLM = ("idefics3", "internvl", "llava_next", "llava_onevision", "smolvlm")
+NOT_COMPARED_WITH_VLLM = ("gemma3", "idefics3", "internvl", "llava_next", "llava_onevision", "smolvlm")
 """Model types whose images have not been compared between vLLM and the learner."""
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""

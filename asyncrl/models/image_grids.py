@@ -92,6 +92,17 @@ class ImageGrids:
 
     # --- what the model is told: of the model's family alone, without a processor ------------------
 
+    BOTH_WAYS: ClassVar[bool] = False
+    """The tokens of an image see each other in both directions."""
+
+    @classmethod
+    def spans(cls, token_types: np.ndarray) -> list[tuple[int, int]]:
+        """Places of a prompt whose tokens see each other in both directions: [start, end) of each image."""
+        if not cls.BOTH_WAYS:
+            return []
+        edges = np.flatnonzero(np.diff(np.pad(token_types == 1, 1).astype(np.int8)))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
     @staticmethod
     def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
         """Arguments of the model for the joined `pixels` of these prompts' images; `token_types` [rows, P] are those of

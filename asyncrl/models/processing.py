@@ -38,6 +38,8 @@ PLACEHOLDER_ID_NAMES = (
     "vision_end_token_id",
     "image_token_index",
     "video_token_index",
+    "boi_token_index",
+    "eoi_token_index",
 )
 """Ids that stand for images or fence them. A policy that samples one makes its own sample untrainable."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl.errors import UserError
+from asyncrl.models.masked_attention import MaskedAttention, Spans
 from asyncrl.models.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, segments, similar
 
 SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
@@ -36,7 +37,7 @@ class SharedPrefixLayout:
     """Attention pattern of a packed sequence of T tokens, and the form in which it is computed."""
 
     num_tokens: int
-    form: SharedAttention | SeparateAttention
+    form: SharedAttention | SeparateAttention | MaskedAttention
 
 
 class SeparateAttention:
@@ -99,13 +100,24 @@ def _separate_rows(groups: Sequence[Group]) -> list[np.ndarray]:
     return rows
 
 
-def make_layout(groups: Sequence[Group], device: torch.device, dtype: torch.dtype) -> SharedPrefixLayout:
+def make_layout(
+    groups: Sequence[Group],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    spans: Sequence[Spans] | None = None,
+) -> SharedPrefixLayout:
     """Layout of packed groups for a model of `dtype`, in the form that costs less on a CPU.
+
+    A model with a `window`, or with `spans` of prompts that see themselves in both directions, gets masks.
 
     On a GPU (meta stands for one) it is shared where flash attention takes the dtype, which is the form with the fewest
     scores; without it, in float32, separate.
     """
     num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
+    if window is not None or (spans and any(spans)):
+        return SharedPrefixLayout(num_tokens, MaskedAttention(groups, device, window, spans))
     kernel: Kernel | None = None
     if device.type == "cpu":
         if shared_cost(groups) <= separate_cost(groups):
@@ -154,12 +166,16 @@ def shared_prefix_attention(
             f"this model's attention has dropout {dropout:g}: its log-probs would differ from the engine's. "
             "Set its dropout to 0 in the model folder's config.json"
         )
-    if sliding_window is not None or softcap is not None:
+    form = shared_prefix.form
+    window = form.window if isinstance(form, MaskedAttention) else None
+    if softcap is not None or sliding_window not in (None, window):
         raise UserError(
             f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "
             "does not support: its log-probs would be wrong. Use a model with full attention"
         )
-    return shared_prefix.form(query, key, value, scaling)[None], None
+    if isinstance(form, MaskedAttention):
+        return form(query, key, value, scaling, sliding=sliding_window is not None)[None], None
+    return form(query, key, value, scaling)[None], None
 
 
 def register() -> None:

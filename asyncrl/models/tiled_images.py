@@ -65,6 +65,33 @@ class WrittenImages(ImageGrids):
         return int(grids[:, 0].sum() * np.broadcast_to(side, 2).prod())
 
 
+class Gemma3Images(WrittenImages):
+    """Gemma 3: one square each (pan-and-scan is off, as in its processor's own call), whose tokens see each other in
+    both directions. Grids: 1, height, width of the square in pixels."""
+
+    PROCESSOR = "Gemma3Processor"
+    OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt", "do_pan_and_scan": False}
+    BOTH_WAYS = True
+
+    @property
+    def _image_token(self) -> str:
+        return self._processor.tokenizer.image_token
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        return np.tile(np.asarray([1, *(one_size(self._processor.image_processor) or ())], np.int32), (len(sizes), 1))
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        pixels = output["pixel_values"]
+        return np.tile(np.asarray([1, *pixels.shape[-2:]], np.int32), (len(pixels), 1))
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        return {"num_crops": [0] * len(grids)}
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        return {"pixel_values": pixels, "token_type_ids": token_types}
+
+
 class InternVLImages(WrittenImages):
     """InternVL: tiles of the best aspect ratio, and the whole image once more. Grids: tiles, height, width of a tile in
     pixels."""
@@ -194,6 +221,7 @@ class LlavaOnevisionImages(LlavaNextImages):
 
 
 FAMILIES: dict[str, type[ImageGrids]] = {
+    "gemma3": Gemma3Images,
     "idefics3": Idefics3Images,
     "internvl": InternVLImages,
     "llava": FixedGrids,

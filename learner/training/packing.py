@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.models.masked_attention import window_of
 from asyncrl.models.model_inputs import media_inputs, positions_behind, prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.shared_prefix import make_layout
+from asyncrl.models.tiled_images import images_of
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,13 @@ def build_micro_batch(
             # [3, 1, L] for multimodal rotary positions, else [1, L]
             "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
             **{name: tensor.to(device) for name, tensor in media.items()},
-            "shared_prefix": make_layout(lengths, device, dtype or model.dtype),
+            "shared_prefix": make_layout(
+                lengths,
+                device,
+                dtype or model.dtype,
+                window=window_of(model.config),
+                spans=[images_of(model).spans(group.prompt.token_types) for group in groups],
+            ),
         },
         predict_from=_int64(predict_from).to(device),
         targets=_int64(targets).to(device),

@@ -75,6 +75,24 @@ def _template(placeholder: str) -> str:
     return CHAT_TEMPLATE.replace("IMAGE", placeholder)
 
 
+def _gemma3(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    """Its window is shorter than a prompt, and shorter than an image and the text behind it."""
+    text = _text(tokenizer, model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=12)
+    config = transformers.Gemma3Config(
+        vision_config={**VISION, "image_size": TILE, "vision_use_head": False},
+        text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
+        mm_tokens_per_image=4,
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+        image_token_index=ids["image_token"],
+        initializer_range=0.1,
+    )
+    part = transformers.Gemma3ImageProcessor(size=SQUARE)
+    template = _template("<start_of_image>")
+    processor = transformers.Gemma3Processor(part, tokenizer, image_seq_length=4, chat_template=template)
+    return transformers.Gemma3ForConditionalGeneration(config), processor
+
+
 def _internvl(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
     vision = {**VISION, "image_size": [TILE, TILE], "patch_size": [PATCH, PATCH], "initializer_range": 0.1}
     config = transformers.InternVLConfig(
@@ -171,6 +189,10 @@ _SPLIT = {
     **_FENCES,
 }
 _MAKERS: dict[str, Any] = {
+    "gemma3": (
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        _gemma3,
+    ),
     "idefics3": (_SPLIT, _idefics3),
     "internvl": (
         {

@@ -60,11 +60,6 @@ def internvl() -> Any:
     return transformers.InternVLConfig(**IMAGE, vision_config=tower, text_config={"model_type": "qwen2", **TEXT})
 
 
-def gemma3() -> Any:
-    tower = {**TOWER, "image_size": 16, "patch_size": 4}
-    return transformers.Gemma3Config(**IMAGE, vision_config=tower, text_config=TEXT, mm_tokens_per_image=4)
-
-
 def qwen3_moe() -> Any:
     return transformers.Qwen3MoeConfig(**TEXT, **EXPERTS)
 
@@ -104,7 +99,12 @@ def planned(make_config: MakeConfig, folder: Path, hf_config: Any, **sections: d
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [(llava, "bfloat16"), (internvl, "float32"), (qwen3_moe, "float32"), (qwen3_vl_moe, "bfloat16")],
+    [
+        (llava, "bfloat16"),
+        (internvl, "float32"),
+        (qwen3_moe, "float32"),
+        (qwen3_vl_moe, "bfloat16"),
+    ],
 )
 def test_other_families_are_planned(
     make_config: MakeConfig, tmp_path: Path, family: Callable[[], Any], dtype: str
@@ -144,8 +144,8 @@ def test_dropout_is_refused_with_its_keys_before_weights_are_loaded(make_config:
 
 
 def test_a_family_without_full_attention_is_refused_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"sliding_window=4096.*Use a model with full attention"):
-        make_plan(planned(make_config, tmp_path, gemma3()))
+    with pytest.raises(UserError, match=r"softcap=50.*Use a model with full attention"):
+        make_plan(planned(make_config, tmp_path, transformers.Gemma2Config(**TEXT)))
 
 
 def test_what_no_rehearsal_foresaw_is_refused_by_name(

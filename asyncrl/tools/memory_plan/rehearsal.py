@@ -19,6 +19,7 @@ from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
 from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.masked_attention import window_of
 from asyncrl.models.output_head import OutputHead
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.prefix_kernels import Group
@@ -126,7 +127,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         train_pass(model.train(), config, META, critic=critic)
     prompt = config.data.max_prompt_length
     with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
-        _hidden(model.eval(), make_layout([(prompt, ())], META, model.dtype), prompt)
+        _hidden(model.eval(), make_layout([(prompt, ())], META, model.dtype, window=window_of(model.config)), prompt)
     text = getattr(model.config, "text_config", None) or model.config
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -168,7 +169,7 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
     full, rest = divmod(tokens, length)
     groups = [_group(each, config) for each in (*[length] * full, rest) if each]
-    layout = make_layout(groups, device, model.dtype)
+    layout = make_layout(groups, device, model.dtype, window=window_of(model.config))
     packed = torch.arange(tokens, device=device)
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
     if critic:

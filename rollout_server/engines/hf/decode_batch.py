@@ -220,10 +220,10 @@ class DecodeBatch:
         positions = torch.zeros_like(ids)
         real = torch.zeros_like(ids)
         for number, (row, tokens) in enumerate(zip(self.rows, fed, strict=True)):
-            start = longest - len(tokens)
-            ids[number, start:] = torch.tensor(tokens, dtype=torch.long)
-            positions[number, start:] = torch.arange(row.next_position - len(tokens), row.next_position)
-            real[number, start:] = 1
+            end = len(tokens)  # padding comes behind: a window counts columns, and begins before the prompt's end
+            ids[number, :end] = torch.tensor(tokens, dtype=torch.long)
+            positions[number, :end] = torch.arange(row.next_position - end, row.next_position)
+            real[number, :end] = 1
         ids, positions, real = ids.to(self.device), positions.to(self.device), real.to(self.device)
         width = max(1, REBUILD_TOKENS // len(self.rows))
         for start in range(0, longest, width):
@@ -233,7 +233,7 @@ class DecodeBatch:
         self._close_gaps()
 
     def _close_gaps(self) -> None:
-        """Move the padding between a prompt and its completion to the left of the prompt."""
+        """Move the padding behind a completion to the left of the prompt."""
         order = self._attention.argsort(dim=1, stable=True)  # zeros first; the real columns keep their order
         order = order[:, self._unused(self._attention.gather(1, order)) :]
         self._attention = self._attention.gather(1, order)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from asyncrl.models.model_inputs import media_inputs, prompt_positions
 from asyncrl.models.processing import EncodedPrompt
@@ -47,7 +48,8 @@ def prefill(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) 
     inputs["position_ids"] = positions if position_rows == 3 else positions[0]
     inputs |= media_inputs(model, prompts, types)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    output = model(**inputs, use_cache=True, logits_to_keep=1)
+    # Of every token, also in layers with a window: the model's own cache would drop what completions still see.
+    output = model(**inputs, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
     next_positions = [position for _, position in placed]
     return Prefilled(
         output.logits[:, -1], output.past_key_values, inputs["attention_mask"], next_positions, position_rows

@@ -188,3 +188,23 @@ def test_a_gpu_shares_where_flash_attention_takes_the_dtype() -> None:
     meta = torch.device("meta")
     assert isinstance(make_layout(GROUPS, meta, torch.bfloat16).form, SharedAttention)
     assert isinstance(make_layout(GROUPS, meta, torch.float32).form, SeparateAttention)
+
+
+@pytest.mark.parametrize("window", [None, 2, 5, 100])
+def test_windows_and_images_that_see_themselves_are_masked_by_definition(window: int | None) -> None:
+    """A window counts positions, in which each completion follows the prompt, and cuts images, too."""
+    groups, spans = GROUPS[:3], [[(0, 2)], [], [(1, 3), (4, 6)]]
+    mask, start = visible(groups), 0
+    for (prompt, completions), parts in zip(groups, spans, strict=True):
+        for first, end in parts:
+            mask[start + first : start + end, start + first : start + end] = True
+        start += prompt + sum(completions)
+    if window:
+        places = [i for p, cs in groups for i in (*range(p), *(p + j for c in cs for j in range(c)))]
+        mask &= torch.tensor(places)[:, None] - torch.tensor(places)[None] < window
+    layout = make_layout(groups, CPU, torch.float32, window=window, spans=spans)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, len(mask), 8) for heads in (4, 2, 2)]
+    packed, _ = shared_prefix_attention(nn.Module(), *inputs, None, sliding_window=window, shared_prefix=layout)
+    whole = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(packed, whole)
