@@ -221,7 +221,7 @@ def test_a_missing_video_and_other_grids_are_caught_by_row(
             verify(dataclasses.replace(good, group=again.model_copy(update=changes)))
 
     refused(r"saw 0 video\(s\), the prompt has 2", video_grids=None, video_hashes=())
-    refused("video grids .* differ", video_grids=again.video_grids + 1)
+    refused("video grids differ", video_grids=again.video_grids + 1)
     with pytest.raises(ValueError, match="video_grids"):
         Group.model_validate({**dict(again), "video_grids": None})
 
