@@ -95,7 +95,8 @@ def _rows(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
     first = arguments.seed * 1_000_000
-    rows = [play.make_row(loaded, first + index, arguments.split) for index in range(arguments.count)]
+    # A run reads a column of answers, also where the environment alone judges.
+    rows = [{"answer": "", **play.make_row(loaded, first + index, arguments.split)} for index in range(arguments.count)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), arguments.out)
     print(f"{arguments.out}: {len(rows)} rows")
