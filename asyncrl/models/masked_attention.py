@@ -32,8 +32,7 @@ class MaskedAttention:
         for group, parts in zip(groups, spans or [()] * len(groups), strict=True):
             mask, positions = _visible(group, parts, device)
             self._masks.append(mask)
-            near = positions[:, None] - positions[None] < (len(positions) if window is None else window)
-            self._sliding.append(mask & near)
+            self._sliding.append(mask if window is None else mask & (positions[:, None] - positions[None] < window))
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, *, sliding: bool

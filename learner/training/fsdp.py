@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_model
 from torch import nn
@@ -51,7 +50,7 @@ class FullySharded:
     def shard(self, model: Any) -> None:
         self._model = model
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        adapted = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        adapted = hasattr(model, "peft_config")  # PEFT leaves it there; models without adapters do not import PEFT
         self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not adapted else None
         mesh = init_device_mesh(self._device.type, (self._ranks.size,))
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cpu_offload else OffloadPolicy()
