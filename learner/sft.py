@@ -31,6 +31,7 @@ from asyncrl.telemetry.trackers import open_trackers
 from learner.resume import refuse_taken
 from learner.training.engine import create_engine
 from learner.training.packing import Completion, TrainGroup, plan_micro_batches
+from learner.training.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class SupervisedRun:
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)
         self.engine.prepare()
+        self.features = Roles(self.engine).share_features(config.learner.vision_features_mib * 2**20)
         self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
         self.recorder.bad_rows(bad_rows)
 
@@ -83,7 +85,8 @@ class SupervisedRun:
             total += float(loss.detach())
         if not math.isfinite(total):
             raise BadStateError(f"the loss is {total}: lower sft.optim.lr ({self.config.sft.optim.lr})")
-        return {"loss": total, "tokens": float(targets), **self.engine.optimizer_step()}
+        reused = self.features.report() if self.features else {}
+        return {"loss": total, "tokens": float(targets), **reused, **self.engine.optimizer_step()}
 
     def _demonstration(self, row: int, index: int) -> TrainGroup:
         """The row's prompt with its target and the end-of-sequence token as the one completion."""

@@ -110,6 +110,17 @@ class ImageGrids:
         return {"pixel_values": pixels}
 
     @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        """Of the model's arguments what its vision tower takes, for each image or tile by itself; None where features
+        of this family are not kept (`vision_features`)."""
+        return None
+
+    @staticmethod
+    def joined(features: list[torch.Tensor]) -> Any:
+        """Features [tokens, D] of each image or tile, as the model takes those of all."""
+        return features
+
+    @staticmethod
     def patches(grids: np.ndarray, vision_config: Any) -> int:
         """Patches that the vision tower computes."""
         return int(grids.prod(axis=1).sum())
@@ -168,6 +179,12 @@ class PatchGrids(RepeatedPlaceholders):
         grids = np.concatenate([prompt.image_grids for prompt in prompts])
         return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()}
 
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        grids = inputs["image_grid_thw"]
+        pixels = inputs["pixel_values"].split(grids.prod(1).tolist())
+        return [{"pixel_values": p, "image_grid_thw": g} for p, g in zip(pixels, grids.split(1), strict=True)]
+
 
 class FixedGrids(RepeatedPlaceholders):
     """LLaVA's arithmetic: each image is resized, and perhaps cropped, to the one size of the vision tower. Grids: 1,
@@ -201,8 +218,17 @@ class FixedGrids(RepeatedPlaceholders):
         pixels = output.get("pixel_values")
         return self._repeated(0, 0, 0) if pixels is None else self._repeated(len(pixels), *pixels.shape[-2:])
 
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        return rows_apart(inputs)
+
     def _repeated(self, images: int, height: int, width: int) -> np.ndarray:
         return np.tile(np.asarray([1, height // self._patch, width // self._patch], np.int32), (images, 1))
+
+
+def rows_apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs]:
+    """`ImageGrids.apart` where each row of pixels is an image or tile."""
+    return [{"pixel_values": pixels} for pixels in inputs["pixel_values"].split(1)]
 
 
 def named_grids(output: Mapping[str, Any], name: str) -> np.ndarray:

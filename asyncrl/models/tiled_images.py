@@ -14,7 +14,16 @@ import torch
 from PIL.Image import Image
 
 from asyncrl.errors import UserError
-from asyncrl.models.image_grids import FixedGrids, ImageGrids, Inputs, PatchGrids, SeenImages, Tokenize, one_size
+from asyncrl.models.image_grids import (
+    FixedGrids,
+    ImageGrids,
+    Inputs,
+    PatchGrids,
+    SeenImages,
+    Tokenize,
+    one_size,
+    rows_apart,
+)
 
 
 class WrittenImages(ImageGrids):
@@ -91,6 +100,14 @@ class Gemma3Images(WrittenImages):
     def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
         return {"pixel_values": pixels, "token_type_ids": token_types}
 
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        return rows_apart(inputs)
+
+    @staticmethod
+    def joined(features: list[torch.Tensor]) -> Any:
+        return torch.stack(features)
+
 
 class InternVLImages(WrittenImages):
     """InternVL: tiles of the best aspect ratio, and the whole image once more. Grids: tiles, height, width of a tile in
@@ -113,6 +130,14 @@ class InternVLImages(WrittenImages):
 
     def _facts(self, grids: np.ndarray) -> dict[str, Any]:
         return {"num_patches": grids[:, 0].tolist()}
+
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        return rows_apart(inputs)
+
+    @staticmethod
+    def joined(features: list[torch.Tensor]) -> Any:
+        return torch.stack(features)
 
 
 class Idefics3Images(WrittenImages):

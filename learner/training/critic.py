@@ -40,7 +40,7 @@ class Critic(TorchEngine):
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n] fp32 value of the state before each trained token."""
         self._sleeper.check_awake()
-        return self.sharding.run(lambda: values(self.model, micro_batch.inputs, micro_batch.predict_from))
+        return self.sharding.run(lambda: values(self.model, self._inputs(micro_batch), micro_batch.predict_from))
 
     def _fixed_logprobs(self) -> torch.Tensor:
         """What is compared before sleeping and after waking: values of the fixed tokens."""

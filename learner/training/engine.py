@@ -26,6 +26,7 @@ from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sleeping import Sleeper
+from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
@@ -62,6 +63,8 @@ class TorchEngine:
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
+        self.features: VisionFeatures | None = None
+        """Where features of images are kept; None: they are computed in each pass."""
 
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
@@ -151,12 +154,20 @@ class TorchEngine:
         return self.sharding.run(lambda: self._states(micro_batch))
 
     def _states(self, micro_batch: MicroBatch) -> torch.Tensor:
-        return hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
+        return hidden_states(self.model, self._inputs(micro_batch))[micro_batch.predict_from]
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Arguments of the model, with features in the place of pixels where features are kept."""
+        if self.features is None:
+            return micro_batch.inputs
+        return self.features.inputs(self.model, self.facts.frozen_vision, micro_batch.inputs)
 
     def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
         """One micro-batch of these groups, on the device."""
         self._sleeper.check_awake()
-        return build_micro_batch(self.model, groups, self.device, self.facts.dtype)
+        # Pixels whose features are kept never get to the device.
+        media_on = torch.device("cpu") if self.features else self.device
+        return build_micro_batch(self.model, groups, self.device, self.facts.dtype, media_on=media_on)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""

@@ -118,11 +118,17 @@ def split_group(group: TrainGroup, budget: int) -> list[TrainGroup]:
 
 
 def build_micro_batch(
-    model: Any, groups: Sequence[TrainGroup], device: torch.device, dtype: torch.dtype | None = None
+    model: Any,
+    groups: Sequence[TrainGroup],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    *,
+    media_on: torch.device | None = None,
 ) -> MicroBatch:
     """Pack the groups into one sequence and say which logits predict which trainable token.
 
-    `dtype`: what the model computes in, where its parameters are kept in another one.
+    `dtype`: what the model computes in, where its parameters are kept in another one. `media_on`: where pixels are,
+    if not on `device`.
     """
     ids: list[np.ndarray] = []
     types: list[np.ndarray] = []
@@ -163,7 +169,7 @@ def build_micro_batch(
         for piece in (prompt, *(c.observed for c in group.completions))
         if piece is not None
     ]
-    media = media_inputs(model, seen, _int64(types)[None])
+    media, media_on = media_inputs(model, seen, _int64(types)[None]), media_on or device
     masked = [prompt.masked_pixel_values for prompt in prompts]
     tokens_of_groups = torch.tensor([len(part) for part in targets])
     position_ids = torch.cat(positions, dim=1).to(device)
@@ -172,7 +178,7 @@ def build_micro_batch(
             "input_ids": _int64(ids)[None].to(device),
             # [3, 1, L] for multimodal rotary positions, else [1, L]
             "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
-            **{name: tensor.to(device) for name, tensor in media.items()},
+            **{name: tensor.to(media_on) for name, tensor in media.items()},
             "shared_prefix": make_layout(
                 lengths,
                 device,
@@ -185,7 +191,7 @@ def build_micro_batch(
         targets=_int64(targets).to(device),
         row=_int64(rows),
         column=_int64(columns),
-        masked_pixels=_masked_pixels(model, seen, _int64(types)[None]).to(device)
+        masked_pixels=_masked_pixels(model, seen, _int64(types)[None]).to(media_on)
         if any(pixels is not None for pixels in masked)
         else None,
         sees_masked=torch.tensor([pixels is not None for pixels in masked]).repeat_interleave(tokens_of_groups),

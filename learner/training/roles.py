@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.plan import plan_shares
 from learner.training.batch import Batch
@@ -56,6 +57,18 @@ class Roles:
     def reference(self) -> Reference | WithoutAdapters:
         """The reference; without one of its own it is the actor's model without adapters."""
         return self.own_reference or WithoutAdapters(self.actor)
+
+    def share_features(self, most_bytes: int) -> VisionFeatures | None:
+        """Give all roles one place where features of images are kept. None where the actor's vision tower is trained,
+        or in parts: ranks compute layer by layer together, and one that finds its features would leave others waiting.
+        """
+        if not most_bytes or self.ranks.size > 1 or not self.actor.facts.frozen_vision:
+            return None
+        features = VisionFeatures(most_bytes)
+        for role in (self.actor, self.critic, self.own_reference):
+            if role is not None:
+                role.features = features
+        return features
 
     @torch.no_grad()
     def score(self, batch: Batch, wanted: Collection[str], tokens_per_microbatch: int) -> Scored:

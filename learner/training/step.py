@@ -55,6 +55,7 @@ class LearnerStep:
         self.roles = roles
         self.config = config
         self._budget = config.batch.tokens_per_microbatch
+        self._features = roles.share_features(config.learner.vision_features_mib * 2**20)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
@@ -90,6 +91,7 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
+        means |= self._features.report() if self._features else {}
         said = decided.selected.report() | self.coefficients.report(decided.coefficients)
         return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 

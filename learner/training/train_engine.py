@@ -15,6 +15,7 @@ import torch
 
 from asyncrl.models.output_head import Entropy, OtherStates, TokenOutputs
 from asyncrl.models.published import fingerprint_of, published_tensors
+from asyncrl.models.vision_features import frozen_vision
 from learner.training.model_flops import ModelFlops
 from learner.training.packing import MicroBatch, TrainGroup
 from protocol.messages import AdapterSpec
@@ -34,6 +35,8 @@ class EngineFacts:
     source: str
     """Folder that the model was loaded from."""
     flops: ModelFlops
+    frozen_vision: str
+    """Fingerprint of vision tower and connector where neither is trained, else empty."""
 
 
 def describe_model(model: Any, adapter: AdapterSpec | None) -> EngineFacts:
@@ -47,6 +50,7 @@ def describe_model(model: Any, adapter: AdapterSpec | None) -> EngineFacts:
         dtype=model.dtype,
         source=model.name_or_path,
         flops=ModelFlops(model),
+        frozen_vision=frozen_vision(model),
     )
 
 
