@@ -44,6 +44,8 @@ def main() -> None:
     print("\n## Attention of packed groups\n", flush=True)
     run("-m", "benchmarks.packed_attention", "--layers", "1")
     run("-m", "benchmarks.packed_against_padded")
+    print("\n## Kept features of images\n", flush=True)
+    run("-m", "benchmarks.vision_reuse")
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
     print("\n## Staleness under heavy-tailed lengths\n", flush=True)

@@ -56,7 +56,7 @@ class SupervisedRun:
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)
         self.engine.prepare()
-        self.features = Roles(self.engine).share_features(config.learner.vision_features_mib * 2**20)
+        self.features = Roles(self.engine).share_features(config.learner)
         self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
         self.recorder.bad_rows(bad_rows)
 

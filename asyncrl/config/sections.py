@@ -435,8 +435,8 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     vision_features_mib: int = Field(default=512, ge=0)
-    """Host memory for features of images, which passes, updates and epochs then compute once. Used by the
-    engine torch where neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with
+    """Host memory for features of images, which passes, updates and epochs then compute once. Used in a
+    learner of one process where neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with
     freeze_connector. 0: none are kept."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from asyncrl.config.sections import LearnerConfig
 from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.plan import plan_shares
@@ -58,13 +59,13 @@ class Roles:
         """The reference; without one of its own it is the actor's model without adapters."""
         return self.own_reference or WithoutAdapters(self.actor)
 
-    def share_features(self, most_bytes: int) -> VisionFeatures | None:
+    def share_features(self, settings: LearnerConfig) -> VisionFeatures | None:
         """Give all roles one place where features of images are kept. None where the actor's vision tower is trained,
         or in parts: ranks compute layer by layer together, and one that finds its features would leave others waiting.
         """
-        if not most_bytes or self.ranks.size > 1 or not self.actor.facts.frozen_vision:
+        if not settings.vision_features_mib or settings.is_divided or not self.actor.facts.frozen_vision:
             return None
-        features = VisionFeatures(most_bytes)
+        features = VisionFeatures(settings.vision_features_mib * 2**20)
         for role in (self.actor, self.critic, self.own_reference):
             if role is not None:
                 role.features = features

@@ -55,7 +55,7 @@ class LearnerStep:
         self.roles = roles
         self.config = config
         self._budget = config.batch.tokens_per_microbatch
-        self._features = roles.share_features(config.learner.vision_features_mib * 2**20)
+        self._features = roles.share_features(config.learner)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
