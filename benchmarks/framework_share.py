@@ -1,4 +1,4 @@
-"""Share of a learner's step that is not the model's forward pass, its backward pass or the optimiser, in a run on a CPU.
+"""Share of a learner's step that is neither the model's forward and backward pass nor the optimiser: a run on a CPU.
 
     python -m benchmarks.framework_share [--steps 20] [--lengths 16 64] [key=value ...]
 
@@ -164,7 +164,11 @@ def main() -> None:
     print("\n| CPU ms of a step, medians | " + " | ".join(f"{length} tokens" for length in found) + " |")
     print("|---" * (len(found) + 1) + "|")
     for part in [*PARTS, "(other threads)"]:
-        print(f"| {part} | " + " | ".join(f"{1000 * median(s[part] for s in steps):.1f}" for steps in found.values()) + " |")
+        print(
+            f"| {part} | "
+            + " | ".join(f"{1000 * median(s[part] for s in steps):.1f}" for steps in found.values())
+            + " |"
+        )
     shares = [median(_share(spent) for spent in steps) for steps in found.values()]
     print("| **share that is not the model's** | " + " | ".join(f"**{100 * share:.1f} %**" for share in shares) + " |")
 

@@ -12,11 +12,12 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -82,6 +83,16 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tup
     return offsets, end
 
 
+@contextmanager
+def threads(data: Sequence[memoryview], name: str) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map` on THREADS threads for as much data as pays for them, else the ordinary one."""
+    if sum(view.nbytes for view in data) <= _PIECE_BYTES:
+        yield map
+        return
+    with ThreadPoolExecutor(THREADS, thread_name_prefix=name) as pool:
+        yield pool.map
+
+
 class WeightFile:
     """A writer's file in shared memory. Call order: (`create` or `take_back`), `fill`, `show`, ..., `remove`."""
 
@@ -115,8 +126,8 @@ class WeightFile:
     def fill(self, offsets: Sequence[int], data: Sequence[memoryview]) -> None:
         """Put each tensor's bytes at its offset. Raises OSError, which may be ENOSPC for a new file."""
         put = self._write if self._nbytes == 0 else self._copy
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
-            for _ in pool.map(put, *zip(*_pieces(offsets, data), strict=True)):
+        with threads(data, "weights") as apply:
+            for _ in apply(put, *zip(*_pieces(offsets, data), strict=True)):
                 pass
         if self._nbytes == 0:
             self._nbytes = offsets[-1] + data[-1].nbytes

@@ -16,7 +16,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from protocol.codec import MIB
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
-from protocol.weight_file import PREFIX, THREADS, PublicationError, WeightFile, map_for_reading, plan_layout
+from protocol.weight_file import PREFIX, PublicationError, WeightFile, map_for_reading, plan_layout, threads
 
 KEPT_VERSIONS = 2
 """Newest versions that can be fetched at a time."""
@@ -93,8 +92,8 @@ class Publication:
         offsets, total_bytes = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in chosen)
         path = self._base.with_name(f"{self._base.name}-v{version}")
         data = [tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"") for tensor in chosen]
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="xxh3") as pool:
-            checksums = pool.map(xxhash.xxh3_64_intdigest, data)  # at the same time as the copy
+        with threads(data, "xxh3") as apply:
+            checksums = apply(xxhash.xxh3_64_intdigest, data)  # at the same time as the copy
             file = self._write(path, offsets, total_bytes, data)
             entries = tuple(
                 TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, offset=offset, nbytes=t.data.nbytes, xxh3=xxh3)

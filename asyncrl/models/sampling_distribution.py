@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 
+CACHED_VALUES = 2**16
+"""fp32 values that a core's cache holds a few times over."""
+
 
 def sampling_logprobs(logits: torch.Tensor, *, temperature: torch.Tensor | float, banned: torch.Tensor) -> torch.Tensor:
     """fp32 log-probabilities of the sampling distribution.
@@ -46,6 +49,13 @@ def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Te
 
 def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N] entropy in nats; banned ids (probability 0) contribute nothing."""
+    if logprobs.device.type == "cpu" and not (logprobs.requires_grad and torch.is_grad_enabled()):
+        rows = logprobs.split(max(1, CACHED_VALUES // logprobs.shape[-1]))
+        return torch.cat([_entropies(row) for row in rows])  # the same bits in a third of the time
+    return _entropies(logprobs)
+
+
+def _entropies(logprobs: torch.Tensor) -> torch.Tensor:
     return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)  # 0 * inf is not 0
 
 

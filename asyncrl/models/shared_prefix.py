@@ -47,18 +47,21 @@ class SeparateAttention:
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device):
-        rows = _separate_rows(groups)
+        first, prompt, start, length = _separate_rows(groups)
+        lengths = prompt + length
         self._shapes: list[tuple[int, int]] = []
         gathers: list[np.ndarray] = []
         places = np.empty(sum(prompt + sum(completions) for prompt, completions in groups), np.int64)
         padded = 0
-        for members in similar([len(row) for row in rows]):
-            longest = max(len(rows[i]) for i in members)
-            for i in members:
-                gathers.append(np.append(rows[i], np.repeat(rows[i][:1], longest - len(rows[i]))))
-                places[rows[i]] = padded + np.arange(len(rows[i]))  # a prompt's output is that of any copy: all equal
-                padded += longest
-            self._shapes.append((len(members), longest))
+        for chosen in similar(lengths.tolist()):
+            rows, column = np.asarray(chosen)[:, None], np.arange(lengths[chosen].max())
+            behind = column - prompt[rows]
+            source = np.where(behind < 0, first[rows] + column, start[rows] + behind)
+            is_real = column < lengths[rows]
+            gathers.append(np.where(is_real, source, first[rows]).ravel())
+            places[source[is_real]] = padded + np.flatnonzero(is_real)  # a prompt's output is that of any copy
+            padded += is_real.size
+            self._shapes.append((len(chosen), len(column)))
         self._gather = torch.from_numpy(np.concatenate(gathers)).to(device)
         self._places = torch.from_numpy(places).to(device)
 
@@ -84,20 +87,21 @@ class SeparateAttention:
         return torch.cat(outputs).index_select(0, self._places)
 
 
-def _separate_rows(groups: Sequence[Group]) -> list[np.ndarray]:
-    """Places in the packed sequence of each completion with its prompt; of a prompt alone, where it has none."""
-    rows: list[np.ndarray] = []
+def _separate_rows(groups: Sequence[Group]) -> np.ndarray:
+    """[4, rows]: of each completion where its prompt is in the packed sequence and how long, and where it is itself and
+    how long; of length 0 for a prompt alone, where it has none."""
+    rows: list[tuple[int, int, int, int]] = []
     start = 0
     for prompt, completions in groups:
-        before, end = np.arange(start, start + prompt), start + prompt
+        end = start + prompt
         for completion in completions:
             if completion:
-                rows.append(np.append(before, np.arange(end, end + completion)))
+                rows.append((start, prompt, end, completion))
             end += completion
         if end == start + prompt:
-            rows.append(before)
+            rows.append((start, prompt, end, 0))
         start = end
-    return rows
+    return np.asarray(rows, np.int64).reshape(-1, 4).T
 
 
 def make_layout(
@@ -140,7 +144,8 @@ def shared_cost(groups: Sequence[Group]) -> int:
 
 def separate_cost(groups: Sequence[Group]) -> int:
     """Scores of one head in the separate form, what its calls take, and its copies of tokens."""
-    lengths = [len(row) for row in _separate_rows(groups)]
+    _, prompt, _, length = _separate_rows(groups)
+    lengths = (prompt + length).tolist()
     scores = sum(length * length // 2 for length in lengths)
     return scores + CALL_SCORES * len(similar(lengths)) + TOKEN_SCORES * sum(lengths)
 

@@ -206,11 +206,10 @@ def make_batch(
         group = item.group
         completions: list[Completion] = []
         loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
-        columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, loss_mask))
         left_out = item.is_baseline | item.lacks_baseline
-        for index, (record, is_out, token_ids, mask) in enumerate(
-            zip(group.trajectories, left_out, *columns, strict=True)
-        ):
+        for index, (record, is_out) in enumerate(zip(group.trajectories, left_out, strict=True)):
+            tokens = group.span(index)
+            token_ids, mask = group.token_ids[tokens], loss_mask[tokens]
             if record.status.is_scored and mask.any() and not is_out:
                 completions.append(Completion(len(scores), token_ids, mask, observed_row(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)

@@ -107,14 +107,19 @@ def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int)
 
 def split_group(group: TrainGroup, budget: int) -> list[TrainGroup]:
     """Parts within the budget where possible, at least one completion each."""
-    parts: list[TrainGroup] = []
+    if group.num_tokens <= budget:
+        return [group]
+    parts: list[list[Completion]] = []
+    tokens = 0
     for completion in group.completions:
-        larger = replace(group, completions=(*parts[-1].completions, completion)) if parts else None
-        if larger is not None and larger.num_tokens <= budget:
-            parts[-1] = larger
+        inputs = len(completion.token_ids) - 1
+        if parts and tokens + inputs <= budget:
+            parts[-1].append(completion)
+            tokens += inputs
         else:
-            parts.append(replace(group, completions=(completion,)))
-    return parts
+            parts.append([completion])
+            tokens = len(group.prompt.token_ids) + inputs
+    return [replace(group, completions=tuple(part)) for part in parts]
 
 
 def build_micro_batch(
@@ -200,6 +205,8 @@ def build_micro_batch(
 
 def _token_types(completions: Sequence[Completion]) -> np.ndarray:
     """[T] of all completions, one after another: 0 on text, 1 on the tokens of images."""
+    if all(c.observed is None for c in completions):
+        return np.zeros(sum(len(c.token_ids) for c in completions), np.int32)
     types = (np.zeros_like(c.token_ids) if c.observed is None else c.observed.token_types for c in completions)
     return np.concatenate(list(types))
 

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +29,7 @@ from asyncrl.config.methods import method_of
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
+from asyncrl.models.vision_features import VisionFeatures
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
@@ -55,18 +57,23 @@ class LearnerStep:
         self.roles = roles
         self.config = config
         self._budget = config.batch.tokens_per_microbatch
-        self._features = roles.share_features(config.learner)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
         self.objective = Objective(a)
         self.coefficients = Coefficients(a, total_steps)
 
+    @cached_property
+    def _features(self) -> VisionFeatures | None:
+        """Shared once the roles are prepared."""
+        return self.roles.share_features(self.config.learner)
+
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
         """One optimiser step per `updates_per_batch`; `version` is the policy's as it takes the batch.
 
         Raises NotFiniteError when a loss or a gradient is not finite; the weights are then those before that update.
         """
+        features = self._features
         decided = self._decide(batch, version)
         updates = _split_evenly(decided.train_groups, self.config.algorithm.updates_per_batch)
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -91,7 +98,7 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        means |= self._features.report() if self._features else {}
+        means |= features.report() if features else {}
         said = decided.selected.report() | self.coefficients.report(decided.coefficients)
         return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 
