@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config import yaml_text
 from asyncrl.config.sections import Section
@@ -21,9 +21,19 @@ class Composition(Section):
     """Folder or hub name of a CLIP, SigLIP or DINOv2 model; of CLIP and SigLIP the vision part is taken."""
     language_model: str
     """Folder or hub name of a causal language model, with its tokenizer."""
-    connector: Literal["mlp", "linear", "identity"] = "mlp"
+    second_vision_tower: str = ""
+    """Folder or hub name of another such model, which sees the same images. Empty means none."""
+    mix: Literal["channels", "tokens"] = "channels"
+    """Of two towers: both features behind each other at each place of the first one's grid, or the tokens of the first
+    and then those of the second (arXiv 2401.06209)."""
+    connector: Literal["mlp", "linear", "identity", "resampler", "qformer"] = "mlp"
     """From the tower's features to the language model's embeddings: two layers with a GELU between them (LLaVA-1.5,
-    arXiv 2310.03744), one linear map, or nothing, for parts of one width."""
+    arXiv 2310.03744), one linear map, or nothing, for parts of one width. Or a fixed number of queries that attend to
+    the features: Idefics2's perceiver resampler, or BLIP-2's Q-Former (arXiv 2301.12597)."""
+    queries: int = Field(default=64, ge=1)
+    """Tokens of an image, with `resampler` and `qformer`."""
+    connector_layers: int = Field(default=3, ge=1)
+    """Layers of `resampler` and `qformer`; of a Q-Former every other one attends to the image."""
     feature_layer: int = Field(default=-2, lt=0)
     """Layer of the tower whose features are taken, from its end: -1 is the last one."""
     image_token: str = "<image>"
@@ -33,6 +43,21 @@ class Composition(Section):
     message has them."""
     seed: int = 0
     """Of the connector's first weights."""
+
+    @model_validator(mode="after")
+    def _given_is_used(self) -> Composition:
+        unused = [] if self.second_vision_tower else ["mix"]
+        unused += [] if self.has_queries else ["queries", "connector_layers"]
+        if given := [name for name in unused if name in self.model_fields_set]:
+            raise ValueError(
+                f"{' and '.join(given)} would do nothing: queries and connector_layers are of connector=resampler and "
+                "connector=qformer, mix is of two towers (second_vision_tower)"
+            )
+        return self
+
+    @property
+    def has_queries(self) -> bool:
+        return self.connector in ("resampler", "qformer")
 
 
 def load_composition(words: Sequence[str]) -> Composition:
@@ -59,5 +84,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _describe(detail: Any) -> str:
     problem = field_problem(detail, Composition.model_fields)
-    part = detail["loc"][0]
-    return f"{problem}: give {part}=FOLDER, or org/name of the hub" if detail["type"] == "missing" else problem
+    return (
+        f"{problem}: give {detail['loc'][0]}=FOLDER, or org/name of the hub" if detail["type"] == "missing" else problem
+    )

@@ -30,7 +30,9 @@ def cache_columns(tokens: int) -> int:
 
 
 def unknown_to_vllm(described: Mapping[str, Any]) -> str:
-    """The part of a LLaVA model, by its config.json, that vLLM has no code for; empty if it has all, or is another."""
+    """The part of a LLaVA or composed model, by its config.json, that vLLM has no code for; empty if it has all."""
+    if described.get("model_type") == "modular_vlm":
+        return "LLaVA with two towers, a resampler, a Q-Former or a bias in its output layer"
     if described.get("model_type") != "llava":
         return ""
     tower = (described.get("vision_config") or {}).get("model_type", "clip_vision_model")

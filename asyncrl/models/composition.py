@@ -1,7 +1,8 @@
 """A vision-language model of separate parts: vision tower, connector, language model (`asyncrl compose`).
 
 The parts keep their weights, the connector is new. The result is an ordinary LLaVA folder of transformers
-(`LlavaForConditionalGeneration`), which needs no code of this package.
+(`LlavaForConditionalGeneration`) where that can hold the parts; two towers, a resampler, a Q-Former and an output layer
+with a bias are a model of `modular_vlm.py`, which goes into the folder.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.export import export_model
-from asyncrl.models.folder import model_folder
-from asyncrl.models.image_grids import FixedGrids
+from asyncrl.models.folder import MODULAR, model_folder
+from asyncrl.models.image_grids import FixedGrids, one_size
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,10 @@ def compose(parts: Composition, target: Path) -> str:
     torchvision_cpu.install()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    tower, image_processor = _load_tower(parts)
+    tower, image_processor = _load_tower(parts.vision_tower, parts, "vision_tower")
+    if parts.second_vision_tower:
+        second, its_processor = _load_tower(parts.second_vision_tower, parts, "second_vision_tower")
+        tower = _beside(parts, (tower, image_processor), (second, its_processor))
     language, tokenizer = _load_language(parts)
     template = _chat_template(parts, tokenizer)
     ids = torch.arange(min(8, language.config.vocab_size))[None]
@@ -59,30 +63,73 @@ def compose(parts: Composition, target: Path) -> str:
     _check_text(model, language, ids, alone)
     _check_images(model, processor, tower)
     # Names in the file are those of released folders, which vLLM reads: only `from_pretrained` would see to that.
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if model.config.model_type != MODULAR:
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     export_model(model, processor, target)
     return _describe(model, parts, target)
 
 
-def _load_tower(parts: Composition) -> tuple[Any, Any]:
+def _load_tower(named: str, parts: Composition, setting: str) -> tuple[Any, Any]:
     """The tower with its weights, and its image processor."""
     from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
-    folder = model_folder(ModelConfig(path=parts.vision_tower), "vision_tower")
+    folder = model_folder(ModelConfig(path=named), setting)
     whole = AutoConfig.from_pretrained(folder)
     config = getattr(whole, "vision_config", None) or whole
     if config.model_type not in HAS_CLASS_TOKEN:
         raise UserError(
-            f"vision_tower is {parts.vision_tower!r}, a model of the type {config.model_type}: its features are not "
+            f"{setting} is {named!r}, a model of the type {config.model_type}: its features are not "
             f"known here. Name one of the types {', '.join(HAS_CLASS_TOKEN)} (CLIP, SigLIP, DINOv2)"
         )
     if -parts.feature_layer > config.num_hidden_layers:
         raise UserError(
-            f"feature_layer is {parts.feature_layer}, and the tower in {parts.vision_tower} has "
+            f"feature_layer is {parts.feature_layer}, and the tower in {named} has "
             f"{config.num_hidden_layers} layers. Set feature_layer=-1, the last one"
         )
     loaded: Any = AutoModel.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
     return _whole(loaded, folder), AutoImageProcessor.from_pretrained(folder)
+
+
+def _beside(parts: Composition, *seen: tuple[Any, Any]) -> Any:
+    """Two towers as one, for pixels as the first one's image processor makes them; `seen`: towers and processors."""
+    from asyncrl.models.modular_vlm import TwoTowers, TwoTowersConfig
+
+    (first, its), (second, other) = seen
+    size = one_size(other)
+    if size is None:
+        raise UserError(
+            f"the image processor in {parts.second_vision_tower} ({type(other).__name__}) gives images sizes of their "
+            "own. Set `size` with height and width, or `crop_size`, in its preprocessor_config.json"
+        )
+    (factor, mean, spread), (other_factor, other_mean, other_spread) = _normalised(its), _normalised(other)
+    ratio = other_factor / factor
+    make: Any = TwoTowersConfig
+    config = make(
+        first=first.config,
+        second=second.config,
+        mix=parts.mix,
+        feature_layer=parts.feature_layer,
+        class_tokens=[HAS_CLASS_TOKEN[each.config.model_type] for each in (first, second)],
+        second_size=list(size),
+        second_scale=(ratio * spread / other_spread).tolist(),
+        second_shift=((ratio * mean - other_mean) / other_spread).tolist(),
+    )
+    with torch.device("meta"):
+        towers: Any = TwoTowers(config)
+    towers.first, towers.second = first, second.to(first.dtype)
+    towers.config.dtype = first.dtype
+    return towers.eval()
+
+
+def _normalised(image_processor: Any) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """What a processor makes of a colour x: (x * factor - mean) / spread, for each channel."""
+    factor = float(image_processor.rescale_factor) if image_processor.do_rescale else 1.0
+    if not image_processor.do_normalize:
+        return factor, torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    mean, spread = (
+        torch.tensor(each, dtype=torch.float64) for each in (image_processor.image_mean, image_processor.image_std)
+    )
+    return factor, mean, spread
 
 
 def _load_language(parts: Composition) -> tuple[Any, Any]:
@@ -133,25 +180,32 @@ def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) ->
     """The composed model: the parts' own weights, and a connector of the seed's."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    make: Any = LlavaConfig
     wide, narrow = tower.config.hidden_size, language.config.hidden_size
     if parts.connector == "identity" and wide != narrow:
         raise UserError(
             f"connector is identity, but features of the tower are {wide} wide and embeddings of the language model "
             f"{narrow}. Set connector=linear or connector=mlp"
         )
-    has_class = HAS_CLASS_TOKEN[tower.config.model_type]
+    head = language.get_output_embeddings()
+    more = _beyond_llava(parts, tower, language)
+    make: Any = LlavaConfig
+    kind: Any = LlavaForConditionalGeneration
+    if more is not None:
+        from asyncrl.models.modular_vlm import ModularVlmConfig, ModularVlmForConditionalGeneration
+
+        make, kind = ModularVlmConfig, ModularVlmForConditionalGeneration
     config = make(
         vision_config=tower.config,
         text_config=language.config,
         image_token_index=image_token_id,
         projector_hidden_act="gelu" if parts.connector == "mlp" else "linear",
-        vision_feature_select_strategy="default" if has_class else "full",
-        vision_feature_layer=parts.feature_layer,
+        vision_feature_select_strategy="default" if _has_class_token(tower) else "full",
+        vision_feature_layer=-1 if parts.second_vision_tower else parts.feature_layer,
         tie_word_embeddings=language.config.tie_word_embeddings,
+        **(more or {}),
     )
     with torch.device("meta"):
-        model: Any = LlavaForConditionalGeneration(config)
+        model: Any = kind(config)
     if type(model.model.language_model) is not type(language.base_model):
         raise UserError(
             f"language_model is {parts.language_model!r}, a {type(language).__name__}, whose decoder is no "
@@ -160,19 +214,63 @@ def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) ->
     model.model.vision_tower = tower
     model.model.language_model = language.base_model
     model.model.multi_modal_projector = _connector(parts, config)
-    model.lm_head.weight = language.get_output_embeddings().weight
+    model.lm_head.weight = head.weight
+    if head.bias is not None:
+        model.lm_head.bias = head.bias
     model.generation_config = language.generation_config
     model.config.dtype = language.dtype
     return model.eval()
 
 
+def _beyond_llava(parts: Composition, tower: Any, language: Any) -> dict[str, Any] | None:
+    """Settings of a `ModularVlmConfig`; None where transformers' own LLaVA can hold the parts."""
+    from transformers.models.blip_2.configuration_blip_2 import Blip2QFormerConfig
+    from transformers.models.idefics2.configuration_idefics2 import Idefics2PerceiverConfig
+
+    bias = language.get_output_embeddings().bias is not None
+    text, vision = language.config, getattr(tower.config, "first", tower.config)
+    make: Any = {"resampler": Idefics2PerceiverConfig, "qformer": Blip2QFormerConfig}.get(parts.connector)
+    if make is None:
+        return {"output_bias": bias} if bias or parts.second_vision_tower else None
+    settings: dict[str, Any] = {
+        "resampler": {
+            "hidden_size": text.hidden_size,
+            "resampler_n_latents": parts.queries,
+            "resampler_depth": parts.connector_layers,
+            "resampler_n_heads": text.num_attention_heads,
+            "resampler_head_dim": text.hidden_size // text.num_attention_heads,
+            "num_key_value_heads": text.num_attention_heads,
+        },
+        "qformer": {
+            "hidden_size": vision.hidden_size,
+            "encoder_hidden_size": tower.config.hidden_size,
+            "intermediate_size": 4 * vision.hidden_size,
+            "num_attention_heads": vision.num_attention_heads,
+            "num_hidden_layers": parts.connector_layers,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    }[parts.connector]
+    return {"connector_config": make(**settings), "image_seq_length": parts.queries, "output_bias": bias}
+
+
+def _has_class_token(tower: Any) -> bool:
+    """Features begin with a class token; those of two towers have none."""
+    return HAS_CLASS_TOKEN.get(tower.config.model_type, False)
+
+
 def _connector(parts: Composition, config: Any) -> nn.Module:
-    """LLaVA's two layers. A linear map is the first with the second as the identity, and no activation."""
-    from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+    """LLaVA's two layers, or queries that attend to features. A linear map is the first of the two layers with the
+    second as the identity, and no activation."""
+    from asyncrl.models.modular_vlm import make_connector
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(parts.seed)
-        connector: Any = LlavaMultiModalProjector(config)
+        connector: Any = make_connector(config)
+        if parts.has_queries:  # transformers' first ones are all alike, and so they would stay
+            queries = [p for name, p in connector.named_parameters() if name.endswith(("latents", "query_tokens"))]
+            nn.init.normal_(queries[0], std=0.02)
+            return connector
     layers = {"mlp": (), "linear": (connector.linear_2,), "identity": (connector.linear_1, connector.linear_2)}
     for layer in layers[parts.connector]:
         nn.init.eye_(layer.weight)
@@ -185,7 +283,7 @@ def _connector(parts: Composition, config: Any) -> nn.Module:
 def _processor(parts: Composition, tower: Any, image_processor: Any, tokenizer: Any, template: str) -> Any:
     from transformers import LlavaProcessor
 
-    has_class = HAS_CLASS_TOKEN[tower.config.model_type]
+    has_class = _has_class_token(tower) and not parts.has_queries
     tokenizer.chat_template = template  # it is saved, too, in the same file
     processor = LlavaProcessor(
         image_processor=image_processor,
@@ -196,11 +294,20 @@ def _processor(parts: Composition, tower: Any, image_processor: Any, tokenizer: 
         image_token=parts.image_token,
         num_additional_image_tokens=int(has_class),
     )
-    if FixedGrids.of(processor) is None:
+    grids = FixedGrids.of(processor)
+    if grids is None:
         raise UserError(
             f"the image processor in {parts.vision_tower} ({type(image_processor).__name__}) gives images sizes of "
             "their own. Set `size` with height and width, or `crop_size`, in its preprocessor_config.json"
         )
+    # Each image has one size, so that it can be told as tokens more, or less, than patches.
+    patches = int(grids.grids([(1, 1)]).prod())
+    if parts.has_queries:
+        processor.num_additional_image_tokens = parts.queries - patches
+    elif parts.second_vision_tower and parts.mix == "tokens":
+        height, width = tower.config.second_size
+        patch = tower.config.second.patch_size
+        processor.num_additional_image_tokens = (height // patch) * (width // patch)
     return processor
 
 
@@ -211,7 +318,7 @@ def _check_text(model: Any, language: Any, ids: torch.Tensor, alone: torch.Tenso
     difference = float((composed.float() - alone.float()).abs().max())
     if not difference <= SAME_LOGITS:
         raise UserError(
-            f"{type(language).__name__} computes its logits otherwise than LLaVA's output layer (a bias, a scale or a "
+            f"{type(language).__name__} computes its logits otherwise than LLaVA's output layer (a scale or a "
             f"cap): they would differ by {difference:.3g}. Name a language model of another family"
         )
 
@@ -225,18 +332,18 @@ def _check_images(model: Any, processor: Any, tower: Any) -> None:
     height, width = (int(n) * tower.config.patch_size for n in grid[0, 1:])
     expected = int(grids.tokens(grid)[0])
     pixels = torch.zeros((1, tower.config.num_channels, height, width), dtype=tower.dtype)
-    model.config.image_seq_length = expected
-    connector = model.model.multi_modal_projector
+    config = model.config
+    config.image_seq_length = expected
     try:
-        features = tower(pixels, output_hidden_states=True).hidden_states[model.config.vision_feature_layer]
+        features = tower(pixels, output_hidden_states=True).hidden_states[config.vision_feature_layer]
     except ValueError as problem:  # a size that the tower's positions do not have
         raise UserError(
             f"the image processor makes images of {height} x {width} pixels, which the tower does not take: {problem}. "
             "Set their size to the tower's image_size in its preprocessor_config.json"
         ) from problem
-    found = features.shape[1] - (model.config.vision_feature_select_strategy == "default")
+    found = features[:, int(config.vision_feature_select_strategy == "default") :]
+    found = model.model.multi_modal_projector(found.float()).shape[1]
     assert found == expected, f"{found} features for {expected} placeholders"
-    connector(features.float())
 
 
 def _describe(model: Any, parts: Composition, target: Path) -> str:
@@ -245,10 +352,12 @@ def _describe(model: Any, parts: Composition, target: Path) -> str:
 
     inner, config = model.model, model.config
     missing = unknown_to_vllm(config.to_dict())
+    second = f" and {parts.second_vision_tower}, their {parts.mix} mixed" if parts.second_vision_tower else ""
+    towers = f"{parts.vision_tower}{second}"
     return "\n".join(
         [
-            f"{target}: a LlavaForConditionalGeneration; an image is {config.image_seq_length} tokens",
-            f"  vision tower    {parts.vision_tower}: {millions(inner.vision_tower)}",
+            f"{target}: a {type(model).__name__}; an image is {config.image_seq_length} tokens",
+            f"  vision tower    {towers}: {millions(inner.vision_tower)}",
             f"  connector       {parts.connector}, new: {millions(inner.multi_modal_projector)}",
             f"  language model  {parts.language_model}: {millions(inner.language_model)}",
             f"  rollout.engine  {f'hf alone: vLLM knows no {missing}' if missing else 'hf or vllm'}",

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from asyncrl.errors import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that a PEFT folder has."""
+MODULAR = "modular_vlm"
+"""Model type of composed models that are no LLaVA of transformers."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 """Files of a repository that are wanted: no weights in other formats, no code."""
@@ -115,6 +118,15 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
             "tokenizer_config.json that has one) from the original model, or of its instruction-tuned variant, into it"
         )
     return described
+
+
+def describe_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """transformers' configuration of a folder. Its Auto classes know the models of `modular_vlm` afterwards."""
+    from transformers import AutoConfig
+
+    if _read_json(folder / "config.json").get("model_type") == MODULAR:
+        import_module("asyncrl.models.modular_vlm").register()
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import compute_in_full_float32
-from asyncrl.models.folder import model_folder
+from asyncrl.models.folder import describe_model, model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
 
+_PARTS = ("text_config", "vision_config", "connector_config")
+"""Parts of a model's configuration that describe what is loaded."""
 ALIGNMENT_BYTES = 64
 """Alignment of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
@@ -42,10 +45,8 @@ def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
 
 def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[str, Any]]:
     """The transformers class for a folder, its configuration, and how to make the model."""
-    from transformers import AutoConfig
-
     remote = config.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(model_folder(config), trust_remote_code=remote)
+    hf_config = describe_model(model_folder(config), trust_remote_code=remote)
     if text_attention == SHARED_PREFIX_ATTENTION:
         refuse_dropout(hf_config, config)
     attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
@@ -74,18 +75,22 @@ def _align(model: nn.Module) -> None:
 
 def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
     """Raise UserError if the model has dropout: training would compute it otherwise than generation does."""
-    parts = {"": hf_config} | {f"{name}.": getattr(hf_config, name, None) for name in ("text_config", "vision_config")}
-    found = [
-        f"{prefix}{key}={value:g}"
-        for prefix, part in parts.items()
-        for key, value in (part.to_dict() if part is not None else {}).items()
-        if _DROPOUT.search(key) and isinstance(value, int | float) and value > 0
-    ]
+    described = hf_config.to_dict()
+    found = [f"{name}={value:g}" for name, value in _settings(described) if _DROPOUT.search(name.rpartition(".")[2])]
     if found:
         raise UserError(
             f"the model in {config.path} is configured with dropout ({', '.join(found)}): its log-probs in training "
             f"would differ from the engine's. Set {'it' if len(found) == 1 else 'them'} to 0 in its config.json"
         )
+
+
+def _settings(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers above 0 of a configuration and of the parts of it that are loaded, by their dotted names."""
+    for key, value in described.items():
+        if isinstance(value, Mapping) and (prefix or key in _PARTS):
+            yield from _settings(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and value > 0:
+            yield f"{prefix}{key}", value
 
 
 def model_class(hf_config: Any) -> Any:

@@ -25,7 +25,7 @@ from asyncrl.data.images import blacken_patches, content_hash, decode_image, ima
 from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
-from asyncrl.models.folder import describe_folder, model_folder
+from asyncrl.models.folder import describe_folder, describe_model, model_folder
 from asyncrl.models.image_grids import ImageGrids, limit_pixels, named_grids
 from asyncrl.models.tiled_images import FAMILIES, grids_of
 from asyncrl.models.tool_prompt import ToolPrompt
@@ -98,11 +98,11 @@ class PromptProcessor:
     """The model folder's processor and tokenizer, with a bounded cache of encoded prompts."""
 
     def __init__(self, config: ModelConfig, *, cache_mib: int = 256):
-        from transformers import AutoConfig, AutoProcessor
+        from transformers import AutoProcessor
 
         describe_folder(config)
         folder, remote = model_folder(config), config.trust_remote_code
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        hf_config = describe_model(folder, trust_remote_code=remote)
         try:
             self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=remote)
         except Exception as problem:  # whatever a file that is missing, cut off or of another version leads to

@@ -252,6 +252,7 @@ FAMILIES: dict[str, type[ImageGrids]] = {
     "llava": FixedGrids,
     "llava_next": LlavaNextImages,
     "llava_onevision": LlavaOnevisionImages,
+    "modular_vlm": FixedGrids,
     "qwen2_vl": PatchGrids,
     "qwen2_5_vl": PatchGrids,
     "qwen3_vl": PatchGrids,

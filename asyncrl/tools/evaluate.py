@@ -20,7 +20,7 @@ from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.devices import compute_in_full_float32, resolve_device, resolve_dtype
-from asyncrl.models.folder import model_folder
+from asyncrl.models.folder import describe_model, model_folder
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
@@ -93,8 +93,6 @@ def write_scored(scored: Sequence[Scored], file: Path) -> None:
 
 def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list[RewardSample]:
     """Completions of every held-out row, those of a row one after the other, as `evaluate` scores them."""
-    from transformers import AutoConfig
-
     config = resolve_dtype(config)
     if config.environment.is_used:
         raise UserError(
@@ -107,7 +105,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     is_adapter = is_adapter_folder(folder)
     whole = model_folder(config.model) if is_adapter else folder
     processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
-    hf_config = AutoConfig.from_pretrained(whole)
+    hf_config = describe_model(whole)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
     if is_adapter:

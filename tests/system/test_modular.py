@@ -1,4 +1,5 @@
-"""A model composed of parts: its connector is trained alone, then all of it by the two services."""
+"""A model of two towers, a resampler and a language model: the resampler is trained alone, then all of it by the two
+services."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from examples.modular_digits import make_parts
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, write_config
 from tests.rigs.waiting import exit_codes
+from tests.system.test_end_to_end import lines
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +30,18 @@ def changed(before: Path, after: Path) -> set[str]:
     return {part_of(name.split(".")) for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])}
 
 
+def largest_difference(run: Path) -> float:
+    """Largest difference, in nats, of a token's log-prob to engine and learner in any step."""
+    return max(step["logprob_diff_max"] for step in lines(run / "metrics.jsonl"))
+
+
 def test_a_composed_model_learns_part_by_part(
     make_config: Callable[..., RunConfig], digits_data: Path, tmp_path: Path
 ) -> None:
     make_parts(tmp_path, seed=1)
     composed, alone, run = tmp_path / "composed", tmp_path / "alone", tmp_path / "run"
     parts = [f"vision_tower={tmp_path}/tower", f"language_model={tmp_path}/language", "image_token=<|image_pad|>"]
+    parts += [f"second_vision_tower={tmp_path}/tower", "connector=resampler", "connector_layers=1", "queries=6"]
     assert asyncrl(["compose", str(composed), *parts]) == 0
 
     model: dict[str, Any] = {"path": str(composed), "freeze_vision_tower": True, "freeze_language_model": True}
@@ -49,3 +57,5 @@ def test_a_composed_model_learns_part_by_part(
     assert run_both(config, run) == (0, 0), logs(run)
     assert "is aligned: log-probs" in logs(run, whole=True)
     assert changed(alone / "export", run / "export") >= {"connector", "language_model"}
+    assert largest_difference(run) < 1e-4
+    assert (run / "export" / "modular_vlm.py").is_file()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +16,46 @@ from safetensors import safe_open
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.sections import ModelConfig
-from asyncrl.demo.model import build_tokenizer
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.vllm.rules import model_problems
 from tests.conftest import small_config
+from tests.rigs.tiny_composed import COMPOSED, LANGUAGES, WIDTH, compose, make_language, make_towers
 from tests.unit.asyncrl.test_measured_prompts import picture, prompt_of
 
-WIDTH = 32
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-TOWER: dict[str, Any] = {**SIZES, "image_size": 28, "patch_size": 7}
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}assistant:"
-SQUARE = {"height": 28, "width": 28}
+ELSEWHERE = """
+import sys
+sys.modules["asyncrl"] = None
+import torch
+from transformers import AutoModelForImageTextToText
+for kind, (ids, pixels, said) in torch.load("said.pt").items():
+    model = AutoModelForImageTextToText.from_pretrained(kind, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    torch.testing.assert_close(model(input_ids=ids, pixel_values=pixels).logits, said, atol=1e-5, rtol=1e-5)
+"""
+"""A program that loads folders with transformers alone, and makes the same logits of the same prompts."""
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with towers (of CLIP the whole model, with its text part) and language models, all random."""
+    """Folders with towers and language models, all random."""
     folder = tmp_path_factory.mktemp("parts")
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(1)
-    for name, model in {
-        "qwen": transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **words(tokenizer))),
-        "wide": transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**{**SIZES, "hidden_size": 64}, **words(tokenizer))
-        ),
-        "phi": with_bias(transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES, **words(tokenizer)))),
-    }.items():
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    clip = transformers.CLIPConfig(text_config={**SIZES, "vocab_size": 64}, vision_config=TOWER, projection_dim=WIDTH)
-    transformers.CLIPModel(clip).save_pretrained(folder / "clip")
-    transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TOWER)).save_pretrained(folder / "siglip")
-    transformers.Dinov2Model(transformers.Dinov2Config(**TOWER)).save_pretrained(folder / "dinov2")
-    crop: Any = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
-    transformers.CLIPImageProcessor(**crop).save_pretrained(folder / "clip")
-    transformers.SiglipImageProcessor(size=SQUARE).save_pretrained(folder / "siglip")
-    transformers.BitImageProcessor(**crop).save_pretrained(folder / "dinov2")
+    make_towers(folder)
+    for name in LANGUAGES:
+        make_language(folder, name)
     return folder
 
 
-def words(tokenizer: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-
-
-def with_bias(model: Any) -> Any:
-    torch.nn.init.normal_(model.lm_head.bias)
-    return model
-
-
 def composed(parts: Path, target: Path, tower: str, language: str, *more: str) -> int:
-    return asyncrl(
-        ["compose", str(target), f"vision_tower={parts / tower}", f"language_model={parts / language}", *more]
-    )
+    return compose(parts, target, f"vision_tower={tower}", f"language_model={language}", *more)
 
 
 @pytest.mark.parametrize(
     ("tower", "language", "connector", "engines"),
     [
-        ("siglip", "qwen", "mlp", "hf or vllm"),
+        ("siglip", "qwen2", "mlp", "hf or vllm"),
         ("clip", "wide", "linear", "hf alone: vLLM knows no LLaVA whose connector has the activation linear"),
-        ("dinov2", "qwen", "identity", "hf alone: vLLM knows no LLaVA with a tower of the type dinov2"),
+        ("dinov2", "qwen2", "identity", "hf alone: vLLM knows no LLaVA with a tower of the type dinov2"),
     ],
 )
 def test_parts_keep_their_weights_and_read_images(
@@ -123,7 +94,7 @@ def test_parts_keep_their_weights_and_read_images(
     prompt, blobs = prompt_of(picture(60, 30))
     encoded = processor.encode(prompt, blobs)
     assert processor.render(prompt) == "user: Look: <image>What is it?\nassistant:"
-    assert encoded.media_tokens == 16
+    assert encoded.media_tokens == (4 if tower == "dinov2" else 16)
     loaded: Any = load_model(ModelConfig(path=str(target), dtype="float32"), device=torch.device("cpu"))
     logits = loaded(
         input_ids=torch.from_numpy(encoded.token_ids).long()[None], pixel_values=encoded.pixel_values
@@ -135,7 +106,7 @@ def test_parts_keep_their_weights_and_read_images(
 
 def test_a_connector_is_its_seeds(parts: Path, tmp_path: Path) -> None:
     settings = tmp_path / "parts.yaml"
-    settings.write_text(f"vision_tower: {parts / 'siglip'}\nlanguage_model: {parts / 'qwen'}\nseed: 1\n")
+    settings.write_text(f"vision_tower: {parts / 'siglip'}\nlanguage_model: {parts / 'qwen2'}\nseed: 1\n")
     connectors = []
     for number, more in enumerate(([], [], ["seed=2"])):
         assert asyncrl(["compose", str(tmp_path / str(number)), str(settings), *more]) == 0
@@ -145,14 +116,54 @@ def test_a_connector_is_its_seeds(parts: Path, tmp_path: Path) -> None:
     assert not torch.equal(connectors[0], connectors[2])
 
 
+@pytest.mark.parametrize("language", ["qwen2", "qwen3", "llama", "phi", "gemma", "stablelm"])
+def test_a_composed_model_writes_what_its_language_model_writes(parts: Path, tmp_path: Path, language: str) -> None:
+    assert composed(parts, tmp_path / "vlm", "siglip", language) == 0
+    model: Any = load_model(ModelConfig(path=str(tmp_path / "vlm"), dtype="float32"), device=torch.device("cpu"))
+    alone: Any = transformers.AutoModelForCausalLM.from_pretrained(parts / language)
+    ids = torch.arange(20, 32)[None]
+    said = [each(ids).logits for each in (model, alone)]
+    known = said[1].shape[-1]  # the placeholder's row is new
+    torch.testing.assert_close(said[0][..., :known], said[1], atol=1e-5, rtol=1e-5)
+    model.lm_head.weight.data[known:] = 0
+    written = [each.generate(ids, max_new_tokens=6, do_sample=False) for each in (model, alone)]
+    assert torch.equal(*written)
+    assert written[0].shape[1] > 13
+
+
+def test_what_llava_cannot_hold_is_loaded_where_asyncrl_is_not_installed(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for kind, words in COMPOSED.items():
+        target = tmp_path / kind
+        assert composed(parts, target, "siglip", "qwen2", *words) == 0
+        assert "hf alone: vLLM knows no LLaVA with two towers, a resampler, a Q-Former or a" in capsys.readouterr().out
+        model: Any = load_model(ModelConfig(path=str(target), dtype="float32"), device=torch.device("cpu"))
+        encoded = PromptProcessor(ModelConfig(path=str(target))).encode(*prompt_of(picture(60, 30)))
+        assert encoded.media_tokens == {"resampler": 5, "qformer": 5, "tokens": 16 + 4}.get(kind, 16)
+        ids, pixels = torch.from_numpy(encoded.token_ids).long()[None], encoded.pixel_values
+        logits, black = (model(input_ids=ids, pixel_values=each).logits for each in (pixels, 0 * pixels))
+        assert not torch.allclose(logits[:, -1], black[:, -1], atol=1e-6)
+        said[kind] = (ids, pixels, logits)
+        problems = model_problems(small_config(target, parts, tmp_path / "run", rollout={"engine": "vllm"}))
+        assert "vLLM" in str(problems)
+    torch.save(said, tmp_path / "said.pt")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=tmp_path, env=environment, check=True)
+
+
 @pytest.mark.parametrize(
     ("tower", "language", "more", "says"),
     [
         ("siglip", "wide", ["connector=identity"], "features of the tower are 32 wide and embeddings .* 64"),
-        ("siglip", "phi", [], r"PhiForCausalLM computes its logits otherwise .*\(a bias, a scale or a cap\)"),
-        ("siglip", "qwen", ["feature_layer=-3"], "feature_layer is -3, and the tower in .* has 2 layers"),
-        ("qwen", "qwen", [], "a model of the type qwen2: its features are not known here"),
-        ("siglip", "qwen", ["conector=mlp"], "unknown key conector. Did you mean 'connector'"),
+        ("siglip", "capped", [], r"Gemma2ForCausalLM computes its logits otherwise .*\(a scale or a cap\)"),
+        ("siglip", "qwen2", ["queries=8"], "queries would do nothing: queries and connector_layers are of"),
+        ("siglip", "qwen2", ["mix=tokens"], "mix would do nothing: .* mix is of two towers"),
+        ("clip", "qwen2", ["second_vision_tower=qwen2"], "second_vision_tower is .*, a model of the type qwen2"),
+        ("siglip", "qwen2", ["feature_layer=-3"], "feature_layer is -3, and the tower in .* has 2 layers"),
+        ("qwen2", "qwen2", [], "a model of the type qwen2: its features are not known here"),
+        ("siglip", "qwen2", ["conector=mlp"], "unknown key conector. Did you mean 'connector'"),
         ("siglip", "nothing", [], "language_model is .*: there is no config.json in it"),
     ],
 )

@@ -24,6 +24,7 @@ from learner.training.packing import build_micro_batch
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.pictures import picture
+from tests.rigs.tiny_composed import COMPOSED, make_composed
 from tests.rigs.tiny_tiled import TILED, make_tiled
 from tests.system.test_bad_input import png, write_rows
 from tests.unit.asyncrl.test_measured_prompts import prompt_of
@@ -34,10 +35,12 @@ SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]
 """Of the images in the rows: width and height in pixels."""
 
 
-@pytest.fixture(scope="module", params=TILED)
+@pytest.fixture(scope="module", params=[*TILED, *COMPOSED])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "smolvlm":
         pytest.importorskip("num2words", reason="transformers' SmolVLMProcessor needs it")
+    if request.param in COMPOSED:
+        return make_composed(request.param, tmp_path_factory.mktemp(request.param))
     return make_tiled(request.param, tmp_path_factory.mktemp(request.param))
 
 

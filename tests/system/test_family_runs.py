@@ -1,0 +1,47 @@
+"""Two processes and two steps with families whose images are tiles, and with composed models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from tests.rigs.small_runs import logs
+from tests.rigs.tiny_composed import COMPOSED, make_composed
+from tests.rigs.tiny_tiled import make_tiled
+from tests.rigs.two_processes import run_both
+from tests.system.test_bad_input import png, write_rows
+from tests.system.test_modular import changed, largest_difference
+
+pytestmark = pytest.mark.slow
+SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]
+"""Of the images in the rows: height and width in pixels."""
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "gemma3", "tokens"])
+def test_a_family_is_trained_by_two_services(
+    make_config: Callable[..., RunConfig], tmp_path: Path, family: str
+) -> None:
+    model = (make_composed if family in COMPOSED else make_tiled)(family, tmp_path / "model")
+    run = tmp_path / "run"
+    for number, size in enumerate(SIZES):
+        (tmp_path / f"{number}.png").write_bytes(png(size, number))
+    rows = [
+        {"prompt": "no image"},
+        {"prompt": "What is <image> this?", "images": ["0.png"]},
+        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
+        {"prompt": "And <image> that?", "images": ["3.png"]},
+    ]
+    config = make_config(
+        model={"path": str(model)},
+        data={**write_rows(tmp_path, rows), "val_files": [], "max_prompt_length": 400},
+        batch={"tokens_per_microbatch": 1024},
+        alignment={"rows": 4},
+        trainer={"max_steps": 2},
+    )
+    assert run_both(config, run) == (0, 0), logs(run)
+    assert "is aligned: log-probs" in logs(run, whole=True)
+    assert largest_difference(run) < 1e-4
+    assert changed(model, run / "export") == {"vision_tower", "connector", "language_model"}
