@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from asyncrl.cli import main
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
+from asyncrl.environments.interface import Start
+from asyncrl.environments.play import open_environment, play
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
@@ -356,6 +359,71 @@ def test_the_written_file_loads_and_its_reward_is_called_as_there(
         assert main(["import-config", str(source), "-o", out]) == 2
         assert said in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == before, "nothing is overwritten, and nothing is left"
+
+
+RLLAVA_ENVIRONMENT = """
+class Search:
+    def __init__(self, config):
+        self.found = config["found"]
+
+    def reset(self, data=None):
+        self.question = data.non_tensor_batch["problem"][0]
+
+    def extract_action(self, content):
+        if "<answer>" in content or "<search>" not in content:
+            return None
+        return content.split("<search>")[1].split("</search>")[0]
+
+    def step(self, action):
+        return f"{self.question} {action}: {self.found}", 1.0, False, {"status": "success"}
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["sequential", "env"])
+def test_an_environment_of_rllava_is_asked_as_there(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("search.py").write_text(RLLAVA_ENVIRONMENT)
+    Path("env.yaml").write_text("env: {class_name: './search.py:Search', config: {found: Paris}}")
+    Path("score.py").write_text(BATCH_REWARD)
+    Path("theirs.yaml").write_text(
+        "data: {train_files: rows.jsonl}\nactor: {model: {model_path: model}}\n"
+        f"reward: {{reward_function: 'score.py:compute_score', reward_type: {kind}}}\n"
+        "rollout: {n: 4, max_turns: 3, env_config_path: env.yaml, discount: 1.0}\n"
+    )
+    Path("model").mkdir()
+    assert main(["import-config", "theirs.yaml", "-o", "ours.yaml"]) == 0, capsys.readouterr()
+    config = load_config(Path("ours.yaml")).environment
+    assert (config.limits.turns, config.config, config.call_format) == (3, {"found": "Paris"}, "none")
+    played, said = [], ["<search>capital</search>", "well", "<answer>Paris</answer>"]
+    loaded = open_environment(config, unit=28)
+    start = Start(row={"problem": "France"}, config=loaded.config)
+    turns = asyncio.run(play(loaded, config, start, iter(said), lambda kind, part: played.append((kind, part))))
+    assert (turns.end, turns.rewards) == ("done", [1.0 if kind == "env" else 0.0, 0.0, 0.0])
+    shown = [part for kind, part in played if kind == "user"]
+    assert shown[0] == "France capital: Paris"
+    assert "<answer>" in shown[1]
+
+
+def test_several_turns_of_verl_keep_their_limits_and_say_which_tools_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: verl.tools.crop.Crop}]")
+    turns = {"enable": True, "max_assistant_turns": 5, "format": "hermes", "max_parallel_calls": 2}
+    turns["tool_config_path"] = str(tmp_path / "tools.yaml")
+    theirs = {"actor_rollout_ref": {"rollout": {"n": 4, "multi_turn": turns}}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    done = imported(tmp_path / "theirs.yaml")
+    found = {key: value for key, value in done.settings.items() if key.startswith("environment.")}
+    assert found == {
+        "environment.limits.turns": 5,
+        "environment.limits.calls_per_turn": 2,
+        "environment.call_format": "hermes",
+    }
+    assert [line.key for line in done.lost] == ["actor_rollout_ref.rollout.multi_turn.tool_config_path"]
+    assert any("verl.tools.crop.Crop" in text for text in done.missing)
 
 
 @pytest.mark.parametrize(

@@ -288,11 +288,7 @@ def _filtered_by(metric: str | None, settings: Mapping[str, Any], text: str) -> 
     return becomes(settings, text, f"algorithm.filter_component: the name of the reward component {metric}")
 
 
-# --- turns and precision ----------------------------------------------------------------------------------
-
-
-def turns(value: int, _: Values) -> Outcome:
-    return no_setting("as here") if value <= 1 else lost("a completion is one turn: there are no environments or tools")
+# --- precision --------------------------------------------------------------------------------------------
 
 
 def computed_dtype(ours: Rule) -> Rule:
@@ -384,10 +380,10 @@ def reward_function(value: Any, theirs: Values) -> Outcome:
     return becomes({"reward.functions": entries}, text)
 
 
-def reward_type(value: Any, _: Values) -> Outcome:
+def reward_type(value: Any, theirs: Values) -> Outcome:
     if value in ("batch", "sequential", "function", "verl"):
         return no_setting("the adapter calls the function that way; here it gets one completion at a time")
-    return lost(
-        "rewards of environments do not exist here",
-        "reward.functions: a function that scores a completion (docs/bring-your-own.md)",
-    )
+    if value != "env" or not theirs.get("rollout.env_config_path"):
+        missing = "reward.functions: a function that scores a completion (docs/bring-your-own.md)"
+        return lost("there is no environment that earns a reward", missing)
+    return no_setting("what their environment earns at each step is the reward, through the adapter")

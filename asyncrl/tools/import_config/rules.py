@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.tools.import_config import derived_rules as derived
+from asyncrl.tools.import_config import environments
 from asyncrl.tools.import_config.derived_rules import (
     Rule,
     absent,
@@ -99,7 +100,7 @@ actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both 
 actor.model.tokenizer_path | that of model.path
 actor.fsdp.mp_reduce_dtype actor.fsdp.mp_buffer_dtype | sums are float32
 data.dataset_class | rows are read as docs/bring-your-own.md says: convert them first
-rollout.discount | there is one turn
+rollout.discount | their loop does not use it; algorithm.gamma discounts the rewards of turns
 actor.use_torch_compile actor.model.attn_implementation | the learner does not compile, and packing decides
 actor.model.lora_dropout actor.model.lora_task_type actor.model.lora_modules_to_save | only adapters, no dropout
 rollout.seed rollout.vllm.seed | trainer.seed decides, through the seed of each ticket
@@ -157,8 +158,6 @@ OTHER_VALUE: dict[str, Rule] = {
     "actor.ulysses_sequence_parallel_size": one_value(1, _WHOLE_SEQUENCES, _WHOLE_SEQUENCES),
     "actor.optim.strategy": one_value("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
     "actor.optim.num_cycles": one_value(0.5, "cosine goes down once", "cosine goes down once"),
-    "rollout.max_turns": derived.turns,
-    "rollout.env_config_path": lambda value, _: derived.lost("there are no environments or tools"),
     "rollout.name": other_values("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
     "rollout.top_k": off_is_zero("rollout.top_k"),
     "rollout.ignore_eos": one_value(False, "off", "it bans the stop token, of which the learner knows nothing"),
@@ -221,6 +220,7 @@ RULES: Mapping[str, Rule] = {
     **{key: absent(why) for key, why in derived.by_line(NO_COUNTERPART).items()},
     **OTHER_VALUE,
     **DERIVED,
+    **environments.RULES,
     **TRL_RULES,
 }
 """TRL's keys have no dots, and those of the others have: no key is in both."""

@@ -18,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.plugins import shorten
+from asyncrl.tools.import_config.environments import adapter_of
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
 from asyncrl.tools.import_config.translation import Import, Line, translate
 
@@ -34,17 +35,22 @@ def import_config(source: Path, out: Path | None, *, accept_losses: bool = False
     """Print the configuration, or with `out` write it and print the account. Exit code 2: something is missing, or an
     algorithm, a role or a precision is lost and that is not accepted."""
     done = translate(read_foreign_config(source))
-    needed, adapter = [], {}
+    needed: list[str] = []
+    adapters: dict[Path, str] = {}
     calls_ours = done.theirs.framework == "TRL"  # lists of one completion, as there
     if out is not None and not calls_ours:
-        done, adapter = _with_adapter(done, out.parent / f"{out.stem}_reward.py")
+        done, adapters = _with_adapter(done, out.parent / f"{out.stem}_reward.py")
+        done, asked = _with_environment(done, out.parent / f"{out.stem}_environment.py")
+        adapters |= asked
     elif "reward.functions" in done.settings and not calls_ours:
         needed = ["reward.functions: their function is called in another way. With -o an adapter is written"]
+    if out is None and "environment.name" in done.settings:
+        needed.append("environment.name: their class is asked in another way. With -o an adapter is written")
     done = replace(done, missing=(*done.missing, *needed, *_problems(as_yaml(done))))
     if out is None:
         print(as_yaml(done), end="")
     else:
-        _write({out: as_yaml(done), **adapter})
+        _write({out: as_yaml(done), **adapters})
         print("\n".join([f"wrote {out}", *account(done)]))
         if not done.missing and (accept_losses or not done.lost):
             print(f"it loads. Next: asyncrl doctor {out}")
@@ -174,3 +180,13 @@ def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
     text = _ADAPTER.format(function=entry["function"], name=path, call=call)
     functions = [{**entry, "function": f"{path}:overall"}, *others]
     return replace(done, settings={**done.settings, "reward.functions": functions}), {path: text}
+
+
+def _with_environment(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
+    """Replace the foreign environment, if any, by an adapter at `path`; also returns the adapter's text."""
+    name = done.settings.get("environment.name")
+    if not name:
+        return done, {}
+    earns = done.theirs.values.get("reward.reward_type") == "env"
+    settings = {**done.settings, "environment.name": f"{path}:Theirs"}
+    return replace(done, settings=settings), {path: adapter_of(name, earns=earns)}
