@@ -398,7 +398,7 @@ def test_an_environment_of_rllava_is_asked_as_there(
     Path("model").mkdir()
     assert main(["import-config", "theirs.yaml", "-o", "ours.yaml"]) == 0, capsys.readouterr()
     config = load_config(Path("ours.yaml")).environment
-    assert (config.limits.turns, config.config, config.call_format) == (3, {"found": "Paris"}, "none")
+    assert (config.limits.turns, config.config, config.call_format) == (3, {"theirs": {"found": "Paris"}}, "none")
     played, said = [], ["<search>capital</search>", "well", "<answer>Paris</answer>"]
     loaded = open_environment(config, unit=28)
     start = Start(row={"problem": "France"}, config=loaded.config)

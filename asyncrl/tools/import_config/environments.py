@@ -52,7 +52,7 @@ def environment(value: Any, theirs: Values) -> Outcome:
         name = f"{module}:{cls}"
     settings = {
         "environment.name": name,
-        "environment.config": named.get("config") or {},
+        "environment.config": {"theirs": named.get("config") or {}},
         "environment.call_format": "none",
         "environment.show_tools": "off",
         "environment.over_limit": "score",
@@ -119,7 +119,7 @@ A text with an answer ends the episode; one with neither answer nor action is to
 from __future__ import annotations
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from asyncrl.environments.interface import Action, Start, observe
 from asyncrl.environments.observation import Observation, StepResult
@@ -144,9 +144,8 @@ class Row:
 
 
 class Config(BaseModel):
-    """Whatever they take."""
-
-    model_config = ConfigDict(extra="allow")
+    theirs: dict[str, object] = {{}}
+    """What their class takes as `config`."""
 
 
 class Theirs:
@@ -155,7 +154,7 @@ class Theirs:
     def reset(self, start: Start) -> None:
         function = locate(NAME, (), "NAME")
         assert function is not None
-        self.theirs = load(function)(config=start.config.model_dump())
+        self.theirs = load(function)(config=start.config.theirs)
         self.theirs.reset(Row(start))
 
     def step(self, action: Action) -> StepResult:
