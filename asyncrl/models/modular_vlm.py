@@ -5,7 +5,7 @@ layer.
 loads it with `trust_remote_code=True` where asyncrl is not installed. So it imports torch and transformers alone.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class TwoTowersConfig(PreTrainedConfig):
 
     model_type = "two_vision_towers"
     base_config_key = "vision_config"
-    sub_configs = {"first": AutoConfig, "second": AutoConfig}  # noqa: RUF012 (transformers declares no ClassVar)
+    sub_configs: ClassVar[Any] = {"first": AutoConfig, "second": AutoConfig}
 
     first: Any = None
     second: Any = None
@@ -130,7 +130,7 @@ class ModularVlmConfig(LlavaConfig):
     """LLaVA's configuration, in which `image_seq_length` counts."""
 
     model_type = "modular_vlm"
-    sub_configs = {**LlavaConfig.sub_configs, "connector_config": AutoConfig}  # noqa: RUF012
+    sub_configs: ClassVar[Any] = {**LlavaConfig.sub_configs, "connector_config": AutoConfig}
 
     connector_config: Any = None
     """Of a Q-Former (`Blip2QFormerConfig`) with `image_seq_length` queries, or a perceiver resampler

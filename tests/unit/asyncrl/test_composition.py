@@ -143,6 +143,7 @@ def test_what_llava_cannot_hold_is_loaded_where_asyncrl_is_not_installed(
         encoded = PromptProcessor(ModelConfig(path=str(target))).encode(*prompt_of(picture(60, 30)))
         assert encoded.media_tokens == {"resampler": 5, "qformer": 5, "tokens": 16 + 4}.get(kind, 16)
         ids, pixels = torch.from_numpy(encoded.token_ids).long()[None], encoded.pixel_values
+        assert pixels is not None
         logits, black = (model(input_ids=ids, pixel_values=each).logits for each in (pixels, 0 * pixels))
         assert not torch.allclose(logits[:, -1], black[:, -1], atol=1e-6)
         said[kind] = (ids, pixels, logits)

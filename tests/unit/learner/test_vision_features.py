@@ -17,6 +17,7 @@ from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from tests.rigs.tiny_composed import make_composed
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.rigs.tiny_tiled import make_tiled
 from tests.system.test_bad_input import png, write_rows
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "llava": make_llava,
     "gemma3": lambda folder: make_tiled("gemma3", folder),
     "internvl": lambda folder: make_tiled("internvl", folder),
+    "channels": lambda folder: make_composed("channels", folder),
 }
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows: height and width in pixels."""
