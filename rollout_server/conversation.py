@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, Part, StepResult
-from asyncrl.environments.recording import recorded
+from asyncrl.environments.recording import recorded, recorded_calls, recorded_info
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.bridge import TurnBridge
@@ -379,6 +379,7 @@ class ConversationProducer:
             result = await trajectory.environment.step(trajectory.text)
             if not isfinite(result.reward):
                 raise ValueError(f"the reward of a turn is {result.reward}")
+            calls, info = recorded_calls(result.info), recorded_info(result.info)
         except Exception as error:  # the environment's own, or of its process
             kind = error.kind if isinstance(error, EnvironmentFailed) else "environment_exception"
             trajectory.failure = kind, f"{type(error).__name__}: {error}"
@@ -386,7 +387,9 @@ class ConversationProducer:
             return None
         finally:
             trajectory.environment_s += time.monotonic() - began
-        trajectory.describe_turn(reward=float(result.reward), state_key=result.state_key[:16].hex())
+        trajectory.describe_turn(
+            reward=float(result.reward), state_key=result.state_key[:16].hex(), calls=calls, info=info
+        )
         if result.done or result.observation is None:
             return None
         observation = self._shortened(result.observation)

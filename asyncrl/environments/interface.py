@@ -17,6 +17,14 @@ from asyncrl.environments.observation import Message, Observation, Part, StepRes
 class ToolError(Exception):
     """A mistake of the model: its text is the observation, and the episode goes on."""
 
+    kind = "tool"
+    """For the record: `malformed`, `unknown_tool`, `arguments` and `not_run` are said by who runs tools."""
+
+    def of_kind(self, kind: str) -> ToolError:
+        """The same error as one of this kind."""
+        self.kind = kind
+        return self
+
 
 class EpisodeOver(Exception):
     """The end of the episode, with the reward of this turn and, if wanted, a last observation for the record."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +17,17 @@ from asyncrl.environments import sandbox
 from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
 from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
-from asyncrl.environments.interface import Action, EpisodeOver, Start, ToolError
+from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
 from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.environments.settings import EnvironmentConfig
-from asyncrl.environments.tool_environment import ToolEnvironment, key_of, marked_methods, opening_of, waited
+from asyncrl.environments.tool_environment import (
+    ToolEnvironment,
+    call_record,
+    key_of,
+    marked_methods,
+    opening_of,
+    waited,
+)
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
 from asyncrl.errors import UserError
 
@@ -70,9 +77,11 @@ class LoadedEnvironment:
 
     async def step(self, environment: Any, action: Action) -> StepResult:
         """The episode's answer to one turn. Raises as `begin`."""
+        mistake = ToolError()
         try:
             result = await waited(environment.step(action))
-        except ToolError as mistake:
+        except ToolError as raised:
+            mistake = raised
             result = StepResult(Observation((Message("tool", (f"Error: {mistake}",)),)))
         except EpisodeOver as over:
             result = StepResult(None, over.reward, True, info=over.info)
@@ -82,15 +91,24 @@ class LoadedEnvironment:
             raise TypeError("step returned no observation, but the episode is not done")
         if not isinstance(result.reward, int | float) or not abs(result.reward) < float("inf"):
             raise TypeError(f"step returned the reward {result.reward!r:.80}, expected a finite number")
+        info = result.info
+        if action.calls and "calls" not in info:  # of a class that reads its calls itself
+            info = info | {"calls": [_record(call, mistake) for call in action.calls]}
         if result.observation is None:
-            return result
+            return replace(result, info=info)
         fitted = result.observation
         if not isinstance(environment, ToolEnvironment):  # its own are fitted already
             fitted = self.rule.fit_observation(fitted)
         key = result.state_key or key_of(fitted)
         if len(key) > 16:
             key = key_of(Observation((Message("tool", (key,)),)))
-        return StepResult(fitted, float(result.reward), result.done, key, result.info)
+        return StepResult(fitted, float(result.reward), result.done, key, info)
+
+
+def _record(call: Call, mistake: ToolError) -> dict[str, object]:
+    if call.error:
+        return call_record(call, call.error, "malformed")
+    return call_record(call, str(mistake), mistake.kind if str(mistake) else "")
 
 
 async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: ImageRule) -> LoadedEnvironment:

@@ -47,4 +47,4 @@ class StepResult:
     state_key: bytes = b""
     """The state after this step, at most 16 bytes, for estimators that compare equal states; empty: unsaid."""
     info: dict[str, object] = field(default_factory=dict[str, object])
-    """Small facts for the record: MessagePack types, a few kilobytes at most."""
+    """Small facts for the record: JSON of at most 4096 characters. `calls` is kept for what became of the calls."""

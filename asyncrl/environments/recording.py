@@ -1,13 +1,16 @@
-"""Observations as a group records them: text, and images by content hash with their bytes beside them."""
+"""Observations, calls and facts as a group records them: text, and images by hash, with their bytes beside them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
-from protocol.messages import ObservedImage, ObservedMessage, TextPart
+from protocol.messages import ObservedImage, ObservedMessage, TextPart, ToolCall
+from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 
 
 def recorded(observation: Observation, grids: Iterable[Sequence[int]]) -> tuple[ObservedMessage, ...]:
@@ -49,3 +52,39 @@ def observation_of(messages: Iterable[ObservedMessage], blobs: Mapping[str, byte
 def images_of(messages: Iterable[ObservedMessage]) -> list[ObservedImage]:
     """The images of messages, in order of appearance."""
     return [part for message in messages for part in message.content if isinstance(part, ObservedImage)]
+
+
+def recorded_calls(info: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """The calls of a turn, of the `calls` that who runs an environment has put into its info."""
+    return tuple(
+        ToolCall(
+            name=_cut(call["name"], 200),
+            arguments=_cut(call["arguments"], LONGEST_CALL),
+            error_kind=call["kind"],
+            error=_cut(call["error"], LONGEST_CALL),
+            seconds=call["seconds"],
+        )
+        for call in list(info.get("calls", ()))[:MOST_CALLS]
+    )
+
+
+def recorded_info(info: Mapping[str, Any]) -> str:
+    """JSON of the environment's own facts; empty where there are none. Raises TypeError or ValueError for what is no
+    JSON, or too long."""
+    facts = {key: value for key, value in info.items() if key != "calls"}
+    if not facts:
+        return ""
+    text = _storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
+    if len(text) > LONGEST_INFO:
+        raise ValueError(f"info has {len(text)} characters as JSON, over the limit of {LONGEST_INFO}")
+    return text
+
+
+def _cut(text: str, longest: int) -> str:
+    text = _storable(text)
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _storable(text: str) -> str:
+    """Escape lone surrogates, which no wire takes."""
+    return text.encode(errors="backslashreplace").decode()

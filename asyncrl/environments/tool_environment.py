@@ -158,17 +158,17 @@ class ToolEnvironment:
         for number, call in enumerate(action.calls):
             began = time.perf_counter()
             parts: tuple[Part, ...] = ()
-            error = ""
+            error = kind = ""
             try:
                 if number >= self.calls_per_turn:
-                    raise ToolError(f"not run: a turn may have {self.calls_per_turn} calls")
+                    raise ToolError(f"not run: a turn may have {self.calls_per_turn} calls").of_kind("not_run")
                 parts = await self._run(call)
             except ToolError as mistake:
-                error = str(mistake) or "the call failed"
+                error, kind = str(mistake) or "the call failed", mistake.kind
                 parts = (f"Error: {error}",)
             except EpisodeOver as end:
                 over = end
-            records.append(_record(call, error, parts, time.perf_counter() - began))
+            records.append(call_record(call, error, kind, parts, time.perf_counter() - began))
             if over is not None:
                 break
             messages.append(Message("tool", parts))
@@ -201,11 +201,15 @@ class ToolEnvironment:
 
     async def _run(self, call: Call) -> tuple[Part, ...]:
         if call.error:
-            raise ToolError(call.error)
+            raise ToolError(call.error).of_kind("malformed")
         if call.name not in self.tools:
-            raise ToolError(unknown_tool(call.name, self.tools))
+            raise ToolError(unknown_tool(call.name, self.tools)).of_kind("unknown_tool")
         tool = self.tools[call.name]
-        return parts_of(await self.call(tool, tool.validate(call.arguments)), tool.name, self.image_rule)
+        try:
+            arguments = tool.validate(call.arguments)
+        except ToolError as mistake:
+            raise mistake.of_kind("arguments") from None
+        return parts_of(await self.call(tool, arguments), tool.name, self.image_rule)
 
 
 async def opening_of(environment: Any, start: Start, rule: ImageRule) -> Observation | None:
@@ -282,7 +286,16 @@ def _functions_of(functions: Sequence[Any]) -> Iterator[Callable[..., Any]]:
             yield each
 
 
-def _record(call: Call, error: str, parts: Sequence[Part], seconds: float) -> dict[str, object]:
+def call_record(
+    call: Call, error: str, kind: str, parts: Sequence[Part] = (), seconds: float = 0.0
+) -> dict[str, object]:
+    """A call and what became of it, for the `calls` of a result's info."""
     kinds = {"image" if isinstance(part, bytes) else "text" for part in parts}
-    output = "error" if error else "+".join(sorted(kinds))
-    return {"name": call.name, "error": error, "output": output, "seconds": seconds}
+    return {
+        "name": call.name,
+        "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str) if call.arguments else "",
+        "error": error,
+        "kind": kind,
+        "output": "error" if error else "+".join(sorted(kinds)),
+        "seconds": seconds,
+    }

@@ -32,8 +32,6 @@ from asyncrl.errors import UserError
 from asyncrl.plugins import one_line, shorten
 from asyncrl.rewards import channel, process_reaper
 
-MAX_INFO_BYTES = 16384
-"""Of `StepResult.info`, which every record carries."""
 CLOSE_S = 1.0
 """Seconds for the `close` of an episode whose step was cancelled."""
 
@@ -156,11 +154,9 @@ class _Worker:
         action["calls"] = tuple(Call(**call) for call in action["calls"])
         result = await self._loaded.step(environment, Action(**action))
         try:
-            size = len(channel.pack(result.info))
+            channel.pack(result.info)
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"info holds what MessagePack cannot carry: {error}") from None
-        if size > MAX_INFO_BYTES:
-            raise ValueError(f"info has {size} bytes, over the limit of {MAX_INFO_BYTES}")
         reply = {"reward": result.reward, "done": result.done, "state_key": result.state_key, "info": result.info}
         return reply | {"observation": _packed(result.observation)}
 

@@ -57,7 +57,7 @@ def bridge_problems(group: Group, bridge: TurnBridge | None) -> Iterator[str]:
 
 
 def _has_turns(record: TrajectoryRecord) -> bool:
-    return len(record.turns) > 1 or bool(record.limit) or any(turn.observation for turn in record.turns)
+    return len(record.turns) > 1 or bool(record.limit) or any(t.observation or t.calls or t.info for t in record.turns)
 
 
 def _columns(group: Group, index: int) -> _Columns:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from protocol.messages.tickets import TextPart
-from protocol.messages.wire import ContentHash, Many, Wire
+from protocol.messages.wire import ContentHash, Many, Seconds, Wire
+
+MOST_CALLS = 64
+"""Calls of one turn that its record keeps."""
+LONGEST_CALL = 1000
+"""Characters of a call's arguments, or of its error, that a record keeps."""
+LONGEST_INFO = 4096
+"""Characters of an environment's facts about one turn."""
+CallErrorKind = Literal["", "malformed", "unknown_tool", "arguments", "tool", "not_run"]
 
 
 class FinishReason(StrEnum):
@@ -40,6 +49,28 @@ class ObservedMessage(Wire):
     content: Many[ObservedPart]
 
 
+class ToolCall(Wire):
+    """A call of one turn, and what became of it."""
+
+    name: str = Field(max_length=200)
+    """Name of the tool as the policy wrote it; empty where its text did not get as far."""
+    arguments: str = Field(default="", max_length=LONGEST_CALL)
+    """JSON of the arguments by name, cut where it is longer."""
+    error_kind: CallErrorKind = ""
+    """Empty: it was answered. `malformed`: the text is no call; `arguments`: they do not fit the tool; `tool`: the tool
+    said so; `not_run`: over the limit of calls in one turn."""
+    error: str = Field(default="", max_length=LONGEST_CALL)
+    """What the policy was told."""
+    seconds: Seconds = 0.0
+    """In the tool; 0 where the environment does not measure its calls one by one."""
+
+
+def _is_json_object(text: str) -> str:
+    if text and not isinstance(json.loads(text), dict):
+        raise ValueError("info is no JSON object")
+    return text
+
+
 class Turn(Wire):
     """Tokens `[start, end)` of the completion that one assistant message sampled."""
 
@@ -54,3 +85,9 @@ class Turn(Wire):
     observation: Many[ObservedMessage] = ()
     """The messages that were shown after it, of which the tokens between it and the next turn are made; none after the
     last turn."""
+    calls: Annotated[Many[ToolCall], Field(max_length=MOST_CALLS, exclude_if=lambda calls: not calls)] = ()
+    """The first MOST_CALLS calls that its text holds; not on the wire where there is none."""
+    info: Annotated[
+        str, Field(max_length=LONGEST_INFO, exclude_if=lambda info: not info), AfterValidator(_is_json_object)
+    ] = ""
+    """A JSON object: the environment's facts about this turn, for the record. Nothing is trained on it."""

@@ -21,6 +21,7 @@ from protocol.messages import (
     FinishReason,
     Group,
     GroupTimings,
+    ToolCall,
     TrajectoryRecord,
     TrajectoryStatus,
     Turn,
@@ -88,6 +89,8 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
                     finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
                     reward=0.25 * number,
                     state_key=f"{number:02x}",
+                    calls=(ToolCall(name="look", arguments='{"at": 1}', seconds=0.5),) if observation else (),
+                    info='{"hit": true}' if observation else "",
                     observation=recorded(observation, facts.image_grids) if observation and facts else (),
                 )
             )

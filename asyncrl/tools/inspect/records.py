@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from typing import Any
@@ -56,6 +57,8 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
                 **{name: getattr(turn, name) for name in ("start", "end", "finish_reason")},
                 "reward": _finite(turn.reward),
                 "versions": sorted(set(trajectory.versions[turn.start : turn.end].tolist())),
+                "calls": [call.model_dump() for call in turn.calls],
+                "info": json.loads(turn.info) if turn.info else {},
                 "shown": [_shown(message) for message in turn.shown],
             }
             for turn in trajectory.turns

@@ -34,6 +34,7 @@ from asyncrl.tools.samples.model import (
     SampleImage,
     SampleQuery,
     SampleRow,
+    SampleTurn,
     ShownMessage,
     TrajectoryDetail,
 )
@@ -214,6 +215,7 @@ def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str,
         facts = f"   reward {_number(turn.reward)}   version {versions}   {turn.finish_reason}"
         yield Text.assemble((f"turn {number}", "bold"), (facts, "dim"))
         yield _coloured(trajectory, colouring, levels, slice(turn.start, turn.end))
+        yield from _calls(turn)
         yield from _shown(turn.shown, console)
     if not trajectory.turns:
         yield _coloured(trajectory, colouring, levels, slice(None))
@@ -223,6 +225,17 @@ def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str,
         yield Text(f"versions {_stretches(trajectory.versions)}, consumed at {trajectory.consumed_at}", "dim")
     if colouring == "diff":
         yield from _largest_differences(trajectory)
+
+
+def _calls(turn: SampleTurn) -> Iterator[Text]:
+    """What the turn called with what became of it, and the environment's facts."""
+    for call in turn.calls:
+        what = Text.assemble(("call  ", "dim"), (visible(call.name) or MISSING, "bold"), f" {visible(call.arguments)}")
+        ended = f"{call.error_kind}: {visible(call.error)}" if call.error_kind else "ok"
+        took = f"   {call.seconds:.2f} s" if call.seconds else ""
+        yield what.append(f"   {ended}{took}", "red" if call.error_kind else "dim")
+    if turn.info:
+        yield Text(f"info  {visible(turn.info)}", "dim")
 
 
 def _coloured(trajectory: TrajectoryDetail, colouring: Colouring, levels: str, part: slice) -> Text:

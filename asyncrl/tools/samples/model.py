@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from protocol.messages import ToolCall
+
 Order = Literal["newest", "oldest", "best", "worst", "stalest", "longest"]
 
 
@@ -95,6 +97,9 @@ class SampleTurn:
     reward: float | None
     """What the environment gave for it; None where it was not asked."""
     shown: tuple[ShownMessage, ...]
+    calls: tuple[ToolCall, ...] = ()
+    info: str = ""
+    """JSON of the environment's facts about it; empty: none."""
 
 
 @dataclass(frozen=True)

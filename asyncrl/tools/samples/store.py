@@ -183,6 +183,8 @@ def _turns(record: TrajectoryRecord, group: Group) -> tuple[SampleTurn, ...]:
             str(turn.finish_reason or record.finish_reason),
             turn.reward,
             _messages(turn.observation, group),
+            turn.calls,
+            turn.info,
         )
         for turn in record.turns
     )

@@ -40,6 +40,7 @@ from protocol.messages import (
     TicketFailed,
     TicketKind,
     Tickets,
+    ToolCall,
     TrajectoryOrder,
     TrajectoryRecord,
     TrajectoryStatus,
@@ -129,6 +130,9 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
     )
 
 
+CALL = ToolCall(name="crop", arguments='{"row": 1}', error_kind="tool", error="no", seconds=0.25)
+
+
 def conversation(ticket_id: int) -> Group:
     """A group whose prompt an environment opened, and whose first trajectory it showed an image after a turn."""
     digest, data = image(ticket_id)
@@ -139,7 +143,16 @@ def conversation(ticket_id: int) -> Group:
     )
     right = group(ticket_id, 0, "server-0", [9, 4])
     turns = (
-        Turn(start=0, end=2, finish_reason=FinishReason.STOP, reward=0.5, state_key="0a", observation=shown),
+        Turn(
+            start=0,
+            end=2,
+            finish_reason=FinishReason.STOP,
+            reward=0.5,
+            state_key="0a",
+            observation=shown,
+            calls=(CALL,),
+            info='{"hit": true}',
+        ),
         Turn(start=6, end=9, finish_reason=FinishReason.LENGTH),
     )
     first = right.trajectories[0].model_copy(update={"turns": turns, "limit": "turns"})

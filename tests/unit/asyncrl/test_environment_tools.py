@@ -278,6 +278,7 @@ def test_each_call_of_a_turn_gets_a_message_and_rewards_add_up() -> None:
     assert texts(result)[5] == "Error: not run: a turn may have 4 calls"
     assert result.reward == 0.5
     assert [each["output"] for each in result.info["calls"]] == ["text"] * 3 + ["error"] * 2  # type: ignore[attr-defined]
+    assert [each["kind"] for each in result.info["calls"]] == ["", "", "", "unknown_tool", "not_run"]  # type: ignore[attr-defined]
     _, result = play(("count", {}), ("finish", {}), ("count", {}))
     assert (result.done, result.reward, result.info["found"]) == (True, 1.25, True)
     _, result = play()

@@ -32,7 +32,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import FinishReason, Group, ObservedImage, TextPart, TrajectoryStatus
+from protocol.messages import FinishReason, Group, ObservedImage, TextPart, ToolCall, TrajectoryStatus
 from tests.rigs.conversations import LIMITS, OPENING, SHOWN, TALL, conversation
 from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.pictures import picture
@@ -193,6 +193,19 @@ def test_a_right_conversation_passes_also_after_the_wire_and_the_journal(
     assert kept.trajectories == item.group.trajectories
     assert {digest: bytes(data) for digest, data in kept.blobs.items()} == item.group.blobs
     assert as_journaled(item.prepared, kept).group is kept
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"info": '{"a": "' + "x" * 5000 + '"}'}, {"info": "[1]"}, {"info": "{"}, {"calls": (ToolCall(name="a"),) * 65}],
+    ids=["long", "no object", "no JSON", "calls"],
+)
+def test_calls_and_facts_over_their_size_are_refused_on_the_wire(
+    made: tuple[PromptProcessor, ReceivedGroup], changes: dict[str, Any]
+) -> None:
+    frames = encode(with_turn(made[1].group, 0, 0, **changes))
+    with pytest.raises(ProtocolError, match=r"info|calls"):
+        decode(frames, (Group,), Limits())
 
 
 @pytest.mark.parametrize("name", TAMPERED)

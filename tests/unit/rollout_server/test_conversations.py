@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.environments.interface import Start
+from asyncrl.environments.interface import Call, Start
 from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.tool_environment import call_record
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.score import Score
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import Group, TicketFailed, TrajectoryStatus
+from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 from rollout_server.conversation import Environments
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.group_producer import GroupProducer
@@ -118,6 +121,28 @@ def test_a_limit_may_cost_the_score(make_config: MakeConfig) -> None:
     group = converse(make_config, Play(("1",), ("2",), ("3",)), Play(DONE), zero_over_limit=True)
     assert isinstance(group, Group)
     assert [record.reward for record in group.trajectories] == [0.0, 3.0]
+
+
+def test_calls_and_facts_are_recorded_and_cost_nothing_where_there_are_none(make_config: MakeConfig) -> None:
+    long, broken = {"query": "x" * 2000}, Call("1", "", {}, "no JSON at position 3 \ud800")
+    calls = [
+        call_record(Call("0", "search", long), "", "", ("found",), 0.5),
+        call_record(broken, broken.error, "malformed"),
+    ]
+    seen = StepResult(Observation((Message("tool", ("1",)),)), info={"calls": calls * 40, "hit": 0.5})
+    group = converse(make_config, Play(seen, DONE))
+    assert isinstance(group, Group)
+    first, second = group.trajectories[0].turns
+    assert len(first.calls) == MOST_CALLS
+    assert (first.calls[0].name, first.calls[0].error_kind, first.calls[0].seconds) == ("search", "", 0.5)
+    assert len(first.calls[0].arguments) == LONGEST_CALL
+    assert first.calls[1].error == "no JSON at position 3 \\ud800"
+    assert json.loads(first.info) == {"hit": 0.5}
+    assert not {"calls", "info"} & second.model_dump().keys(), "not on the wire"
+    for info in ({"text": "x" * LONGEST_INFO}, {"hit": float("nan")}, {"hit": object()}):
+        group = converse(make_config, Play(StepResult(None, done=True, info=info)))
+        assert isinstance(group, Group)
+        assert group.trajectories[0].error_kind == "environment_exception"
 
 
 def test_long_texts_are_cut_and_say_so(make_config: MakeConfig) -> None:

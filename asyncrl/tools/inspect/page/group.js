@@ -36,6 +36,15 @@ const Group = (() => {
       ...message.parts.map((part) => (typeof part === "string" ? element("span", { class: "text" }, visible(part)) : picture(part, group.ticket_id, 0, 1)))));
   }
 
+  // What a turn called, with what became of it, and the environment's facts.
+  function called({ calls, info }) {
+    const made = calls.map((call) => element("p", { class: "turn" }, element("span", { class: "soft" }, "call "), element("b", {}, visible(call.name) || "–"),
+      ` ${visible(call.arguments)} `, element("span", { class: call.error_kind ? "bad" : "soft" },
+        call.error_kind ? `${call.error_kind}: ${visible(call.error)}` : "ok"), call.seconds ? ` ${number(call.seconds, 2)} s` : ""));
+    const facts = Object.keys(info).length ? [element("p", { class: "turn soft" }, visible(JSON.stringify(info)))] : [];
+    return [...made, ...facts];
+  }
+
   // The tokens of one turn as a completion of their own.
   function partOf(one, { start, end }) {
     const cut = (column) => (column === null ? null : column.slice(start, end));
@@ -47,7 +56,7 @@ const Group = (() => {
   function talk(one) {
     const made = one.turns.flatMap((turn, i) => [
       element("p", { class: "turn soft" }, element("b", {}, `turn ${i}`), ` reward ${number(turn.reward, 2)} · version ${turn.versions.join(", ")} · ${turn.finish_reason}`),
-      render(partOf(one, turn), colouring(), `Turn ${i} of completion ${one.trajectory}`), ...shown(turn.shown)]);
+      render(partOf(one, turn), colouring(), `Turn ${i} of completion ${one.trajectory}`), ...called(turn), ...shown(turn.shown)]);
     return one.limit ? [...made, element("p", { class: "turn warn" }, `ended by environment.limits.${one.limit}`)] : made;
   }
 
