@@ -20,7 +20,7 @@ SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]
 """Of the images in the rows: height and width in pixels."""
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "gemma3", "tokens"])
+@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "gemma3", "idefics3", "llava_next", "tokens"])
 def test_a_family_is_trained_by_two_services(
     make_config: Callable[..., RunConfig], tmp_path: Path, family: str
 ) -> None:
