@@ -71,7 +71,8 @@ class VisionFeatures:
         `tower` is the model's `frozen_vision`. Where that is empty, or there are videos, pixels stay.
         """
         device = inputs["input_ids"].device
-        pieces = images_of(model).apart(inputs) if tower and "pixel_values_videos" not in inputs else None
+        has_features = bool(tower) and "pixel_values" in inputs and "pixel_values_videos" not in inputs
+        pieces = images_of(model).apart(inputs) if has_features else None
         moved = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
         if pieces is None:
             return moved

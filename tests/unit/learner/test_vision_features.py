@@ -115,6 +115,16 @@ def test_loss_and_gradients_stay_and_each_image_is_computed_once(make_run: Calla
         assert torch.equal(gradients[0][name], gradients[1][name]), f"{name}: kept features are those computed"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_of_text_alone_has_no_features(make_config: MakeConfig, tmp_path: Path, family: str) -> None:
+    model = {"path": str(FAMILIES[family](tmp_path / "model")), **FROZEN}
+    data = write_rows(tmp_path, [{"prompt": "no image"}] * 2)
+    config = make_config(model=model, data=data, batch={"prompts_per_step": 2, "group_size": 4})
+    engine, (metrics,), _ = take_steps(config)
+    assert engine.calls == 0
+    assert "vision/images" not in metrics
+
+
 @pytest.mark.parametrize(
     "model",
     [
