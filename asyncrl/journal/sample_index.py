@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from protocol.messages import Group, Prompt, TrajectoryRecord
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "samples.sqlite"
-SCHEMA = 1
+SCHEMA = 2
 """SQLite's user_version."""
 TABLES = f"""
 CREATE TABLE prompts (
@@ -41,6 +42,9 @@ CREATE TABLE trajectories (
     status TEXT NOT NULL, finish_reason TEXT NOT NULL, reward REAL, advantage REAL, length INTEGER NOT NULL,
     staleness INTEGER NOT NULL, logprob_diff_max REAL, error TEXT NOT NULL,
     PRIMARY KEY (step, ticket_id, trajectory)) WITHOUT ROWID;
+CREATE TABLE conversations (
+    ticket_id INTEGER NOT NULL, trajectory INTEGER NOT NULL, step INTEGER NOT NULL, ended TEXT NOT NULL,
+    calls TEXT NOT NULL, PRIMARY KEY (step, ticket_id, trajectory)) WITHOUT ROWID;
 CREATE INDEX best ON trajectories (reward DESC, step DESC, ticket_id DESC, trajectory);
 CREATE INDEX stalest ON trajectories (staleness DESC, step DESC, ticket_id DESC, trajectory);
 CREATE INDEX longest ON trajectories (length DESC, step DESC, ticket_id DESC, trajectory);
@@ -151,11 +155,28 @@ def insert_group(
     db.execute(f"INSERT OR IGNORE INTO prompts VALUES ({_marks(7)})", prompt_row)
     db.execute(f"INSERT OR REPLACE INTO groups VALUES ({_marks(4)})", (ticket_id, step, prompt_row[0], group.server_id))
     db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(12)})", rows)
+    conversations = [
+        (ticket_id, number, step, record.end, calls_text(record))
+        for number, record in enumerate(group.trajectories)
+        if record.is_answered
+    ]
+    db.executemany(f"INSERT OR REPLACE INTO conversations VALUES ({_marks(5)})", conversations)
     if trained is not None and differences is not None:
         masked = np.packbits(trained.masked).tobytes() if trained.masked.any() else None
         with np.errstate(over="ignore"):  # a difference too large for fp16 is stored as infinite
             tokens = (ticket_id, differences.astype(np.float16).tobytes(), masked)
         db.execute(f"INSERT OR REPLACE INTO trained_tokens VALUES ({_marks(3)})", tokens)
+
+
+def calls_text(record: TrajectoryRecord) -> str:
+    """The different calls of a trajectory, to be searched: `|crop:|search:tool|`, the kind of error behind the name."""
+    calls = dict.fromkeys(f"{call_name(call.name)}:{call.error_kind}" for turn in record.turns for call in turn.calls)
+    return f"|{'|'.join(calls)}|" if calls else ""
+
+
+def call_name(name: str) -> str:
+    """A tool's name as `calls_text` has it."""
+    return _storable(re.sub(r"[|:]", "_", name))
 
 
 def read_trained_tokens(db: sqlite3.Connection, group: Group) -> tuple[np.ndarray | None, np.ndarray]:
@@ -223,6 +244,7 @@ class SampleIndex:
             with self._transaction() as db:
                 _forget_tokens(db, "step > ?", step)
                 db.execute("DELETE FROM trajectories WHERE step > ?", (step,))
+                db.execute("DELETE FROM conversations WHERE step > ?", (step,))
                 dropped = db.execute("DELETE FROM groups WHERE step > ?", (step,)).rowcount
             if dropped:
                 logger.info("resuming after step %d: dropped %d later groups of %s", step, dropped, self._path.name)

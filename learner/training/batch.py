@@ -314,7 +314,7 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     turns = [len(record.turns) for record in records]
     kinds = Counter(filter(None, (record.environment_error for record in records)))
-    ends = Counter(_end(record) for record in records)
+    ends = Counter(record.end for record in records)
     return {
         "env/turns": float(np.mean(turns)),
         "env/turns_max": float(max(turns)),
@@ -323,9 +323,3 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
         **{f"env/ends/{end}": float(ends[end]) for end in ("done", "cut", *filter(None, get_args(Limit)), "failed")},
         **{f"env/errors/{kind.removeprefix('environment_')}": float(number) for kind, number in kinds.items()},
     }
-
-
-def _end(record: TrajectoryRecord) -> str:
-    if record.environment_error:
-        return "failed"
-    return record.limit or ("cut" if record.finish_reason is FinishReason.LENGTH else "done")

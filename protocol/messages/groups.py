@@ -52,6 +52,19 @@ class TrajectoryRecord(Wire):
         """The kind of failure by which the environment lost it; empty: none."""
         return self.error_kind if self.error_kind.startswith("environment_") else ""
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether an environment, or its limits, had a part in it."""
+        answered = any(turn.reward is not None or turn.observation for turn in self.turns)
+        return answered or bool(self.limit or self.environment_error)
+
+    @property
+    def end(self) -> str:
+        """What ended a conversation: `done` (policy or environment), `cut` (its last turn), a limit, or `failed`."""
+        if self.environment_error:
+            return "failed"
+        return self.limit or ("cut" if self.finish_reason is FinishReason.LENGTH else "done")
+
 
 class GroupTimings(Wire):
     """Seconds, measured on the server."""

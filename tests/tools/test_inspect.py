@@ -68,6 +68,8 @@ def test_all_filters_become_one_query() -> None:
         ({"reward": "5-1"}, "5 is above 1"),
         ({"status": "broken"}, "'broken'"),
         ({"order": "random"}, "newest"),
+        ({"end": "max"}, "'max'"),
+        ({"error": "loud"}, "'loud'"),
         (
             {"step": "9" * 20},
             "step 99999999999999999999 is out of range. Write numbers from -4611686018427387904 to 46",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +21,13 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.sample_index import INDEX_FILE, SampleIndex, TrainedBatch
+from asyncrl.journal.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, TrainedBatch, insert_group
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.tools.inspect.__main__ import main as inspect
+from asyncrl.tools.inspect.filters import read_query
+from asyncrl.tools.samples import query as queries
 from asyncrl.tools.samples.model import Order, SampleQuery, SampleRow
 from asyncrl.tools.samples.store import SampleStore
 from learner.training.batch import Batch
@@ -32,6 +35,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
+from tests.rigs.fuzz import content as fuzz
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
 EVERYTHING = 1000
@@ -358,3 +362,30 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     assert 0 < step.trained.masked[trained].mean() == pytest.approx(values["mask_fraction"])
     assert not step.trained.masked[~trained].any()
     assert step.trained.advantages.shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ({"end": "turns"}, [(7, 0)]),
+        ({"end": "done"}, []),
+        ({"tool": "crop"}, [(7, 0)]),
+        ({"tool": "cro"}, []),
+        ({"error": "any"}, [(7, 0)]),
+        ({"error": "malformed"}, []),
+        ({"tool": "crop", "error": "tool, arguments", "end": "turns,cut"}, [(7, 0)]),
+        ({"tool": "look", "error": "any"}, []),
+        ({"tool": "|crop"}, []),
+        ({}, [(7, 0), (7, 1), (8, 0), (8, 1)]),
+    ],
+)
+def test_trajectories_are_found_by_their_end_and_their_calls(
+    words: dict[str, str], found: list[tuple[int, int]]
+) -> None:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        db.executescript(TABLES)
+        asked = PromptText("row", ({"role": "user", "content": "q"},), "a", ())
+        for group in (fuzz.conversation(7), fuzz.group(8, 0, "server-0", [3, 4])):
+            insert_group(db, group, asked, step=1, version=0)
+        assert sorted(queries.find(db, read_query(words), 10, 0)) == found
+        assert queries.count(db, read_query(words)) == len(found)

@@ -14,7 +14,7 @@ from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import command
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.reading import unreadable_as_user_error
-from asyncrl.tools.inspect.filters import FILTERS, ORDERS, STATUSES, read_query
+from asyncrl.tools.inspect.filters import ANY_ERROR, CALL_ERRORS, ENDS, FILTERS, ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.records import detail_record, row_record
 from asyncrl.tools.inspect.terminal import print_group, print_listing
 from asyncrl.tools.inspect.token_levels import COLOURINGS
@@ -45,6 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     filters.add_argument("--status", default="", metavar="STATUS,...", help=f"of {', '.join(STATUSES)}")
     filters.add_argument("--staleness", default="", metavar="A[-B]", help="of the oldest token, in policy versions")
     filters.add_argument("--prompt", default="", metavar="TEXT", help="which the prompt contains, in either case")
+    turns = parser.add_argument_group("filters of trajectories of several turns")
+    turns.add_argument("--end", default="", metavar="END,...", help=f"what ended it, of {', '.join(ENDS)}")
+    turns.add_argument("--tool", default="", metavar="NAME", help="which it called")
+    turns.add_argument(
+        "--error",
+        default="",
+        nargs="?",
+        const=ANY_ERROR,
+        metavar="KIND,...",
+        help=f"a call went wrong, with --tool one of that tool: in any way, or of {', '.join(CALL_ERRORS)}",
+    )
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--order", default="", choices=ORDERS, help=f"which come first; default: {ORDERS[0]}")
     shown.add_argument("--limit", type=_count, default=20, metavar="N", help="samples of a list; default: 20")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from asyncrl.errors import UserError
 from asyncrl.tools.samples.model import Order, SampleQuery
 from protocol.messages import TrajectoryStatus
+from protocol.messages.groups import Limit
+from protocol.messages.turns import CallErrorKind
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 STATUSES = tuple(str(status) for status in TrajectoryStatus)
-FILTERS = ("step", "reward", "status", "staleness", "prompt", "order")
+FILTERS = ("step", "reward", "status", "staleness", "prompt", "end", "tool", "error", "order")
+ENDS = ("done", "cut", *filter(None, get_args(Limit)), "failed")
+"""What ends a trajectory of several turns."""
+CALL_ERRORS = get_args(CallErrorKind)[1:]
+ANY_ERROR = "any"
 LARGEST = 2**62
 """The largest whole number of a filter: SQLite's integers have 64 bits."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -27,9 +33,12 @@ def read_query(words: Mapping[str, str]) -> SampleQuery:
     return SampleQuery(
         steps=_whole("step", given["step"]) if "step" in given else None,
         rewards=_range("reward", given["reward"]) if "reward" in given else None,
-        statuses=_statuses(given.get("status", "")),
+        statuses=_names("status", "status of a trajectory", given.get("status", ""), STATUSES),
         staleness=_whole("staleness", given["staleness"]) if "staleness" in given else None,
         prompt=given.get("prompt", ""),
+        ends=_names("end", "end of a trajectory of several turns", given.get("end", ""), ENDS),
+        tool=given.get("tool", ""),
+        call_errors=_call_errors(given["error"]) if "error" in given else None,
         order=_order(given.get("order", ORDERS[0])),
     )
 
@@ -61,12 +70,17 @@ def _whole(name: str, text: str) -> tuple[int, int]:
     return math.ceil(max(low, -LARGEST)), math.floor(min(high, LARGEST))
 
 
-def _statuses(text: str) -> tuple[str, ...]:
+def _names(name: str, meaning: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     asked = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    unknown = [word for word in asked if word not in STATUSES]
+    unknown = [word for word in asked if word not in known]
     if unknown:
-        raise UserError(f"there is no status {unknown[0]!r}. Those of a trajectory are {', '.join(STATUSES)}")
+        raise UserError(f"there is no {name} {unknown[0]!r}. A {meaning} is one of {', '.join(known)}")
     return asked
+
+
+def _call_errors(text: str) -> tuple[str, ...]:
+    """Kinds of error; none for any."""
+    return () if text == ANY_ERROR else _names("error", "kind of a call's error", text, CALL_ERRORS)
 
 
 def _order(text: str) -> Order:

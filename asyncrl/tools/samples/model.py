@@ -24,6 +24,12 @@ class SampleQuery:
     """Versions between the oldest sampled token and the policy that consumed it."""
     prompt: str = ""
     """A part of the prompt's text, in upper or lower case."""
+    ends: tuple[str, ...] = ()
+    """What ended it, of conversations: `done`, `cut`, `failed`, or a limit."""
+    tool: str = ""
+    """A tool that it called."""
+    call_errors: tuple[str, ...] | None = None
+    """Kinds of error of a call of it, of `tool` where one is given; empty: any; None: calls may be right."""
     order: Order = "newest"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.errors import UserError
+from asyncrl.journal.sample_index import call_name
 from asyncrl.tools.samples.model import SampleQuery, SampleRow
+from protocol.messages.turns import CallErrorKind
 
 PROMPT_SHOWN = 200
 """Characters of a prompt in a list."""
@@ -57,6 +59,21 @@ def read_group(db: sqlite3.Connection, ticket_id: int, *, has_payload: bool) -> 
     )
 
 
+def _calls(query: SampleQuery) -> list[tuple[str, list[str]]]:
+    """Conditions on the table of conversations, with their values."""
+    conditions: list[tuple[str, list[str]]] = []
+    if query.ends:
+        conditions.append((f"ended IN ({', '.join('?' * len(query.ends))})", list(query.ends)))
+    name = call_name(query.tool)
+    if query.call_errors is not None:
+        kinds = query.call_errors or get_args(CallErrorKind)[1:]
+        sought = [f"{'|' * bool(name)}{name}:{kind}|" for kind in kinds]
+        conditions.append((f"({' OR '.join(['instr(calls, ?)'] * len(sought))})", sought))
+    elif name:
+        conditions.append(("instr(calls, ?)", [f"|{name}:"]))
+    return conditions
+
+
 def _conditions(query: SampleQuery) -> tuple[str, tuple[Any, ...]]:
     """Build a WHERE clause and the values of its parameters."""
     conditions: list[str] = []
@@ -68,6 +85,12 @@ def _conditions(query: SampleQuery) -> tuple[str, tuple[Any, ...]]:
     if query.statuses:
         conditions.append(f"status IN ({', '.join('?' * len(query.statuses))})")
         values += query.statuses
+    if inner := _calls(query):
+        columns = "(step, ticket_id, trajectory)"
+        texts, found = zip(*inner, strict=True)
+        conversations = f"SELECT step, ticket_id, trajectory FROM conversations WHERE {' AND '.join(texts)}"
+        conditions.append(f"{columns} IN ({conversations})")
+        values += [value for given in found for value in given]
     if query.prompt:
         conditions.append("prompt_id IN (SELECT prompt_id FROM prompts WHERE instr(folded, ?))")
         values.append(query.prompt.casefold())

@@ -3,7 +3,8 @@
   "use strict";
   const { element, visible, number } = Tokens;
   const { words, pageNumber, chosen, go, fetchJson } = Address;
-  const FILTERS = ["step", "reward", "status", "staleness", "prompt", "order"];
+  const FILTERS = ["step", "reward", "status", "staleness", "prompt", "end", "tool", "error", "order"];
+  const TYPED = ["step", "reward", "staleness", "prompt", "end", "tool", "error"];
   const PAGE_ROWS = 50;
   const POLL_MS = 5000;
   const byId = (id) => document.getElementById(id);
@@ -45,7 +46,7 @@
 
   function fillFilters() {
     const given = words();
-    for (const name of ["step", "reward", "staleness", "prompt"]) form.elements[name].value = given.get(name) ?? "";
+    for (const name of TYPED) form.elements[name].value = given.get(name) ?? "";
     form.elements.order.value = given.get("order") ?? run.orders[0];
     const statuses = (given.get("status") ?? "").split(",");
     for (const box of byId("statuses").querySelectorAll("input")) box.checked = statuses.includes(box.value);
@@ -53,7 +54,7 @@
 
   function readFilters() {
     const changes = { page: null, sample: null };
-    for (const name of ["step", "reward", "staleness", "prompt"]) changes[name] = form.elements[name].value.trim();
+    for (const name of TYPED) changes[name] = form.elements[name].value.trim();
     changes.order = form.elements.order.value === run.orders[0] ? null : form.elements.order.value;
     changes.status = [...byId("statuses").querySelectorAll("input:checked")].map((box) => box.value).join(",");
     go(changes, true);
@@ -101,8 +102,8 @@
     notice.textContent = problem ? problem.message : found.rows.length ? "" : "No sample fits these filters.";
     notice.hidden = notice.textContent === "";
     notice.className = problem ? "bad" : "";
-    for (const name of ["step", "reward", "staleness"]) {
-      form.elements[name].setAttribute("aria-invalid", String(problem !== null && problem.message.startsWith(name)));
+    for (const name of ["step", "reward", "staleness", "end", "error"]) {
+      form.elements[name].setAttribute("aria-invalid", String(problem !== null && (problem.message.startsWith(name) || problem.message.startsWith(`there is no ${name} `))));
     }
     const last = found.offset + found.rows.length;
     byId("range").textContent = found.rows.length
