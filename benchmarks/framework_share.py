@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -137,7 +138,9 @@ def run(folder: Path, length: int, steps: int, overrides: list[str]) -> Meter:
         command = [sys.executable, "-m", "rollout_server", "--config", str(file)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            service.Learner(config).run()
+            learner = service.Learner(config)
+            gc.freeze()  # as `python -m learner` does
+            learner.run()
         finally:
             server.terminate()
             server.wait()

@@ -46,6 +46,8 @@ def main() -> None:
     run("-m", "benchmarks.packed_against_padded")
     print("\n## Kept features of images\n", flush=True)
     run("-m", "benchmarks.vision_reuse")
+    print("\n## What a step spends beside the model\n", flush=True)
+    run("-m", "benchmarks.framework_share")
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
     print("\n## Staleness under heavy-tailed lengths\n", flush=True)

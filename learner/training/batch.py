@@ -207,9 +207,10 @@ def make_batch(
         completions: list[Completion] = []
         loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
         left_out = item.is_baseline | item.lacks_baseline
-        for index, (record, is_out) in enumerate(zip(group.trajectories, left_out, strict=True)):
-            tokens = group.span(index)
-            token_ids, mask = group.token_ids[tokens], loss_mask[tokens]
+        ends = group.lengths.cumsum().tolist()
+        rows = zip(group.trajectories, left_out.tolist(), [0, *ends[:-1]], ends, strict=True)
+        for index, (record, is_out, start, end) in enumerate(rows):
+            token_ids, mask = group.token_ids[start:end], loss_mask[start:end]
             if record.status.is_scored and mask.any() and not is_out:
                 completions.append(Completion(len(scores), token_ids, mask, observed_row(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
