@@ -18,7 +18,6 @@ from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import BadRow
 from asyncrl.rewards.evaluation_scores import evaluation_scores
-from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.environment import record_start
@@ -26,12 +25,12 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.samples import sample_of_group
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
-from protocol.messages import TrajectoryOrder
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -240,40 +239,7 @@ class Reporter:
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
         """Record these groups with their texts and images."""
         for item in received:
-            prompt, group = item.ticket.prompt, item.group
-            token_ids = np.split(group.token_ids, np.cumsum(group.lengths)[:-1])
-            completions = [
-                {
-                    "text": self._processor.decode(ids),
-                    "reward": record.reward,
-                    "rewards": record.rewards,
-                    "status": str(record.status),
-                    "error": record.error_message,
-                    "finish_reason": str(record.finish_reason),
-                    "length": len(ids),
-                    "token_ids": ids.tolist(),
-                }
-                | ({"order": order} if (order := _named(item.ticket.order(index))) else {})
-                for index, (record, ids) in enumerate(zip(group.trajectories, token_ids, strict=True))
-            ]
-            first_frames = [video.frame_hashes[0] for video in prompt.videos]
-            shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
-            sample = {
-                "step": step,
-                "row_id": prompt.row_id,
-                "prompt": plain_text(prompt.messages[-1]),
-                "answer": prompt.answer,
-                "images": list(prompt.image_hashes),
-                "videos": first_frames,
-                "completions": completions,
-            }
-            self._behind.do(self.recorder.sample, sample, shown)
-
-
-def _named(order: TrajectoryOrder) -> str:
-    """Name what a trajectory was asked for besides being sampled."""
-    begins = f"begins with {len(order.prefix)} tokens that were put there" * bool(order.prefix)
-    return ", ".join(filter(None, ("greedy" * order.greedy, begins, "saw distorted images" * bool(order.images))))
+            self._behind.do(self.recorder.sample, *sample_of_group(item, step, self._processor.decode))
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

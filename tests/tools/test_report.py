@@ -135,6 +135,35 @@ def test_images_come_from_their_folder_scaled_down_and_share_a_budget(tmp_path: 
     assert [pictures.get(name).problem for name in names] == [*problems, "damaged, or no image"]
 
 
+def test_a_trajectory_of_several_turns_is_a_chat_with_its_images(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    digest = made.image(run, colour="teal")
+    crop = {"name": "crop", "arguments": '{"row": 1}', "error_kind": "", "error": "", "seconds": 0.1}
+    wrong = crop | {"error_kind": "arguments", "error": HOSTILE}
+    turns: list[dict] = [
+        {"text": "look there", "reward": 0.5, "versions": [3, 4], "calls": [crop, wrong], "info": '{"hit": true}',
+         "shown": [{"role": "tool", "parts": ["here it is", {"image": digest}, {"image": "../x"}]}]},
+        {"text": "a seven", "reward": None, "versions": "?", "calls": [3], "shown": [{"role": 1}, "?"]},
+    ]  # fmt: skip
+    one = made.completion("look there ... a seven", 1.0) | {"turns": turns, "end": "turns"}
+    made.lines(run / "samples.jsonl", [made.sample(1, [], one) | {"opening": [{"role": "user", "parts": ["begin"]}]}])
+    text = page_of(read_run(run))
+    said = [
+        "begin",
+        "look there",
+        "version 3, 4",
+        "crop",
+        "arguments: ",
+        "here it is",
+        "not an image",
+        "a seven",
+    ]
+    assert [word for word in said if word not in text] == []
+    assert text.index("turn 0") < text.index("here it is") < text.index("data:image/png") < text.index("turn 1")
+    assert "2 turns, ended by turns" in text
+    assert HOSTILE not in text
+
+
 def test_a_directory_without_a_run_and_a_file_that_cannot_be_written_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

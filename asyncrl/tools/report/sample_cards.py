@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.telemetry.jsonl import read_records
 from asyncrl.tools.numbers import count
 from asyncrl.tools.recorded_run import SAMPLES_FILE, Record, RecordedRun, number
-from asyncrl.tools.report.embedded_images import EmbeddedImages
+from asyncrl.tools.report.embedded_images import EmbeddedImage, EmbeddedImages
 from asyncrl.tools.report.markup import LABELS
 
 PERIODS = 6
@@ -26,7 +26,8 @@ MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
 OPEN_COMPLETIONS = 3
 """Completions of a card that are not folded."""
-COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order")
+MAX_TURNS = 32
+COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order", "turns")
 """Completions with equal values of these keys are shown once."""
 
 
@@ -130,10 +131,46 @@ def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) ->
         "mean": fmean(rewards) if rewards else None,
         "images": [images.get(digest) for digest in media[:MAX_IMAGES]],
         "more_images": max(0, len(media) - MAX_IMAGES),
-        "completions": [(alike[0], len(alike), _tone(number(alike[0].get("reward")), scale)) for alike in shown],
+        "opening": _shown(sample.get("opening"), images),
+        "completions": [
+            (alike[0] | {"chat": _chat(alike[0], images)}, len(alike), _tone(number(alike[0].get("reward")), scale))
+            for alike in shown
+        ],
         "open": OPEN_COMPLETIONS,
         "left_out": len(completions) - sum(map(len, shown)),
     }
+
+
+def _chat(completion: Record, images: EmbeddedImages) -> list[dict[str, Any]]:
+    """The turns of a conversation, as far as they can be read; none of other completions."""
+    turns = completion.get("turns")
+    return [
+        {
+            **{name: turn.get(name) for name in ("text", "reward", "info")},
+            "versions": turn["versions"] if isinstance(turn.get("versions"), list) else [],
+            "calls": [call for call in _list(turn.get("calls")) if isinstance(call, dict)],
+            "shown": _shown(turn.get("shown"), images),
+        }
+        for turn in _list(turns)[:MAX_TURNS]
+        if isinstance(turn, dict)
+    ]
+
+
+def _shown(messages: Any, images: EmbeddedImages) -> list[tuple[str, list[Any]]]:
+    """Role and parts of each message: texts, and embedded images."""
+    return [
+        (str(message.get("role")), [_part(part, images) for part in _list(message.get("parts"))])
+        for message in _list(messages)
+        if isinstance(message, dict)
+    ]
+
+
+def _part(part: Any, images: EmbeddedImages) -> str | EmbeddedImage:
+    return images.get(part.get("image")) if isinstance(part, dict) else str(part)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _rewards(sample: Record) -> list[float]:
