@@ -196,6 +196,11 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
+    def drop_gradients(self) -> None:
+        """Forget what this update has accumulated so far."""
+        for parameter in self.trained:
+            parameter.grad = None
+
     def forget_moments(self) -> None:
         """Begin AdamW's moments anew, and its count of the steps that they are means of; the learning rate goes on."""
         self.optimizer.state.clear()

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +35,7 @@ from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored
+from learner.training.token_budget import TokenBudget
 
 
 class NotFiniteError(BadStateError):
@@ -56,7 +57,7 @@ class LearnerStep:
         """`total_steps` of the run."""
         self.roles = roles
         self.config = config
-        self._budget = config.batch.tokens_per_microbatch
+        self._budget = TokenBudget(roles, config.batch.tokens_per_microbatch)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
@@ -80,7 +81,10 @@ class LearnerStep:
         metrics: dict[str, list[float]] = defaultdict(list)
         for number, groups in enumerate(updates, 1):
             where = f"step {version + 1} (policy version {version}), update {number} of {len(updates)}"
-            metrics["loss"].append(self._accumulate(groups, decided, seen, where))
+            loss, columns = self._budget.run(partial(self._accumulate, groups, decided, where), groups, where)
+            metrics["loss"].append(loss)
+            for name, parts in columns.items():
+                seen[name] += parts
             for prefix, role in self._stepped(version):
                 try:
                     taken = role.optimizer_step()
@@ -98,7 +102,7 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        means |= features.report() if features else {}
+        means |= self._budget.report() | (features.report() if features else {})
         said = decided.selected.report() | self.coefficients.report(decided.coefficients)
         return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 
@@ -133,7 +137,9 @@ class LearnerStep:
             "exact_kl": algorithm.kl_reward_coef and algorithm.kl_estimator == "full",
             "values": "critic" in algorithm.needs,
         }
-        scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted], self._budget)
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        score = partial(self.roles.score, batch, names)
+        scored = self._budget.run(score, batch.train_groups, f"step {version + 1}, scores before its updates")
         behaviour = batch.behaviour_logprobs[batch.trained.flat]
         if scored.proximal_logprobs is not None:
             behaviour = torch.where(batch.noisy, scored.proximal_logprobs, behaviour)
@@ -198,10 +204,11 @@ class LearnerStep:
         return self.estimator(trajectories.of_policy(), algorithm).spread(~trajectories.expert)
 
     def _accumulate(
-        self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str
-    ) -> float:
-        """Add up the gradients of one update over its micro-batches. Returns the loss."""
+        self, groups: Sequence[TrainGroup], decided: Decided, where: str, tokens_per_microbatch: int
+    ) -> tuple[float, dict[str, list[torch.Tensor]]]:
+        """Add up the gradients of one update over its micro-batches. Returns the loss, and columns of the report."""
         total = 0.0
+        seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         batch, place = decided.batch, decided.batch.places_of(groups)
         row = batch.trained.row[place]
         weights = torch.zeros(len(batch.trained.row))
@@ -213,7 +220,7 @@ class LearnerStep:
             max_response_length=self.config.data.max_response_length,
         )
         nothing = torch.zeros_like(weights)
-        for number, micro_batch in enumerate(self.roles.micro_batches(groups, self._budget), 1):
+        for number, micro_batch in enumerate(self.roles.micro_batches(groups, tokens_per_microbatch), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 part = self.objective(self.roles, micro_batch, decided, nothing if micro_batch.is_idle else weights)
             loss, problem = float(part.loss.detach()), None
@@ -231,7 +238,7 @@ class LearnerStep:
             columns = _columns(part, decided) | self._train_critic(micro_batch, part.place, decided, len(place))
             for name, column in columns.items():
                 seen[name].append(column[:0].cpu() if micro_batch.is_idle else column.cpu())
-        return self.roles.ranks.total(total)
+        return self.roles.ranks.total(total), seen
 
     def _trains_actor(self, version: int) -> bool:
         """False while the critic warms up."""
