@@ -39,6 +39,7 @@ class Played:
     calls: int = 0
     call_errors: int = 0
     images: int = 0
+    """In observations, which environment.limits.images counts."""
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,6 +80,7 @@ async def play(
     try:
         environment, opening = await loaded.begin(start)
         _look(opening, played, show)
+        played.images = 0  # those of the opening are part of the prompt, in a run, too
         for number in itertools.count():
             if number == config.limits.turns:
                 played.end = "limit turns"

@@ -19,6 +19,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import observed_row
 from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, Limit, TrajectoryRecord, TrajectoryStatus
+from protocol.messages.turns import CallErrorKind
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
@@ -306,7 +307,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
 
 
 def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
-    """Turns, ends and waits of trajectories that an environment answered; nothing where there are none.
+    """Turns, calls, ends and waits of trajectories that an environment answered; nothing where there are none.
 
     Each has one end: `done` (the policy's or the environment's), `cut` (its last turn), a limit, or `failed`.
     """
@@ -316,11 +317,16 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
     turns = [len(record.turns) for record in records]
     kinds = Counter(filter(None, (record.environment_error for record in records)))
     ends = Counter(record.end for record in records)
+    calls = [call for record in records for turn in record.turns for call in turn.calls]
+    mistakes = Counter(call.error_kind for call in calls if call.error_kind)
     return {
         "env/turns": float(np.mean(turns)),
         "env/turns_max": float(max(turns)),
         "env/seconds": sum(group.timings.environment_s for group in groups) / len(records),
         "env/error_rate": kinds.total() / len(records),
+        "env/calls": len(calls) / len(records),
+        "env/call_error_rate": mistakes.total() / max(1, len(calls)),
+        **{f"env/call_errors/{kind}": float(mistakes[kind]) for kind in get_args(CallErrorKind)[1:]},
         **{f"env/ends/{end}": float(ends[end]) for end in ("done", "cut", *filter(None, get_args(Limit)), "failed")},
         **{f"env/errors/{kind.removeprefix('environment_')}": float(number) for kind, number in kinds.items()},
     }

@@ -8,6 +8,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +20,9 @@ from asyncrl.environments.call_formats import check_format, parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError, observe, png_bytes
 from asyncrl.environments.observation import StepResult
+from asyncrl.environments.play import open_environment
+from asyncrl.environments.play import play as by_itself
+from asyncrl.environments.settings import read_environment
 from asyncrl.environments.tool_environment import ToolContext, ToolEnvironment, tool
 from asyncrl.environments.tool_schema import tool_of
 from asyncrl.errors import UserError
@@ -406,3 +410,26 @@ def test_bytes_that_fit_stay_as_they_are_and_bad_ones_are_refused_before_they_ar
     with pytest.raises(ToolError, match="no image that Pillow can read"):
         rule.fit(b"<html>not found</html>")
     assert observe(Image.new("L", (1, 1)), "seen").images[0] == png_bytes(Image.new("RGB", (1, 1)))
+
+
+OPENS_WITH_AN_IMAGE = """
+from PIL import Image
+from asyncrl.environments.interface import observe
+from asyncrl.environments.observation import StepResult
+
+class Where:
+    def reset(self, start):
+        return observe("look", Image.new("RGB", (56, 56)), role="user")
+
+    def step(self, action):
+        return StepResult(observe(Image.new("RGB", (56, 56))) if action.turn == 0 else None, done=action.turn == 1)
+"""
+
+
+@pytest.mark.parametrize(("images", "end"), [(1, "done"), (0, "limit images")])
+def test_an_openings_images_are_part_of_the_prompt_and_not_of_the_limit(tmp_path: Path, images: int, end: str) -> None:
+    (tmp_path / "where.py").write_text(OPENS_WITH_AN_IMAGE)
+    config = read_environment({"name": f"{tmp_path}/where.py:Where", "limits": {"images": images}})
+    loaded = open_environment(config, unit=28)
+    turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: None))
+    assert (turns.end, turns.images) == (end, 1)

@@ -413,8 +413,11 @@ def test_a_step_says_how_its_conversations_went(made: tuple[PromptProcessor, Rec
     processor, item = made
     lost = {"status": TrajectoryStatus.ERROR, "error_kind": "environment_died", "reward": None}
     group = with_record(with_record(item.group, 2, **lost), 3, limit="images")
+    calls = [call for record in group.trajectories for turn in record.turns for call in turn.calls]
+    group = with_turn(group, 0, 0, calls=(calls[0], calls[0].model_copy(update={"error_kind": "tool"})))
     batch = make_batch([replace(item, group=group)], processor)
     described = describe_batch(batch, 3, "exact_match")
     said = {name: value for name, value in described.items() if name.startswith("env/") and value}
     ends = {"env/ends/done": 1, "env/ends/cut": 1, "env/ends/images": 1, "env/ends/failed": 1, "env/errors/died": 1}
+    ends |= {"env/calls": (len(calls) + 1) / 4, "env/call_error_rate": 1 / (len(calls) + 1), "env/call_errors/tool": 1}
     assert said == {"env/turns": 2, "env/turns_max": 3, "env/seconds": 0.125, "env/error_rate": 0.25, **ends}
