@@ -15,7 +15,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.devices import compute_in_full_float32
 from asyncrl.models.folder import describe_model, model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
-from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
+from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""
@@ -31,6 +31,8 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
     kind, _, options = _describe(config, text_attention)
     model = kind.from_pretrained(model_folder(config), **options)
     place_text_after_videos(model)
+    if text_attention == SHARED_PREFIX_ATTENTION:
+        hand_on_layout(model)
     if device.type == "cpu":
         _align(model)
     return model.to(device)

@@ -183,6 +183,23 @@ def shared_prefix_attention(
     return form(query, key, value, scaling)[None], None
 
 
+def hand_on_layout(model: Any) -> None:
+    """Let the layout reach the attention of StableLM, whose layers (transformers 5.19) keep such arguments to
+    themselves."""
+    for layer in model.modules():
+        if type(layer).__name__ == "StableLmDecoderLayer":
+            given: dict[str, Any] = {}
+
+            def keep(_: Any, __: Any, arguments: dict[str, Any], given: dict[str, Any] = given) -> None:
+                given["shared_prefix"] = arguments.get("shared_prefix")
+
+            def add(_: Any, values: Any, arguments: dict[str, Any], given: dict[str, Any] = given) -> Any:
+                return values, {**arguments, **given}
+
+            layer.register_forward_pre_hook(keep, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)
+
+
 def register() -> None:
     """Make the attention known to transformers; the pattern comes with the layout, so no mask is built."""
     from transformers import AttentionInterface

@@ -87,9 +87,9 @@ def compose(parts: Path, target: Path, *words: str) -> int:
 
 
 def make_composed(name: str, folder: Path) -> Path:
-    """One of COMPOSED, of SigLIP and Qwen2 where it says nothing else."""
+    """One of COMPOSED, of SigLIP and Qwen2 where it says nothing else; or a LLaVA of SigLIP and one of LANGUAGES."""
     make_towers(folder)
-    words = ["vision_tower=siglip", "language_model=qwen2", *COMPOSED[name]]
+    words = ["vision_tower=siglip", "language_model=qwen2", *COMPOSED.get(name, [f"language_model={name}"])]
     for word in words:
         if word.startswith("language_model="):
             make_language(folder, word.partition("=")[2])
