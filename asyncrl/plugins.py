@@ -162,6 +162,11 @@ def shorten(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} chars)"
 
 
+def storable(text: str) -> str:
+    """Escape lone surrogates, which neither the wire nor SQLite takes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _place(error: BaseException, own_file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"

@@ -84,6 +84,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _describe(detail: Any) -> str:
     problem = field_problem(detail, Composition.model_fields)
-    return (
-        f"{problem}: give {detail['loc'][0]}=FOLDER, or org/name of the hub" if detail["type"] == "missing" else problem
-    )
+    if detail["type"] != "missing":  # of settings that do not go together, `loc` is empty
+        return problem
+    return f"{problem}: give {detail['loc'][0]}=FOLDER, or org/name of the hub"

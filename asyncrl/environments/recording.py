@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
+from asyncrl.plugins import storable
 from protocol.messages import ObservedImage, ObservedMessage, TextPart, ToolCall
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 
@@ -74,17 +75,12 @@ def recorded_info(info: Mapping[str, Any]) -> str:
     facts = {key: value for key, value in info.items() if key != "calls"}
     if not facts:
         return ""
-    text = _storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
+    text = storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
     if len(text) > LONGEST_INFO:
         raise ValueError(f"info has {len(text)} characters as JSON, over the limit of {LONGEST_INFO}")
     return text
 
 
 def _cut(text: str, longest: int) -> str:
-    text = _storable(text)
+    text = storable(text)
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
-
-
-def _storable(text: str) -> str:
-    """Escape lone surrogates, which no wire takes."""
-    return text.encode(errors="backslashreplace").decode()

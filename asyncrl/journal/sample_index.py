@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import BadStateError
+from asyncrl.plugins import storable
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.full_disk import find_no_room
 from protocol.messages import Group, Prompt, TrajectoryRecord
@@ -87,7 +88,7 @@ class PromptText:
         return cls(
             prompt.row_id,
             tuple({"role": message.role, "content": plain_text(message)} for message in prompt.messages),
-            "" if prompt.answer is None else _storable(answer),
+            "" if prompt.answer is None else storable(answer),
             prompt.image_hashes,
             tuple((video.frame_hashes[0], len(video.frame_hashes)) for video in prompt.videos),
         )
@@ -96,9 +97,9 @@ class PromptText:
         """The prompt as a row of its table; equal prompts have equal ids."""
         messages, media = json.dumps(self.messages), json.dumps([self.images, self.videos])
         content = "\0".join((self.row_id, messages, self.answer, media)).encode(errors="surrogatepass")
-        text = _storable(self.messages[-1]["content"])
+        text = storable(self.messages[-1]["content"])
         prompt_id = xxhash.xxh3_64_intdigest(content) >> 1
-        return prompt_id, _storable(self.row_id), text, text.casefold(), messages, self.answer, media
+        return prompt_id, storable(self.row_id), text, text.casefold(), messages, self.answer, media
 
     @classmethod
     def from_row(cls, row_id: str, messages: str, answer: str, media: str) -> PromptText:
@@ -108,11 +109,6 @@ class PromptText:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _storable(text: str) -> str:
-    """Escape lone surrogates, which SQLite does not take."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 # --- a group as rows ------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def calls_text(record: TrajectoryRecord) -> str:
 
 def call_name(name: str) -> str:
     """A tool's name as `calls_text` has it."""
-    return _storable(re.sub(r"[|:]", "_", name))
+    return storable(re.sub(r"[|:]", "_", name))
 
 
 def read_trained_tokens(db: sqlite3.Connection, group: Group) -> tuple[np.ndarray | None, np.ndarray]:
@@ -197,7 +193,7 @@ def _marks(columns: int) -> str:
 
 
 def _error(record: TrajectoryRecord) -> str:
-    return _storable(": ".join(filter(None, (record.error_kind, record.error_message)))) if record.error_kind else ""
+    return storable(": ".join(filter(None, (record.error_kind, record.error_message)))) if record.error_kind else ""
 
 
 def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tuple[list[int], list[float | None]]:

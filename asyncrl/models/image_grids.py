@@ -111,8 +111,8 @@ class ImageGrids:
 
     @staticmethod
     def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
-        """Of the model's arguments what its vision tower takes, for each image or tile by itself; None where features
-        of this family are not kept (`vision_features`)."""
+        """Split the model's arguments into what its vision tower takes for each image or tile; None where features of
+        this family are not kept (`vision_features`)."""
         return None
 
     @staticmethod

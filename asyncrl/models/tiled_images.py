@@ -74,7 +74,19 @@ class WrittenImages(ImageGrids):
         return int(grids[:, 0].sum() * np.broadcast_to(side, 2).prod())
 
 
-class Gemma3Images(WrittenImages):
+class SquareImages(WrittenImages):
+    """Families whose vision tower sees each image or tile as a square by itself, so that its features can be kept."""
+
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        return rows_apart(inputs)
+
+    @staticmethod
+    def joined(features: list[torch.Tensor]) -> Any:
+        return torch.stack(features)
+
+
+class Gemma3Images(SquareImages):
     """Gemma 3: one square each (pan-and-scan is off, as in its processor's own call), whose tokens see each other in
     both directions. Grids: 1, height, width of the square in pixels."""
 
@@ -100,16 +112,8 @@ class Gemma3Images(WrittenImages):
     def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
         return {"pixel_values": pixels, "token_type_ids": token_types}
 
-    @staticmethod
-    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
-        return rows_apart(inputs)
 
-    @staticmethod
-    def joined(features: list[torch.Tensor]) -> Any:
-        return torch.stack(features)
-
-
-class InternVLImages(WrittenImages):
+class InternVLImages(SquareImages):
     """InternVL: tiles of the best aspect ratio, and the whole image once more. Grids: tiles, height, width of a tile in
     pixels."""
 
@@ -130,14 +134,6 @@ class InternVLImages(WrittenImages):
 
     def _facts(self, grids: np.ndarray) -> dict[str, Any]:
         return {"num_patches": grids[:, 0].tolist()}
-
-    @staticmethod
-    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
-        return rows_apart(inputs)
-
-    @staticmethod
-    def joined(features: list[torch.Tensor]) -> Any:
-        return torch.stack(features)
 
 
 class Idefics3Images(WrittenImages):

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from asyncrl.models.parts import part_of
+from asyncrl.models.published import tensor_bytes
 from asyncrl.models.tiled_images import images_of
 
 Key = tuple[str, bytes]
@@ -35,7 +36,7 @@ def frozen_vision(model: Any) -> str:
             return ""
         found = True
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(_bytes_of(parameter))
+        digest.update(tensor_bytes(parameter))
     if not found:
         return ""
     config = {name: value for name, value in model.config.to_dict().items() if name.startswith("vision")}
@@ -88,7 +89,7 @@ class VisionFeatures:
         digest = xxhash.xxh3_128()
         for name, value in piece.items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(_bytes_of(value))
+            digest.update(tensor_bytes(value))
         key = (tower, digest.digest())
         self._asked += 1
         self._used.add(key)
@@ -112,7 +113,3 @@ class VisionFeatures:
         if self._bytes + size <= self._most_bytes:
             self._kept[key] = features
             self._bytes += size
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

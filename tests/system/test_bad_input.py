@@ -71,6 +71,17 @@ def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {"train_files": [str(path)], "val_files": [], "shuffle": False, "max_prompt_length": 40}
 
 
+def image_rows(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows of no, one and three images, which have the first four of `sizes`: height and width in pixels."""
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.png").write_bytes(png(size, number))
+    return [
+        {"prompt": "no image"},
+        {"prompt": "What is <image> this?", "images": ["0.png"]},
+        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
+    ]
+
+
 def writer_for(config: RunConfig) -> TicketWriter:
     return TicketWriter(config, PromptProcessor(config.model), (1,))
 

@@ -12,7 +12,7 @@ from tests.rigs.small_runs import logs
 from tests.rigs.tiny_composed import COMPOSED, make_composed
 from tests.rigs.tiny_tiled import make_tiled
 from tests.rigs.two_processes import run_both
-from tests.system.test_bad_input import png, write_rows
+from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_modular import changed, largest_difference
 
 pytestmark = pytest.mark.slow
@@ -26,12 +26,8 @@ def test_a_family_is_trained_by_two_services(
 ) -> None:
     model = (make_composed if family in COMPOSED else make_tiled)(family, tmp_path / "model")
     run = tmp_path / "run"
-    for number, size in enumerate(SIZES):
-        (tmp_path / f"{number}.png").write_bytes(png(size, number))
     rows = [
-        {"prompt": "no image"},
-        {"prompt": "What is <image> this?", "images": ["0.png"]},
-        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
+        *image_rows(tmp_path, SIZES),
         {"prompt": "And <image> that?", "images": ["3.png"]},
     ]
     config = make_config(

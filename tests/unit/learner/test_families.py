@@ -26,13 +26,13 @@ from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, ver
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_composed import COMPOSED, make_composed
 from tests.rigs.tiny_tiled import TILED, make_tiled
-from tests.system.test_bad_input import png, write_rows
+from tests.system.test_bad_input import image_rows, write_rows
 from tests.unit.asyncrl.test_measured_prompts import prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
-SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]
-"""Of the images in the rows: width and height in pixels."""
+SIZES = [(40, 150), (28, 28), (90, 40), (160, 200)]
+"""Of the images in the rows: height and width in pixels."""
 
 
 @pytest.fixture(scope="module", params=[*TILED, *COMPOSED, "gemma", "stablelm"])
@@ -45,16 +45,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def rows_of_none_one_and_three_images(make_config: MakeConfig, model: Path, folder: Path) -> RunConfig:
-    for number, (width, height) in enumerate(SIZES):
-        (folder / f"{number}.png").write_bytes(png((height, width), number))
-    rows = [
-        {"prompt": "no image"},
-        {"prompt": "What is <image> this?", "images": ["0.png"]},
-        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
-    ]
     return make_config(
         model={"path": str(model)},
-        data={**write_rows(folder, rows), "max_prompt_length": 400},
+        data={**write_rows(folder, image_rows(folder, SIZES)), "max_prompt_length": 400},
         rollout={"temperature": 0.8},
         alignment={"rows": 3},
         batch={"prompts_per_step": 3, "group_size": 2},

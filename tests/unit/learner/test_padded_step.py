@@ -26,7 +26,7 @@ from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny_composed import make_composed
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.rigs.tiny_tiled import make_tiled
-from tests.system.test_bad_input import png, write_rows
+from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_video import mixed_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,12 +105,8 @@ def padded_inputs(model: Any, rows: Sequence[tuple[EncodedPrompt, np.ndarray]]) 
 def rows_of(family: str, folder: Path) -> list[dict[str, Any]]:
     """No image, one and three of different sizes; and videos where the family has them."""
     videos = mixed_rows(folder)[:2] if family.startswith("qwen") else []
-    for number, size in enumerate(SIZES):
-        (folder / f"{number}.png").write_bytes(png(size, number))
     return [
-        {"prompt": "no image"},
-        {"prompt": "What is <image> this?", "images": ["0.png"]},
-        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
+        *image_rows(folder, SIZES),
         *videos,
         {"prompt": "no image either"},
     ]

@@ -20,7 +20,7 @@ from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.tiny_composed import make_composed
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.rigs.tiny_tiled import make_tiled
-from tests.system.test_bad_input import png, write_rows
+from tests.system.test_bad_input import image_rows, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
@@ -57,14 +57,7 @@ class CountImages(KeepGradients):
 def make_run(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunConfig]:
     """A configuration whose rows have no, one and three images, in parts of groups; by its changed sections."""
     model = FAMILIES[request.param](tmp_path / "model")
-    for number, size in enumerate(SIZES):
-        (tmp_path / f"{number}.png").write_bytes(png(size, number))
-    rows = [
-        {"prompt": "no image"},
-        {"prompt": "What is <image> this?", "images": ["0.png"]},
-        {"prompt": "<image> or <image>\n\nor <image>?", "images": ["1.png", "2.png", "3.png"]},
-    ]
-    data = {**write_rows(tmp_path, rows * 2), "max_prompt_length": 400}
+    data = {**write_rows(tmp_path, image_rows(tmp_path, SIZES) * 2), "max_prompt_length": 400}
 
     def make(**sections: Any) -> RunConfig:
         sections["model"] = {"path": str(model), **FROZEN, **sections.get("model", {})}
