@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 CACHED_VALUES = 2**16
-"""fp32 values that a core's cache holds a few times over."""
+"""fp32 values that a core's cache holds a few times over. Such pieces take less memory than is planned, too."""
 
 
 def sampling_logprobs(logits: torch.Tensor, *, temperature: torch.Tensor | float, banned: torch.Tensor) -> torch.Tensor:
