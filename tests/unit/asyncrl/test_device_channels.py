@@ -258,18 +258,18 @@ def test_a_communicator_that_is_never_made_is_given_up_and_after_three_the_chann
         return make(store, rank, size, 0.1)
 
     monkeypatch.setattr(group_module, "_gloo", hangs)
-    learner.device_weights._deadline_s = 0.2
+    learner.device_weights._deadline_s = 1.0
     manifest, staging = learner.publish(1, some_weights(1)), Staging(CPU)
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(TimeoutError, match="nccl: version 1"):
-            fetch(learner, manifest, staging, timeout_s=0.2)
+            fetch(learner, manifest, staging, timeout_s=1.0)
         asyncio.run(staging.drop())
     wait_until(lambda: len(hung) >= 3, "all three have been noticed")
-    assert time.monotonic() - began < 5
-    assert re.fullmatch(r"waited 0.2 s for a communicator with (the learner at .*|transfer \w+)", hung[0])
-    with pytest.raises(ProtocolError, match=r"3 communicators were never made, the last one: waited 0.2 s") as caught:
-        fetch(learner, manifest, staging, timeout_s=0.2)
+    assert time.monotonic() - began < 15
+    assert re.fullmatch(r"waited 1 s for a communicator with (the learner at .*|transfer \w+)", hung[0])
+    with pytest.raises(ProtocolError, match=r"3 communicators were never made, the last one: waited 1 s") as caught:
+        fetch(learner, manifest, staging, timeout_s=1.0)
     assert caught.value.code is ErrorCode.WRONG_CHANNEL, "so that a server may choose another, or says why it ends"
     released.set()
 
