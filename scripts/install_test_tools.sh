@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
-# Debian packages that some tests need, which are skipped without them: Prometheus with promtool, docker-compose, Chromium.
+# What some tests need, which are skipped without it: of Debian Prometheus with promtool, docker-compose and Chromium; of
+# Python TRL and OpenEnv's server. OpenEnv asks for gradio, which wants an older Pillow: it is installed without it.
 set -euo pipefail
+PYTHON=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python
+if [ -x "$PYTHON" ] && ! "$PYTHON" -c "import openenv, trl" 2>/dev/null; then
+  "$PYTHON" -m pip install -q --no-deps trl==1.16.0 openenv-core==0.3.0
+  "$PYTHON" -m pip install -q "fastmcp>=4.2" || echo "warning: without fastmcp the tests of OpenEnv are skipped" >&2
+fi
 PACKAGES=(prometheus docker-compose chromium)
 missing=()
 for package in "${PACKAGES[@]}"; do

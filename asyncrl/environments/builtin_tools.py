@@ -67,5 +67,7 @@ TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": pyth
 ADAPTERS = {
     "gymnasium": ("asyncrl.environments.gymnasium_adapter", "GymnasiumEnvironment"),
     "mcp": ("asyncrl.environments.mcp_adapter", "McpEnvironment"),
+    "openenv": ("asyncrl.environments.openenv_adapter", "OpenEnvEnvironment"),
+    "trl": ("asyncrl.environments.trl_adapter", "TrlEnvironment"),
 }
 """Module and class of an environment that `environment.name` names by a word."""
