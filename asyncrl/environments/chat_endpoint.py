@@ -1,0 +1,278 @@
+"""OpenAI's chat completions on a local port, for agents that call a model by themselves.
+
+Each trajectory has an address with a secret of its own in it, `http://127.0.0.1:PORT/SECRET/v1`. A request is a turn
+of the policy: whoever owns the trajectory takes its new messages, samples the turn and answers. The tokens are those of
+the rollout server, which never reads them from here; so a request must go on from the conversation as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.environments.interface import Action
+from asyncrl.environments.observation import Message, Observation, Part
+
+MAX_BODY_BYTES = 100 << 20
+PATH = "/v1/chat/completions"
+IDLE_S = 600.0
+"""A connection without a request is closed after these seconds."""
+
+
+class EditedHistory(Exception):
+    """A request does not go on from the conversation as it was: its tokens would be others than those that are there."""
+
+
+class Refused(Exception):
+    """A request that is not served; the agent is told why with status 400."""
+
+
+@dataclass
+class Asked:
+    """A request that waits for its turn."""
+
+    key: str
+    """Equal for a request that is sent again."""
+    messages: list[dict[str, Any]]
+    answer: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class ChatSession:
+    """The requests of one trajectory, in their order."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[Asked] = asyncio.Queue()
+        self._pending: Asked | None = None
+        self._answered: dict[str, dict[str, Any]] = {}
+        self._closed = False
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The completion of a request. One that is sent again is not sampled again. Raises Refused."""
+        for name, plain in (("n", 1), ("stream", False)):
+            if body.get(name) not in (None, plain):
+                raise Refused(
+                    f"{name}={body[name]!r} is not served: a trajectory is one conversation, in whole answers"
+                )
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Refused("the request has no messages")
+        key = json.dumps([_canonical(message) for message in messages])
+        if key in self._answered:
+            return self._answered[key]
+        if self._closed:
+            raise Refused("the trajectory has ended")
+        if self._pending is None or self._pending.answer.done():
+            self._pending = Asked(key, messages)
+            self.requests.put_nowait(self._pending)
+        elif self._pending.key != key:
+            raise Refused("another request of this trajectory is being answered: ask for one turn after the other")
+        return await asyncio.shield(self._pending.answer)
+
+    def answer(self, asked: Asked, action: Action) -> dict[str, Any]:
+        """Answer a request with a turn; returns the message, as the agent sees it."""
+        calls = [call for call in action.calls if not call.error]
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls else action.text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{action.turn}_{call.id}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in calls
+            ]
+        reason = "tool_calls" if calls else "stop"
+        self._answered[asked.key] = completion = {
+            "id": f"turn-{action.turn}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        }
+        asked.answer.set_result(completion)
+        return message
+
+    def close(self) -> None:
+        """The trajectory has ended: whoever still waits for a turn is told so."""
+        self._closed = True
+        if self._pending is not None and not self._pending.answer.done():
+            self._pending.answer.set_exception(Refused("the trajectory has ended"))
+            self._pending.answer.exception()  # seen, also where nobody waits
+
+
+class ChatEndpoint:
+    """The server of a process."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, ChatSession] = {}
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str) -> None:
+        self._server = await asyncio.start_server(self._serve, host, 0, limit=1 << 16)
+
+    def open(self, session: ChatSession) -> str:
+        """The address of a session, which clients take for a base URL."""
+        assert self._server is not None, "start() comes first"
+        secret = secrets.token_hex(16)
+        self._sessions[secret] = session
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}/{secret}/v1"
+
+    def close(self, url: str) -> None:
+        session = self._sessions.pop(url.split("/")[3], None)
+        if session is not None:
+            session.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The requests of one connection."""
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+            while True:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE_S)
+                first, *lines = head.decode("latin-1").split("\r\n")
+                headers = {name.strip().lower(): value.strip() for name, _, value in (l.partition(":") for l in lines)}
+                length = headers.get("content-length", "0")
+                if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:
+                    await _reply(writer, 413, _error("a request has a Content-Length of at most 100 MiB"))
+                    break
+                body = await asyncio.wait_for(reader.readexactly(int(length)), IDLE_S)
+                await _reply(writer, *await self._answer(first, body))
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def _answer(self, first: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        method, path, *_ = [*first.split(" "), "", ""]
+        _, secret, rest = (*path.split("/", 2), "", "")[:3]
+        session = self._sessions.get(secret)
+        if session is None:
+            return 404, _error("there is no such trajectory, or it has ended")
+        if method == "GET" and rest == "v1/models":
+            return 200, {"object": "list", "data": [{"id": "policy", "object": "model"}]}
+        if method != "POST" or f"/{rest}" != PATH:
+            return 404, _error(f"{method} /{rest} is not served: POST {PATH} is")
+        try:
+            said = json.loads(body)
+            return 200, await session.complete(said if isinstance(said, dict) else {})
+        except (ValueError, Refused) as error:
+            return 400, _error(str(error))
+
+
+async def _reply(writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -> None:
+    data = json.dumps(content).encode()
+    head = f"HTTP/1.1 {status} .\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await writer.drain()
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error"}}
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def first_messages(messages: list[dict[str, Any]], row: list[dict[str, Any]]) -> Observation | None:
+    """What an agent's first request has beside the row's own messages; None where that is nothing.
+
+    The row's last message may be the beginning of the agent's, so also empty. Raises EditedHistory for another prompt.
+    """
+    rest: list[Part] = []
+    for number, message in enumerate(messages):
+        parts = parts_of(message)
+        if number >= len(row):
+            if message["role"] != "user":
+                raise EditedHistory(_another_prompt(number, message, "nothing"))
+            rest += parts
+            continue
+        said, known = "".join(part if isinstance(part, str) else "<image>" for part in parts), row[number]
+        is_last = number == len(row) - 1 and known["role"] == "user"
+        begins = said.startswith(known["content"]) if is_last else said == known["content"]
+        if _role(message) != known["role"] or not begins:
+            raise EditedHistory(_another_prompt(number, message, f"{known['role']}: {known['content']!r:.200}"))
+        if is_last:
+            rest += _behind(parts, len(known["content"]))
+    if len(messages) < len(row):
+        raise EditedHistory(f"the agent's first request has {len(messages)} messages, and the row {len(row)}")
+    return Observation((Message("user", tuple(rest)),)) if rest else None
+
+
+def new_messages(messages: list[dict[str, Any]], history: list[dict[str, Any]]) -> Observation:
+    """The messages that a request adds to the conversation. Raises EditedHistory where it has another one."""
+    for number, (is_now, was) in enumerate(zip(messages, history, strict=False)):
+        if _canonical(is_now) != _canonical(was):
+            raise EditedHistory(
+                f"message {number} of the agent's request is {json.dumps(is_now)[:200]}, and was "
+                f"{json.dumps(was)[:200]}. A trajectory is one row of tokens: the agent may only add messages"
+            )
+    added = messages[len(history) :]
+    if len(messages) <= len(history) or any(message.get("role") not in ("tool", "user") for message in added):
+        raise EditedHistory(
+            f"the agent adds the messages {[message.get('role') for message in added]} to the conversation, "
+            "expected those of tools and users, at least one"
+        )
+    return Observation(
+        tuple(Message("tool" if message["role"] == "tool" else "user", tuple(parts_of(message))) for message in added)
+    )
+
+
+def parts_of(message: dict[str, Any]) -> list[Part]:
+    """Texts and images of a message. Raises EditedHistory for parts that cannot be shown."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return [content] if content else []
+    found: list[Part] = []
+    for part in content:
+        address = part.get("image_url", {}).get("url", "") if part.get("type") == "image_url" else ""
+        if part.get("type") == "text":
+            found.append(part["text"])
+        elif address.startswith("data:"):
+            found.append(base64.b64decode(address.partition("base64,")[2]))
+        else:
+            raise EditedHistory(f"a message has the part {json.dumps(part)[:200]}: texts and images as data: are read")
+    return found
+
+
+def _behind(parts: list[Part], length: int) -> list[Part]:
+    """Parts without the first so many characters; an image has those of its placeholder."""
+    left: list[Part] = []
+    for part in parts:
+        size = len(part) if isinstance(part, str) else len("<image>")
+        if length >= size:
+            length -= size
+            continue
+        left.append(part[length:] if isinstance(part, str) else part)
+        length = 0
+    return left
+
+
+def _role(message: dict[str, Any]) -> str:
+    return "system" if message.get("role") == "developer" else str(message.get("role"))
+
+
+def _canonical(message: dict[str, Any]) -> Any:
+    """What of a message counts, in a form that is equal for equal ones."""
+    if not isinstance(message, dict):
+        raise Refused(f"a message is {type(message).__name__}, expected an object")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        texts = [part.get("text", "") if part.get("type") == "text" else json.dumps(part) for part in content]
+        content = "".join(texts)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        calls.append([call.get("id"), function.get("name"), function.get("arguments")])
+    return [_role(message), content, calls, message.get("tool_call_id")]
+
+
+def _another_prompt(number: int, message: dict[str, Any], known: str) -> str:
+    return (
+        f"message {number} of the agent's first request is {json.dumps(message)[:200]}, and the row has {known} there. "
+        "Give the row the agent's system message and the beginning of its user message, or an empty prompt"
+    )
