@@ -149,7 +149,7 @@ class AgentEnvironment:
 class VerifiersEnvironment(AgentEnvironment):
     """A taskset and its harness of the package verifiers 0.4, in a Python of their own."""
 
-    class Config(BaseModel):
+    class Config(BaseModel):  # pyright: ignore[reportIncompatibleVariableOverride]
         taskset: dict[str, Any]
         """verifiers' `env.taskset`: `id` names an installed module, or a file in the `folder`."""
         folder: str = "."

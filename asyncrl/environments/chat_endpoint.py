@@ -26,7 +26,7 @@ IDLE_S = 600.0
 
 
 class EditedHistory(Exception):
-    """A request does not go on from the conversation as it was: its tokens would be others than those that are there."""
+    """A request does not go on from the conversation as it was: its tokens would be others than they are."""
 
 
 class Refused(Exception):
@@ -136,7 +136,8 @@ class ChatEndpoint:
             while True:
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE_S)
                 first, *lines = head.decode("latin-1").split("\r\n")
-                headers = {name.strip().lower(): value.strip() for name, _, value in (l.partition(":") for l in lines)}
+                pairs = (line.partition(":") for line in lines)
+                headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
                 length = headers.get("content-length", "0")
                 if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:
                     await _reply(writer, 413, _error("a request has a Content-Length of at most 100 MiB"))

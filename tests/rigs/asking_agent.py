@@ -7,8 +7,7 @@ import base64
 from openai import AsyncOpenAI
 
 from asyncrl.environments.agent_adapter import AgentTask
-from asyncrl.environments.interface import png_bytes
-from tests.rigs.pictures import plain
+from tests.rigs.pictures import picture
 
 ADD = {
     "type": "function",
@@ -21,7 +20,7 @@ async def run(task: AgentTask) -> float:
     wish = task.row.get("wish", "")
     if wish == "silent":
         return 1.0
-    url = "data:image/png;base64," + base64.b64encode(png_bytes(plain(42, 28))).decode()
+    url = "data:image/png;base64," + base64.b64encode(picture(42, 28)).decode()
     messages: list = [{"role": "user", "content": f"seed {task.seed % 7}"}]
     async with AsyncOpenAI(base_url=task.base_url, api_key="-", max_retries=0) as client:
         for turn in range(3):

@@ -1,4 +1,4 @@
-"""A taskset of the package verifiers with a harness of its own: three guesses, each answered, and a reward at the end."""
+"""A taskset of the package verifiers with a harness of its own: three guesses, each answered, then a reward."""
 
 from __future__ import annotations
 
