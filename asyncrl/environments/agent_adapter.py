@@ -69,11 +69,13 @@ class AgentEnvironment:
 
     endpoint: ClassVar[ChatEndpoint | None] = None
     program: ClassVar[_Program | None] = None
+    function: ClassVar[Any] = None
+    """What `run` names."""
 
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
         if config.run:
-            plugins.resolve(config.run, {}, "environment.config.run")
+            cls.function = staticmethod(_function(config.run))
         try:
             functions = [tool["function"] for tool in config.tools]
             return [Tool(each["name"], each.get("description", ""), each["parameters"]) for each in functions]
@@ -136,11 +138,8 @@ class AgentEnvironment:
             said = await AgentEnvironment.program.play(task)
             reward, info = said.get("reward"), said.get("info", {})
         else:
-            function: Callable[[AgentTask], Any] = plugins.resolve(config.run, {}, "environment.config.run")
-            if asyncio.iscoroutinefunction(function):
-                reward, info = await function(task), {}
-            else:
-                reward, info = await asyncio.to_thread(function, task), {}
+            plain = not asyncio.iscoroutinefunction(self.function)
+            reward, info = await (asyncio.to_thread(self.function, task) if plain else self.function(task)), {}
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TypeError(f"the agent ended with {reward!r:.80}, expected its reward, a number")
         return float(reward), info
@@ -166,6 +165,17 @@ class VerifiersEnvironment(AgentEnvironment):
         def command(self) -> list[str]:
             wanted = json.dumps({"taskset": self.taskset, "agent": self.agent})
             return [self.python, str(VERIFIERS_PROGRAM), wanted]
+
+
+def _function(name: str) -> Callable[[AgentTask], Any]:
+    """The user's function, which may be async."""
+    located = plugins.locate(name, {}, "environment.config.run")
+    assert located is not None, "there are no built-in ones"
+    module = plugins.load_module(located.path, plugins.read_source(located.path), located.package)
+    function = getattr(module, located.name, None)
+    if not callable(function):
+        raise UserError(f"environment.config.run is {name!r}, and {located.path} has no function {located.name!r}")
+    return function
 
 
 class _Program:

@@ -51,12 +51,14 @@ class OpenEnvEnvironment(ToolEnvironment):
         """Columns of the row that the server's `reset` gets, beside `seed`."""
 
     listed: ClassVar[list[Tool]] = []
+    shown: ClassVar[Any] = None
+    """What `observe` names."""
 
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
         _connect()
         if config.observe:
-            plugins.resolve(config.observe, {}, "environment.config.observe")
+            cls.shown = staticmethod(plugins.resolve(config.observe, {}, "environment.config.observe"))
         try:
             with urllib.request.urlopen(f"{config.url.rstrip('/')}/schema", timeout=SCHEMA_S) as response:
                 action = json.load(response)["action"]
@@ -112,7 +114,7 @@ class OpenEnvEnvironment(ToolEnvironment):
     def _seen(self, observation: dict[str, Any]) -> list[Any]:
         config = self._config
         if config.observe:
-            parts = plugins.resolve(config.observe, {}, "environment.config.observe")(observation)
+            parts = self.shown(observation)
             return list(parts) if isinstance(parts, list | tuple) else [parts]
         names = [name for name in observation if name not in config.images] if config.text is None else config.text
         missing = [name for name in (*names, *config.images) if name not in observation]
