@@ -67,6 +67,7 @@ class AgentEnvironment:
                 raise ValueError("give either `run`, a function, or a command")
             return self
 
+    starting: ClassVar[asyncio.Lock] = asyncio.Lock()
     endpoint: ClassVar[ChatEndpoint | None] = None
     program: ClassVar[_Program | None] = None
     function: ClassVar[Any] = None
@@ -86,12 +87,13 @@ class AgentEnvironment:
             ) from error
 
     async def reset(self, start: Start) -> Observation | None:
-        kind = type(self)
-        if kind.endpoint is None:
-            kind.endpoint = ChatEndpoint()
-            await kind.endpoint.start(start.config.host)
+        async with self.starting:
+            if AgentEnvironment.endpoint is None:
+                endpoint = ChatEndpoint()
+                await endpoint.start(start.config.host)
+                AgentEnvironment.endpoint = endpoint
         self._session = ChatSession()
-        self._url = kind.endpoint.open(self._session)
+        self._url = AgentEnvironment.endpoint.open(self._session)
         self._agent = asyncio.create_task(self._run(start.config, AgentTask(self._url, start.row, start.seed)))
         first = await self._next()
         if first is None:

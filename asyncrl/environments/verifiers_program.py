@@ -60,7 +60,10 @@ def row(number: int, task: vf.Task) -> dict:
 
 if __name__ == "__main__":
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed is no answer
-    env = load_environment(resolve_env_config(json.loads(sys.argv[1])))
+    wanted = json.loads(sys.argv[1])
+    # Without a runtime verifiers means a remote one, which needs an account and a tunnel.
+    agent = {"runtime": {"type": "subprocess"}, **wanted.get("agent", {})}
+    env = load_environment(resolve_env_config({**wanted, "agent": agent}))
     if sys.argv[2:3] == ["--rows"]:
         for number, task in enumerate(islice(env.taskset, int(sys.argv[3]))):
             print(json.dumps(row(number, task)), file=answers)
