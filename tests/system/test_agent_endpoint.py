@@ -29,7 +29,7 @@ from tests.system.test_environment_adapters import run_pool, seen
 
 pytest.importorskip("openai", reason="the package openai, which vLLM brings, is not installed")
 AGENT = f"{ROOT / 'tests' / 'rigs' / 'asking_agent.py'}:run"
-VERIFIERS = Path(os.environ.get("ASYNCRL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers" / "bin" / "python"))
+VERIFIERS = Path(os.environ.get("ASYNCRL_VERIFIERS_PYTHON", ROOT / ".venv" / "verifiers" / "bin" / "python"))
 STEPS = 2
 
 
@@ -43,7 +43,7 @@ def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
         assert one.opening.messages[0].parts == (" 3",), "the row has the rest"
         assert other.opening is not None
         assert other.opening.messages[0].parts == ("seed 3",)
-        assert seen(await one.step(pool.action("I think", 0))) == ["turn 0", (42, 28)]
+        assert seen(await one.step(pool.action("I think", 0))) == ["turn 0", (84, 56)]
         call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         assert seen(await one.step(pool.action(call, 1))) == ['{"a": 1} added']
         ended = await one.step(pool.action("done", 2))
@@ -58,7 +58,7 @@ def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
             await pool.begin(start("silent"))
         with pytest.raises(EnvironmentFailed, match="the row has user: 'another'"):
             await pool.begin(start(prompt="another"))
-        assert seen(await other.step(pool.action("I too", 0))) == ["turn 0", (42, 28)]
+        assert seen(await other.step(pool.action("I too", 0))) == ["turn 0", (84, 56)]
         await asyncio.gather(one.close(), other.close())
 
     run_pool(
@@ -71,7 +71,7 @@ def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
 def test_a_run_trains_on_the_exact_tokens_of_an_agents_turns(
     make_config: Callable[..., RunConfig], tmp_path: Path, name: str
 ) -> None:
-    data: dict[str, Any] = {"max_response_length": 160, "max_prompt_length": 390}
+    data: dict[str, Any] = {"max_response_length": 160, "max_prompt_length": 390, "val_files": []}
     config: dict[str, Any] = {"run": AGENT, "tools": [ADD]}
     if name == "verifiers":
         config, data["train_files"] = verifiers(tmp_path)
