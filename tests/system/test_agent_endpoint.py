@@ -85,7 +85,7 @@ def test_a_run_trains_on_the_exact_tokens_of_an_agents_turns(
             "memory_limit_mib": 8192,
         },
         data=data,
-        batch={"tokens_per_microbatch": 4096},
+        batch={"tokens_per_microbatch": 4096, "group_size": 2},
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
         trainer={"max_steps": STEPS},
     )
