@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Trainer
-from protocol.messages import ConversationLimits, Group, TrajectoryStatus
+from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
 from rollout_server.conversation import Environments
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.group_producer import GroupProducer
@@ -57,6 +57,10 @@ class Gate:
     """Awaited before each answer."""
     asked: int = 0
     fails: bool = False
+    hangs_until: int = 0
+    """The environment of trajectory 1 does not answer before the others have been asked so often."""
+    asked_others: int = 0
+    others: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
 class Lamp:
@@ -73,6 +77,11 @@ class Lamp:
     async def step(self, text: str) -> StepResult:
         self._turns += 1
         self._gate.asked += 1
+        async with self._gate.others:
+            self._gate.asked_others += self._index != 1
+            self._gate.others.notify_all()
+            if self._index == 1:
+                await self._gate.others.wait_for(lambda: self._gate.asked_others >= self._gate.hangs_until)
         await asyncio.sleep(self._gate.delays_s[self._index % len(self._gate.delays_s)])
         if self._gate.opened is not None:
             await self._gate.opened.wait()
@@ -156,6 +165,17 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
     gate.delays_s = (0.2, 0.0, 0.3, 0.1)
     (late,) = await produce(item, version=STEPS)
     assert late.group.token_ids.tolist() == plain.group.token_ids.tolist(), "who answers first decides nothing"
+
+    gate.delays_s, gate.asked_others = (0.0,), 0
+    gate.hangs_until = sum(
+        turn.finish_reason is not FinishReason.LENGTH
+        for record in (*plain.group.trajectories[:1], *plain.group.trajectories[2:])
+        for turn in record.turns
+    )
+    (beside,) = await asyncio.wait_for(produce(item, version=STEPS), 20)
+    assert gate.asked_others == gate.hangs_until > 0, "the others have taken all of their turns beside one that hangs"
+    assert beside.group.token_ids.tolist() == plain.group.token_ids.tolist()
+    gate.hangs_until = 0
 
     gate.delays_s, gate.opened, gate.asked = (0.0,), asyncio.Event(), 0
     producing = asyncio.create_task(produce(item, version=STEPS + 1))
