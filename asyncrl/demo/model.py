@@ -53,8 +53,8 @@ PATCH_SIZE = 7
 MERGE_SIZE = 2
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer in which every digit is a token of its own."""
+def build_tokenizer(words: str = "") -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer in which every digit is a token of its own; those of `words`, too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -69,7 +69,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator([*CORPUS, *([words] if words else [])], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -81,14 +81,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
-    """Build the processor; the smallest image is one that the task uses, so nothing is enlarged."""
+def build_processor(
+    tokenizer: PreTrainedTokenizerFast, normalisation: tuple[float, float] | None = None
+) -> Qwen2VLProcessor:
+    """Build the processor; the smallest image is one that the task uses, so nothing is enlarged.
+
+    `normalisation`: mean and standard deviation of pixels from 0 to 1; by default those of photographs (CLIP's).
+    """
     unit = (PATCH_SIZE * MERGE_SIZE) ** 2
-    options = {
+    options: dict[str, Any] = {
         "patch_size": PATCH_SIZE,
         "merge_size": MERGE_SIZE,
         "size": {"shortest_edge": 4 * unit, "longest_edge": 256 * unit},
     }
+    if normalisation is not None:
+        options |= {"image_mean": [normalisation[0]] * 3, "image_std": [normalisation[1]] * 3}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**options),
         tokenizer=tokenizer,
@@ -164,15 +171,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vision-mlp-ratio", type=int, default=2)
     parser.add_argument("--rope-theta", type=float, default=10000.0)
     parser.add_argument("--init-std", type=float, default=0.06)
+    parser.add_argument("--words", default="", help="text whose words become tokens, beside those of the digit task")
+    parser.add_argument(
+        "--normalisation", type=float, nargs=2, metavar=("MEAN", "STD"), help="of pixels; default: of photographs"
+    )
     args = parser.parse_args(argv)
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(args.words)
     torch.manual_seed(args.seed)
     model = Qwen2VLForConditionalGeneration(build_config(tokenizer, args)).float()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(args.out)
-    build_processor(tokenizer).save_pretrained(args.out)
+    build_processor(tokenizer, args.normalisation and tuple(args.normalisation)).save_pretrained(args.out)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.out}: {count / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}")
 
