@@ -6,7 +6,7 @@ Two real processes. Conversations of three turns whose tool sleeps for a log-nor
 trajectory's seed, so equal in all runs): a blocking tool, of which a worker runs one at a time. The engine is the
 scripted one, which takes 10 ms for a token and no processor; the learner trains a tiny model. Both settings may be one
 version off policy: `lock-step` makes all trajectories that are sampled together take each turn together, as a
-synchronous rollout loop does, `at once` is the rollout server as it is. Prints a Markdown table of medians over steps.
+synchronous rollout loop does, `at once` is the rollout server as it is. Prints a Markdown table of means over time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pydantic import BaseModel
@@ -33,7 +32,7 @@ from tests.rigs.lamp import Lamp
 
 HERE = Path(__file__).resolve()
 WARM_UP_STEPS = 4
-"""Left out of the medians: the pipeline fills."""
+"""Left out: the pipeline fills."""
 MEDIAN_S = 0.02
 PLACES = 32
 """Environments at a time, whatever the number of processes: two steps' trajectories."""
@@ -136,11 +135,14 @@ def main() -> None:
             for name in ("lock-step", "at once"):
                 config = config_of(place / f"{workers} {name}", model, data, arguments, workers)
                 records = run(config, name == "lock-step")
-                step, idle, busy = (
-                    median(record[key] for record in records if record.get(key) is not None)
-                    for key in ("step_s", "idle/learner", "idle/rollout")
+                seconds = sum(record["step_s"] for record in records)
+                idle, unused = (
+                    sum((record.get(key) or 0.0) * record["step_s"] for record in records) / seconds
+                    for key in ("idle/learner", "idle/rollout")
                 )
-                print(f"| {workers} | {name} | {step:.2f} | {1 - busy:.2f} | {idle:.2f} |", flush=True)
+                print(
+                    f"| {workers} | {name} | {seconds / len(records):.2f} | {1 - unused:.2f} | {idle:.2f} |", flush=True
+                )
 
 
 if __name__ == "__main__":
