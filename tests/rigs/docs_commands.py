@@ -44,6 +44,7 @@ NOT_RUN = {
     "asyncrl learn": "tests/system/test_curve_end_to_end.py",
     "asyncrl replay": "tests/tools/test_replay.py",
     "python examples/modular_digits.py": "tests/system/test_modular.py",
+    "python examples/frozen_lake/prepare.py": "tests/unit/asyncrl/test_frozen_lake_example.py",
     "asyncrl env": "tests/unit/asyncrl/test_environment_examples.py",
     "asyncrl doctor --plan": "tests/tools/test_memory_plan.py",
     "asyncrl doctor": "tests/tools/test_doctor.py",
