@@ -9,10 +9,11 @@ JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 # Tests start many processes: each would compile the code again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-vllm demo wheel test test-fast check bench chaos fuzz clean
+.PHONY: help install install-vllm demo demo-agent wheel test test-fast check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
+	@echo "make demo-agent  train a small agent to look before it reads, on this machine"
 	@echo "make wheel  build dist/asyncrl-*.whl"
 	@echo "make test   run the tests, vLLM's included: it is installed first"
 	@echo "make test-fast  run the unit tests, in two minutes"
@@ -35,6 +36,9 @@ $(VENV)/installed-vllm: $(VENV)/installed
 
 demo: install
 	$(BIN)/asyncrl demo $(if $(FROM_SCRATCH),--from-scratch)
+
+demo-agent: install
+	$(BIN)/python examples/zoom_digit/demo.py $(if $(SEED),--seed $(SEED)) $(if $(CONTROLS),--controls)
 
 # From an empty build/: what an earlier build left there would be packed, too.
 wheel: install

@@ -25,6 +25,7 @@ from asyncrl.demo.data import Layout, draw_digit, load_scans
 from asyncrl.environments.interface import EpisodeOver, Start, ToolError, observe
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment, tool
+from asyncrl.rewards.sample import RewardSample
 
 CELLS, CELL = 4, 56
 SIDE = CELLS * CELL
@@ -120,6 +121,12 @@ def near(scene: Scene, rng: random.Random) -> tuple[int, int]:
     """A cell within one row and one column of the digit's, that one not more often than others."""
     around = [[n for n in (place - 1, place, place + 1) if 0 <= n < CELLS] for place in scene.cell]
     return rng.choice(around[0]), rng.choice(around[1])
+
+
+def right(sample: RewardSample) -> float:
+    """Whether the last turn says the scene's digit: the accuracy of held-out rows, of weight 0 in training."""
+    scene = drawn_scene(sample.columns["scene"], sample.columns["split"], 0)
+    return float(sample.completion.strip() == f"answer {scene.digit}")
 
 
 class ZoomDigit(ToolEnvironment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import random
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.cli import main
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.environments.settings import EnvironmentConfig, override
@@ -96,3 +100,26 @@ def test_the_command_plays_estimates_and_writes_rows(tmp_path: Path, capsys: pyt
     assert "answer" in pq.read_schema(rows).names, "training asks for the column"
     assert main(["env", "try", lake, "--policy", "orcale"]) == 2
     assert "Did you mean 'oracle'?" in capsys.readouterr().err
+
+
+def test_the_agent_demo_shows_what_it_demonstrates_and_a_control_trains_the_last_turn_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(f"{ROOT}/examples/zoom_digit")
+    demo = importlib.import_module("demo")
+    reading, looking = demo.warm_start_row(5, reads=True), demo.warm_start_row(5, reads=False)
+    shown = episode("ZoomDigit", 5, "oracle")[1]
+    assert len(shown) == 2
+    assert [len(row["images"]) for row in (reading, looking)] == [2, 1], "the overview, and what the look showed"
+    assert reading["target"].startswith("answer ")
+    assert looking["target"].startswith("crop ")
+    rows = Trajectories(
+        scores=torch.tensor([1.0, 0.0]),
+        group=torch.zeros(2, dtype=torch.int64),
+        row=torch.tensor([0, 0, 0, 1, 1]),
+        turn=torch.tensor([0, 0, 1, 0, 1]),
+        behaviour_logprobs=torch.zeros(5),
+    )
+    advantages = demo.last_turn(rows, AlgorithmConfig()).advantages
+    assert (advantages != 0).tolist() == [False, False, True, False, True]
+    assert advantages[2] > 0 > advantages[4]
