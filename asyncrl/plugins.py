@@ -33,16 +33,16 @@ class UserFunction(NamedTuple):
     """Where `from . import` begins in a file that was named as a module; empty for one that was named by its path."""
 
 
-def resolve(name: str, builtins: Mapping[str, F], setting: str) -> F:
+def resolve(name: str, builtins: Mapping[str, F], setting: str, *, may_be_async: bool = False) -> F:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
     located = locate(name, builtins, setting)
-    return builtins[name] if located is None else load(located)
+    return builtins[name] if located is None else load(located, may_be_async=may_be_async)
 
 
-def load(function: UserFunction) -> Any:
+def load(function: UserFunction, *, may_be_async: bool = False) -> Any:
     """The function itself. Runs its file."""
     module = load_module(function.path, read_source(function.path), function.package)
-    return function_of(module, function.name)
+    return function_of(module, function.name, may_be_async=may_be_async)
 
 
 def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction | None:
@@ -132,7 +132,7 @@ def load_module(path: Path, source: bytes, package: str = "") -> ModuleType:
     return module
 
 
-def function_of(module: ModuleType, name: str) -> Any:
+def function_of(module: ModuleType, name: str, *, may_be_async: bool = False) -> Any:
     function = getattr(module, name, None)
     if function is None:
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -140,7 +140,7 @@ def function_of(module: ModuleType, name: str) -> Any:
         raise UserError(f"{module.__file__} has no function {name!r}.{did_you_mean(name, functions)} It has {has}")
     if not callable(function):
         raise UserError(f"{name} in {module.__file__} is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) and not may_be_async:
         raise UserError(f"{name} in {module.__file__} is async. Write a plain function: `def {name}`")
     return function
 

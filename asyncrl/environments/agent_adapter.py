@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,8 @@ class AgentEnvironment:
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
         if config.run:
-            cls.function = staticmethod(_function(config.run))
+            function: Any = plugins.resolve(config.run, {}, "environment.config.run", may_be_async=True)
+            cls.function = staticmethod(function)
         try:
             functions = [tool["function"] for tool in config.tools]
             return [Tool(each["name"], each.get("description", ""), each["parameters"]) for each in functions]
@@ -167,17 +167,6 @@ class VerifiersEnvironment(AgentEnvironment):
         def command(self) -> list[str]:
             wanted = json.dumps({"taskset": self.taskset, "agent": self.agent})
             return [self.python, str(VERIFIERS_PROGRAM), wanted]
-
-
-def _function(name: str) -> Callable[[AgentTask], Any]:
-    """The user's function, which may be async."""
-    located = plugins.locate(name, {}, "environment.config.run")
-    assert located is not None, "there are no built-in ones"
-    module = plugins.load_module(located.path, plugins.read_source(located.path), located.package)
-    function = getattr(module, located.name, None)
-    if not callable(function):
-        raise UserError(f"environment.config.run is {name!r}, and {located.path} has no function {located.name!r}")
-    return function
 
 
 class _Program:

@@ -70,10 +70,8 @@ class GymnasiumEnvironment:
     def reset(self, start: Start) -> Observation:
         self._config = start.config
         self._observe, self._act = _functions(start.config)
-        missing = [name for name in start.config.row_kwargs if name not in start.row]
-        if missing:
-            raise KeyError(f"environment.config.row_kwargs names {missing[0]!r}, which the row has not")
-        self._made = _make(start.config, {name: start.row[name] for name in start.config.row_kwargs})
+        columns = start.columns(start.config.row_kwargs, "environment.config.row_kwargs")
+        self._made = _make(start.config, columns)
         self._steps = 0
         observation, info = self._made.reset(seed=start.seed % 2**32)
         return self._seen(observation, info, "user")

@@ -5,7 +5,7 @@ meaning. Every other exception is a failure of the environment: a counted status
 from __future__ import annotations
 
 import io
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,6 +69,13 @@ class Start:
     def image(self, number: int) -> Image.Image:
         """Pixels of an image of the prompt."""
         return Image.open(io.BytesIO(self.images[number])).convert("RGB")
+
+    def columns(self, names: Sequence[str], setting: str) -> dict[str, Any]:
+        """These columns of the row. KeyErrors name the `setting` that has the names."""
+        missing = [name for name in names if name not in self.row]
+        if missing:
+            raise KeyError(f"{setting} names {missing[0]!r}, which the row has not")
+        return {name: self.row[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,9 @@ class OpenEnvEnvironment(ToolEnvironment):
 
     async def reset(self, start: Start) -> Observation:
         self._config = config = start.config
-        missing = [name for name in config.row_kwargs if name not in start.row]
-        if missing:
-            raise KeyError(f"environment.config.row_kwargs names {missing[0]!r}, which the row has not")
+        columns = start.columns(config.row_kwargs, "environment.config.row_kwargs")
         address = config.url.rstrip("/").replace("http", "ws", 1) + "/ws"
         self._socket = await _connect()(address, max_size=MAX_MESSAGE_BYTES)
-        columns = {name: start.row[name] for name in config.row_kwargs}
         answer = await self._ask("reset", {"seed": start.seed % 2**31, **columns})
         return observe(*self._seen(answer["observation"]), role="user")
 

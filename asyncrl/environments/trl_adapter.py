@@ -59,10 +59,7 @@ class TrlEnvironment(ToolEnvironment):
     async def reset(self, start: Start) -> Observation | None:
         self._earned = 0.0
         names = start.config.reset_columns
-        missing = [name for name in names or () if name not in start.row]
-        if missing:
-            raise KeyError(f"environment.config.reset_columns names {missing[0]!r}, which the row has not")
-        row = start.row if names is None else {name: start.row[name] for name in names}
+        row = start.row if names is None else start.columns(names, "environment.config.reset_columns")
         opening = await waited(self._one.reset(**row))
         return None if opening is None else observe(*_parts(opening, "reset"), role="user")
 
