@@ -33,6 +33,7 @@ from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
 from rollout_server.weights.receiver import WeightReceiver
 
+QUESTION = "What is the sum of the digits?"
 TINY: dict[str, Any] = {
     "images": 2,
     "pixels": 28,
@@ -49,7 +50,13 @@ FULL: dict[str, Any] = {
     "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 2048},
     "rollout": {"max_concurrent_sequences": 16},
 }
-"""Settings of the benchmark's prompts and of `cycle_config`."""
+WHOLE: dict[str, Any] = {
+    **FULL,
+    "prompts": 16,
+    "batch": {"prompts_per_step": 16, "group_size": 8, "tokens_per_microbatch": 16384},
+    "rollout": {"max_concurrent_sequences": 128},
+}
+"""Settings of the benchmark's prompts and of `cycle_config`; `WHOLE` is a step of a size that people train with."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,12 @@ class Cycle:
     steps: list[Step] = field(default_factory=list)
     published: int = 0
     """Bytes of the version that the learner published."""
+    sampled: int = 0
+    """Tokens of one round's completions."""
+    packed: int = 0
+    """Tokens of one round's packed groups: each prompt once."""
+    flops: float = 0.0
+    """Of one round's useful training work (learner/training/model_flops.py)."""
     differences: list[np.ndarray] = field(default_factory=list)
     """[N] |engine's - learner's log-prob| of the sampled tokens, for each time the learner trained."""
 
@@ -108,7 +121,8 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     receiver = WeightReceiver(config, engine, "shm", "")
     planned = {phase.name: _tensors_of(cycle.plan, phase.name) for phase in cycle.plan.phases}
     weights = cycle.plan.model.weights
-    learning = weights + cycle.plan.model.masters + cycle.plan.model.moments
+    model = cycle.plan.model
+    learning = model.weights if config.learner.offloads_masters else model.kept
     try:
         async with meter.step(cycle, "engine starts"):
             await engine.start()
@@ -120,6 +134,10 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
             learner.prepare()
         async with meter.step(cycle, "learner trains", planned=planned["learner awake"]):
             cycle.differences.append(train(learner, prompts, completions, config))
+        groups = train_groups(prompts, completions)
+        cycle.sampled = sum(len(c.token_ids) for group in completions for c in group)
+        cycle.packed = sum(group.num_tokens for group in groups)
+        cycle.flops = learner.facts.flops.of(groups)
         async with meter.step(cycle, "learner publishes"):
             manifest = publish(publication, learner, 1)
         cycle.published = sum(entry.nbytes for entry in manifest.tensors)
@@ -165,7 +183,7 @@ def make_prompts(processor: PromptProcessor, shape: dict[str, Any]) -> list[Cycl
     prompts: list[CyclePrompt] = []
     for number in range(shape["prompts"]):
         images = [_png(random, shape["pixels"]) for _ in range(shape["images"])]
-        parts = [*(ImagePart() for _ in images), TextPart(text="What is the sum of the digits?")]
+        parts = [*(ImagePart() for _ in images), TextPart(text=QUESTION)]
         message = ChatMessage(role="user", content=tuple(parts))
         hashes = tuple(content_hash(image) for image in images)
         prompt = Prompt(row_id=f"row {number}", messages=(message,), image_hashes=hashes, answer="", columns={})
@@ -199,21 +217,25 @@ async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config
     return [sorted(group, key=lambda completion: completion.index) for group in groups]
 
 
+def train_groups(prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]]) -> list[TrainGroup]:
+    """What the learner trains on, rows in their order."""
+    numbers = iter(range(sum(map(len, groups))))
+    return [
+        TrainGroup(
+            prompt.encoded,
+            tuple(TrainCompletion(next(numbers), c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
+        )
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
+
+
 def train(
     learner: TorchEngine, prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
 ) -> np.ndarray:
     """One update that raises the log-prob of every sampled token. [N] |engine's - learner's log-prob| before it."""
     rows = [completion for group in groups for completion in group]
-    number = {id(completion): row for row, completion in enumerate(rows)}
-    train_groups = [
-        TrainGroup(
-            prompt.encoded,
-            tuple(TrainCompletion(number[id(c)], c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
-        )
-        for prompt, group in zip(prompts, groups, strict=True)
-    ]
     differences: list[np.ndarray] = []
-    for part in plan_micro_batches(train_groups, config.batch.tokens_per_microbatch):
+    for part in plan_micro_batches(train_groups(prompts, groups), config.batch.tokens_per_microbatch):
         micro_batch = build_micro_batch(learner.unwrap_model(), part, learner.device)
         outputs = learner.forward(micro_batch)
         learner.backward(-outputs.logprobs.mean())

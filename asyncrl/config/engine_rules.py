@@ -19,6 +19,9 @@ NOT_COMPARED_WITH_VLLM = ("gemma3", "idefics3", "internvl", "llava_next", "llava
 """Model types whose images have not been compared between vLLM and the learner."""
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
+GRADIENTS_IN_FLIGHT = 2
+"""Gradients on their way to the host at a time, with learner.cpu_offload: the backward pass waits for the oldest, so
+that the device holds no more than these besides the one that it makes."""
 
 CACHE_BLOCK = 32
 """Columns by which the hf engine's key-value cache grows: one step in so many copies it."""
@@ -57,12 +60,11 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the learner's engine cannot fulfil, with its fix."""
     learner = config.learner
     if not learner.is_divided:
-        for name, is_set in {"num_processes": learner.num_processes > 1, "cpu_offload": learner.cpu_offload}.items():
-            if is_set:
-                yield (
-                    f"learner.{name} is {getattr(learner, name)}, but learner.engine is torch, which keeps the whole "
-                    f"model on one device. Set learner.engine=fsdp2, or leave learner.{name} out"
-                )
+        if learner.num_processes > 1:
+            yield (
+                f"learner.num_processes is {learner.num_processes}, but learner.engine is torch, which keeps the whole "
+                "model on one device. Set learner.engine=fsdp2, or leave learner.num_processes out"
+            )
         return
     problems = {
         "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",

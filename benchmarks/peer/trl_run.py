@@ -2,7 +2,7 @@
 
     python -m benchmarks.peer.trl_run CONFIG --steps 20 --rows-at-once 64 --out record.json
 
-It generates with transformers, in the process that trains, on all of the cores that it may use.
+It generates with transformers, in the process that trains, on learner.device: on a CPU on all cores that it may use.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def trl_settings(config: RunConfig, steps: int, rows_at_once: int, folder: str) 
     optim, algorithm, batch = config.learner.optim, config.algorithm, config.batch
     return {
         "output_dir": folder,
-        "use_cpu": True,
-        "bf16": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "gradient_checkpointing": False,
+        "use_cpu": config.learner.device == "cpu",
+        "bf16": config.model.dtype == "bfloat16",
+        "model_init_kwargs": {"dtype": config.model.dtype},
+        "gradient_checkpointing": config.learner.gradient_checkpointing,
         "max_steps": steps,
         "num_generations": batch.group_size,
         "per_device_train_batch_size": rows_at_once,
@@ -119,8 +119,8 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
             raise UserError(f"row {place} is another prompt in TRL: {list(theirs)}, and here {ours}")
 
 
-def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, list[float]]:
-    """Train. Returns seconds, mean reward and mean number of tokens of each step."""
+def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, Any]:
+    """Train. Returns seconds, mean reward and mean number of tokens of each step, and the peak of device memory."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -150,6 +150,7 @@ def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, list[floa
         "seconds": [after - before for before, after in pairwise(ends)],
         "rewards": [line["reward"] for line in lines],
         "tokens": [line["completions/mean_length"] for line in lines],
+        "peak_bytes": torch.cuda.max_memory_allocated() if config.learner.device != "cpu" else 0,
     }
 
 

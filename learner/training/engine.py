@@ -180,7 +180,8 @@ class TorchEngine:
         Raises BadStateError, on all ranks, when the gradient is not finite; the weights are then untouched.
         """
         self._sleeper.check_awake()
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, self._optim.max_grad_norm)
+        self.masters.take_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped(), self._optim.max_grad_norm)
         grad_norm = float(self.sharding.whole(norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
@@ -189,7 +190,6 @@ class TorchEngine:
                 f"learning rate below {self._optim.lr} (learner.optim.lr)"
             )
         lr = float(self.schedule.get_last_lr()[0])
-        self.masters.take_gradients()
         self.optimizer.step()
         self.masters.round_into_parameters()
         self.schedule.step()
@@ -198,6 +198,7 @@ class TorchEngine:
 
     def drop_gradients(self) -> None:
         """Forget what this update has accumulated so far."""
+        self.masters.drop_gradients()
         for parameter in self.trained:
             parameter.grad = None
 
@@ -287,7 +288,7 @@ class TorchEngine:
         Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
         self.sharding.changed()
-        state = torch.load(folder / ENGINE_FILE, map_location=self.sharding.load_device, weights_only=True)
+        state = torch.load(folder / ENGINE_FILE, map_location="cpu", weights_only=True)
         self.masters.load_state_dict(state.get("masters", {}), folder)
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]

@@ -136,14 +136,17 @@ class ShardedMasters(MasterWeights):
         super().__init__(model)
         self._sharding = sharding
         self._rounded = {name: p for name, p in self._trained.items() if dtypes[name] != torch.float32}
-        self._dtypes = dtypes
+        self._computed_in = dtypes
+
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._computed_in
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: self._sharding.kept(p.detach()) for name, p in self._rounded.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        self._check_names(state.keys(), self._rounded.keys(), self._dtypes, folder)
+        self._check_names(state.keys(), self._rounded.keys(), folder)
         for name, whole in state.items():
             self._rounded[name].copy_(self._sharding.part(whole, self._rounded[name]))
 

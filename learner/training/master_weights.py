@@ -24,9 +24,14 @@ class MasterWeights:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._copies: dict[str, torch.Tensor] = {}
         for name, parameter in self._trained.items():
-            if parameter.dtype != torch.float32:
+            copy = self._copy(parameter)
+            if copy is not None:
                 parameter.grad_dtype = torch.float32
-                self._copies[name] = parameter.detach().float()
+                self._copies[name] = copy
+
+    def _copy(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A parameter's master; None where it is its own."""
+        return None if parameter.dtype == torch.float32 else parameter.detach().float()
 
     def stepped(self) -> list[torch.Tensor]:
         """Tensors for the optimiser, one for each trained parameter, in the model's order."""
@@ -41,6 +46,9 @@ class MasterWeights:
         for name, master in self._copies.items():
             parameter = self._trained[name]
             master.grad, parameter.grad = parameter.grad, None
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not on the parameters any more."""
 
     @torch.no_grad()
     def round_into_parameters(self) -> None:
@@ -58,17 +66,19 @@ class MasterWeights:
 
         Raises UserError where the checkpoint's parameters had other masters: its steps could not be made again.
         """
-        dtypes = {name: parameter.dtype for name, parameter in self._trained.items()}
-        self._check_names(state.keys(), self._copies.keys(), dtypes, folder)
+        self._check_names(state.keys(), self._copies.keys(), folder)
         for name, master in state.items():
             self._copies[name].copy_(master)
 
-    def _check_names(
-        self, theirs: Collection[str], ours: Collection[str], dtypes: Mapping[str, torch.dtype], folder: Path
-    ) -> None:
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        """What the parameters are computed in, by their names."""
+        return {name: parameter.dtype for name, parameter in self._trained.items()}
+
+    def _check_names(self, theirs: Collection[str], ours: Collection[str], folder: Path) -> None:
         differing = sorted(set(theirs) ^ set(ours))
         if differing:
             kind = "no fp32 master weights" if differing[0] in ours else "fp32 master weights"
+            dtypes = self._dtypes()
             now = str(dtypes[differing[0]]).removeprefix("torch.") if differing[0] in self._trained else ""
             raise UserError(
                 f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "

@@ -13,6 +13,7 @@ from asyncrl.config.sections import LearnerConfig
 from asyncrl.models.published import published_tensors
 from learner.ranks.group import Ranks
 from learner.training.master_weights import MasterWeights
+from learner.training.offloaded_masters import OffloadedMasters
 
 T = TypeVar("T")
 
@@ -67,8 +68,10 @@ class Sharding(Protocol):
 class OneDevice:
     """The whole model on the device of the one process."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, cpu_offload: bool = False):
+        """`cpu_offload`: masters, gradients and optimiser state are in host memory, and the optimiser steps there."""
         self.load_device = device
+        self._cpu_offload = cpu_offload
 
     def shard(self, model: Any) -> None:
         self._model = model
@@ -77,7 +80,7 @@ class OneDevice:
         return compute()
 
     def masters(self, model: Any) -> MasterWeights:
-        return MasterWeights(model)
+        return OffloadedMasters(model, self.load_device) if self._cpu_offload else MasterWeights(model)
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)
@@ -107,7 +110,7 @@ class OneDevice:
 def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:
     """The placement of `learner.engine`."""
     if config.engine == "torch":
-        return OneDevice(device)
+        return OneDevice(device, cpu_offload=config.cpu_offload)
     from learner.training.fsdp import FullySharded  # torch.distributed: not for a learner of one process
 
     return FullySharded(device, ranks, cpu_offload=config.cpu_offload)

@@ -132,6 +132,33 @@ def test_an_update_takes_what_was_planned(
     assert plan.published == nbytes(t for _, t in published_tensors(trained))
 
 
+def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig, small: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "algorithm": {"adv_estimator": "gae"}}
+    config = planned(make_config, small, **sections, trainer={"mode": "sync"}, learner={"cpu_offload": True})
+    plan = make_plan(config)
+    assert plan.model.critic
+    engine = TorchEngine(config, config.learner.optim, 10)
+    engine.prepare()
+    model = engine.unwrap_model()
+    micro_batch = full_micro_batch(model)
+    engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    assert live.peak <= plan.model.passing <= ABOVE * live.peak
+    engine.optimizer_step()
+    on_host = [
+        *engine.masters.copies(),
+        *(v for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"),
+    ]
+    assert plan.model.masters + plan.model.moments == nbytes(on_host)
+    device = {line.name: line.nbytes for line in plan.phases[0].lines}
+    assert device.keys() == {"weights", "critic", "working memory", "allocator"}
+    assert device["critic"] == plan.model.critic.weights
+    host = {line.name: line.nbytes for line in plan.host}
+    assert host["optimiser state, offloaded"] == plan.model.offloaded + plan.model.critic.offloaded
+    assert host["learner asleep"] == plan.model.weights + plan.model.critic.weights
+
+
 def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config: MakeConfig, small: Path) -> None:
     gradients = []
     for checkpointing in (False, True):

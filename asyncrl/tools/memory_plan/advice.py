@@ -123,6 +123,8 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"model.freeze_vision_tower": True}
     if not config.reference.offload and not why_not_offloaded(config):
         yield {"reference.offload": True}
+    if not config.learner.cpu_offload:
+        yield {"learner.cpu_offload": True}
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
     smaller = {

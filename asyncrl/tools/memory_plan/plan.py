@@ -157,23 +157,26 @@ def _graphs_left(config: RunConfig) -> list[Line]:
 def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
-    working = max(passing, *(engine.stepping for engine in engines))
+    offloads = config.learner.offloads_masters
+    working = max(passing, 0 if offloads else max(engine.stepping for engine in engines))
     what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
     if working > passing:
         what = "the optimiser's update, one copy of what is trained"
     yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
-    yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
-    if model.masters:
-        yield Line("master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}")
-    yield Line("AdamW moments", model.moments, "two averages of each")
+    if not offloads:
+        yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
+        if model.masters:
+            yield Line("master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}")
+        yield Line("AdamW moments", model.moments, "two averages of each")
     if critic := model.critic:
-        yield Line("critic", critic.kept + critic.gradients, f"{count(critic.parameters)} with optimiser state")
+        held = critic.weights if offloads else critic.kept + critic.gradients
+        yield Line("critic", held, f"{count(critic.parameters)}{'' if offloads else ' with optimiser state'}")
     if model.reference:
         why = "weights and their moving averages" if config.reference.ema else "weights"
         why += "; none with adapters and without reference.path"
         held = model.reference
         if config.reference.offload:  # no gradient is there before the first micro-batch and after the update
-            held = max(0, held - model.gradients)
+            held = max(0, held - (0 if offloads else model.gradients))
             why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
         yield Line("reference policy", held, why)
     yield Line("working memory", working, what)
@@ -284,9 +287,14 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     offloaded = model.reference if config.reference.offload else 0
     if offloaded:
         yield Line("reference policy, offloaded", offloaded, "weights, pinned (reference.offload)")
+    engines = (model, model.critic) if model.critic else (model,)
+    offloads = config.learner.offloads_masters
+    if offloads:
+        why = "master weights, gradients and AdamW's moments (learner.cpu_offload)"
+        yield Line("optimiser state, offloaded", sum(engine.offloaded for engine in engines), why)
     if config.trainer.mode == "sync":
-        asleep = model.kept + (model.critic.kept if model.critic else 0) + model.reference - offloaded
-        yield Line("learner asleep", asleep, "weights and optimiser state, pinned")
+        asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
+        yield Line("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
     if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
         if config.rollout.sleep_level == 1:
             yield Line("engine asleep", model.weights, "weights, pinned")

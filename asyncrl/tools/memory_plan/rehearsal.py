@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from asyncrl.config.engine_rules import GRADIENTS_IN_FLIGHT
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
@@ -49,7 +52,9 @@ class ModelBytes:
     weights: int
     gradients: int
     masters: int
-    """fp32 copies of what is trained in bf16 (learner/training/master_weights.py)."""
+    """fp32 copies of what is trained in bf16, or with learner.cpu_offload in any dtype."""
+    leaving: int
+    """Most bytes of gradients that are on their way to the host with learner.cpu_offload."""
     passing: int
     """Most that a forward and backward pass adds to weights, gradients, masters and moments."""
     published: int
@@ -77,6 +82,11 @@ class ModelBytes:
     def kept(self) -> int:
         """Bytes that outlast a step: weights, master weights and moments."""
         return self.weights + self.masters + self.moments
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes that are in host memory with learner.cpu_offload of one process."""
+        return self.masters + self.gradients + self.moments + self.leaving
 
     @property
     def stepping(self) -> int:
@@ -118,12 +128,16 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:  # gradients of an earlier micro-batch are there, as they are from the second one on
+    sums = [torch.empty_like(parameter, dtype=torch.float32) for parameter in trained]
+    leaving: deque[torch.Tensor | None] = deque(maxlen=GRADIENTS_IN_FLIGHT)
+    for parameter, gradient in zip(trained, sums, strict=True):
         parameter.grad_dtype = torch.float32
-        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
+        if config.learner.offloads_masters:
+            parameter.register_post_accumulate_grad_hook(partial(_take, leaving))
+        else:  # those of an earlier micro-batch are there, as they are from the second one on
+            parameter.grad = gradient
     weights = [*model.parameters(), *model.buffers()]
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    with LiveBytes("meta", known=[*weights, *gradients]) as training, cuda_kernels():
+    with LiveBytes("meta", known=[*weights, *sums]) as training, cuda_kernels():
         train_pass(model.train(), config, META, critic=critic)
     prompt = config.data.max_prompt_length
     with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
@@ -136,8 +150,13 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
         weights=nbytes(weights),
-        gradients=nbytes(gradients),
-        masters=sum(4 * parameter.numel() for parameter in trained if parameter.dtype != torch.float32),
+        gradients=nbytes(sums),
+        masters=sum(
+            4 * parameter.numel()
+            for parameter in trained
+            if parameter.dtype != torch.float32 or config.learner.offloads_masters
+        ),
+        leaving=GRADIENTS_IN_FLIGHT * max(gradient.nbytes for gradient in sums),
         passing=training.peak,
         published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         prefill=prefill.peak,
@@ -159,6 +178,12 @@ def _reference_bytes(config: RunConfig) -> int:
 
 
 # --- passes --------------------------------------------------------------------------------------
+
+
+def _take(leaving: deque[torch.Tensor | None], parameter: torch.Tensor) -> None:
+    """Take a gradient off the device, as learner/training/offloaded_masters.py does: the last ones are still there."""
+    leaving.append(parameter.grad)
+    parameter.grad = None
 
 
 def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: bool = False) -> None:

@@ -18,8 +18,8 @@ MakeConfig = Callable[..., RunConfig]
 OPTIM = {"optim": {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.95], "max_grad_norm": 1e9}}
 
 
-def prepared(make_config: MakeConfig, dtype: str, model: Any = None) -> TorchEngine:
-    config = make_config(model={"dtype": dtype, **(model or {})}, learner=OPTIM)
+def prepared(make_config: MakeConfig, dtype: str, model: Any = None, **learner: Any) -> TorchEngine:
+    config = make_config(model={"dtype": dtype, **(model or {})}, learner={**OPTIM, **learner})
     engine = TorchEngine(config, config.learner.optim, 100)
     engine.prepare()
     return engine
@@ -87,6 +87,46 @@ def test_a_checkpoint_continues_bit_for_bit(make_config: MakeConfig, tmp_path: P
     for one, other in zip(unbroken.masters.stepped(), again.masters.stepped(), strict=True):
         assert torch.equal(one, other)
     assert len(again.masters.copies()) == (len(theirs) if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model"), [("bfloat16", {}), ("float32", {}), ("bfloat16", {"lora": {"rank": 4}})], ids=str
+)
+def test_offload_changes_where_and_not_what(
+    make_config: MakeConfig, tmp_path: Path, dtype: str, model: dict[str, Any]
+) -> None:
+    """Two updates of three micro-batches, of which one is dropped; then each continues from the other's checkpoint."""
+    sides = {offload: prepared(make_config, dtype, model, cpu_offload=offload) for offload in (False, True)}
+    for engine in sides.values():
+        for step in (0, 1):
+            for micro_batch in range(3):
+                engine.backward(
+                    torch.stack(
+                        [
+                            (p * direction(n, p, 7 * step + micro_batch)).float().sum()
+                            for n, p in trained(engine).items()
+                        ]
+                    ).sum()
+                )
+                if micro_batch == 0:
+                    engine.drop_gradients()
+            engine.optimizer_step()
+    assert not any(p.grad is not None for p in trained(sides[True]).values())
+    check_equal(*sides.values())
+    for offload, engine in sides.items():
+        (tmp_path / str(offload)).mkdir()
+        engine.save(tmp_path / str(offload))
+    for offload, engine in sides.items():
+        engine.load(tmp_path / str(not offload))
+        take_step(engine, 9)
+    check_equal(*sides.values())
+
+
+def check_equal(one: TorchEngine, other: TorchEngine) -> None:
+    theirs = trained(other)
+    assert all(torch.equal(p, theirs[name]) for name, p in trained(one).items())
+    for mine, their in zip(one.masters.stepped(), other.masters.stepped(), strict=True):
+        assert torch.equal(mine, their)
 
 
 def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
