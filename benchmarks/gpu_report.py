@@ -4,7 +4,8 @@
     python -m benchmarks.gpu_report --whole [--trl]
 
 The first trains adapters, the second all weights with `learner.cpu_offload`, 16 prompts x 8 completions of 256 tokens;
---trl runs steps of TRL's GRPOTrainer on the same model, prompts and batch after it, on the whole device. Runs on one
+--trl runs steps of TRL's GRPOTrainer on the same model, prompts and batch after it, on the whole device (alone with
+--engines and nothing behind it). Runs on one
 GPU without the network (the model is made here); with --device cpu --size tiny it tries itself out.
 """
 
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--budget-gib", type=float, default=24.0)
     parser.add_argument("--whole", action="store_true", help="train all weights, with learner.cpu_offload")
     parser.add_argument("--trl", type=int, default=0, metavar="STEPS", help="of TRL's trainer, after it")
-    parser.add_argument("--engines", nargs="+", default=["hf"] + ["vllm"] * bool(importlib.util.find_spec("vllm")))
+    parser.add_argument("--engines", nargs="*", default=["hf"] + ["vllm"] * bool(importlib.util.find_spec("vllm")))
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-gpu-"))
@@ -156,6 +157,7 @@ def main() -> None:
         del cycle
         free_caches(device)
     if arguments.trl:
+        sections = settings(arguments.size, arguments.device, "hf", arguments.budget_gib, offload=arguments.whole)
         print(run_trl(model, folder, shape, sections, arguments.trl), flush=True)
 
 

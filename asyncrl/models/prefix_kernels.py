@@ -122,9 +122,15 @@ class _Attend(torch.autograd.Function):
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Add the part over other keys, in place. out [T, H, D], lse [H, T]"""
+    """Add the part over other keys, in place. out [T, H, D], lse [H, T]
+
+    Of 16 bits the mean is taken in fp32 and rounded once: with a rounded weight the error was twice that of one call.
+    """
     weight = torch.sigmoid(more_lse - lse).transpose(0, 1)[..., None]
-    out.lerp_(more, weight.to(out.dtype))
+    if out.dtype == more.dtype == weight.dtype:
+        out.lerp_(more, weight)
+    else:
+        out.copy_(torch.lerp(out.to(weight.dtype), more.to(weight.dtype), weight))
     torch.logaddexp(lse, more_lse, out=lse)
 
 

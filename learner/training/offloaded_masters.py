@@ -3,13 +3,15 @@
 The device keeps the model's weights alone: 2 bytes of a 16-bit parameter where training takes 18. A gradient leaves it
 as soon as the backward pass has made it, while the pass goes on, and is added up in fp32 on the host, where the
 optimiser steps; the rounded weights come back. Same operations in the same order as without it: on a CPU, same bits.
+
+Sums of several micro-batches are taken on the device, which is faster there than the link is: the sum so far is fetched
+and goes back with the gradient added.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +19,9 @@ from torch import nn
 
 from asyncrl.config.engine_rules import GRADIENTS_IN_FLIGHT
 from learner.training.master_weights import MasterWeights
+
+PIECE = 1 << 28
+"""Numbers in a piece of pinned memory, 1 GiB."""
 
 
 class OffloadedMasters(MasterWeights):
@@ -34,7 +39,7 @@ class OffloadedMasters(MasterWeights):
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return _pinned_like(parameter).copy_(parameter.detach())
+        return parameter.detach().to("cpu", torch.float32, copy=True)
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
@@ -42,7 +47,7 @@ class OffloadedMasters(MasterWeights):
             if gradient is None:
                 return
             if name not in self._gradients:
-                self._gradients[name] = _pinned_like(parameter)
+                self._gradients[name] = self._link.host_memory(parameter.numel()).view(parameter.shape)
             self._link.to_host(gradient, self._gradients[name], add=name in self._summed)
             self._summed.add(name)
 
@@ -78,29 +83,29 @@ class OffloadedMasters(MasterWeights):
         return [name for name, parameter in self._trained.items() if parameter.dtype != torch.float32]
 
 
-def _pinned_like(parameter: torch.Tensor) -> torch.Tensor:
-    """fp32 on the host; pinned where it is copied to and from a GPU."""
-    return torch.empty(parameter.shape, dtype=torch.float32, pin_memory=parameter.device.type == "cuda")
-
-
-@dataclass
-class _Copy:
-    """A copy that is under way, and what is done on the host when it is there."""
-
-    done: torch.Event
-    then: Callable[[], object] | None
-
-
 class _Link:
-    """Copies between a device and pinned host memory, beside the device's work. On a CPU they are done at once."""
+    """Copies between a device and the host, beside the device's work. On a CPU they are done at once."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._under_way: deque[_Copy] = deque()
-        self._buffers: list[torch.Tensor] = []
-        """[bytes] pinned, one for each copy that may be under way."""
-        self._turn = 0
+        self._under_way: deque[torch.Event] = deque()
+        self._rounded = [torch.empty(0, dtype=torch.uint8)] * GRADIENTS_IN_FLIGHT
+        """Pinned buffers, one for each copy that may be under way."""
+        self._free = torch.empty(0)
+        """What is left of the newest piece of pinned memory."""
+
+    def host_memory(self, numel: int) -> torch.Tensor:
+        """[numel] fp32, pinned for a GPU: torch rounds what it pins up to a power of two, so pieces are shared."""
+        if self._stream is None:
+            return torch.empty(numel)
+        if numel > self._free.numel():
+            piece = torch.empty(max(numel, PIECE), pin_memory=True)
+            if numel >= PIECE:
+                return piece
+            self._free = piece
+        taken, self._free = self._free[:numel], self._free[numel:]
+        return taken
 
     def to_host(self, gradient: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
         """Put an fp32 gradient into `target`, or add it."""
@@ -109,12 +114,12 @@ class _Link:
             target.add_(gradient) if add else target.copy_(gradient)
             return
         self._make_room()
-        arrived = self._buffer(gradient.numel(), torch.float32).view(gradient.shape) if add else target
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            arrived.copy_(gradient, non_blocking=True)
+            whole = target.to(self._device, non_blocking=True).add_(gradient) if add else gradient
+            target.copy_(whole, non_blocking=True)
         gradient.record_stream(stream)  # its memory is free when the copy is done
-        self._note((lambda: target.add_(arrived)) if add else None)
+        self._note(stream)
 
     def to_device(self, master: torch.Tensor, parameter: torch.Tensor) -> None:
         """Set a parameter to its master, rounded on the host: half the bytes on the link."""
@@ -123,41 +128,26 @@ class _Link:
             parameter.copy_(master)
             return
         self._make_room()
-        rounded = master
-        if parameter.dtype != master.dtype:
-            rounded = self._buffer(master.numel(), parameter.dtype).view(master.shape).copy_(master)
+        nbytes = parameter.numel() * parameter.dtype.itemsize
+        self._rounded.append(self._rounded.pop(0))  # the one that no copy under way reads
+        if self._rounded[0].numel() < nbytes:
+            self._rounded[0] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        rounded = self._rounded[0][:nbytes].view(parameter.dtype).view(parameter.shape).copy_(master)
         stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still compute with it
         with torch.cuda.stream(stream):
             parameter.copy_(rounded, non_blocking=True)
-        self._note(None)
+        self._note(stream)
 
     def settle(self) -> None:
         """Wait until all copies are done; the device's later work sees them."""
         while self._under_way:
-            self._finish_oldest()
+            self._under_way.popleft().synchronize()
 
     def _make_room(self) -> None:
         while len(self._under_way) >= GRADIENTS_IN_FLIGHT:
-            self._finish_oldest()
+            self._under_way.popleft().synchronize()
 
-    def _note(self, then: Callable[[], object] | None) -> None:
-        assert self._stream is not None
+    def _note(self, stream: torch.cuda.Stream) -> None:
         done = torch.Event(self._device)
-        done.record(self._stream)
-        self._under_way.append(_Copy(done, then))
-
-    def _finish_oldest(self) -> None:
-        oldest = self._under_way.popleft()
-        oldest.done.synchronize()
-        if oldest.then is not None:
-            oldest.then()
-
-    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of the buffer that no copy under way uses."""
-        self._turn = (self._turn + 1) % GRADIENTS_IN_FLIGHT
-        while len(self._buffers) < GRADIENTS_IN_FLIGHT:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        nbytes = numel * dtype.itemsize
-        if self._buffers[self._turn].numel() < nbytes:
-            self._buffers[self._turn] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._buffers[self._turn][:nbytes].view(dtype)
+        done.record(stream)
+        self._under_way.append(done)

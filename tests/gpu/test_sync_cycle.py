@@ -13,18 +13,22 @@ import torch
 
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.numbers import GIB
-from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
+from benchmarks.gpu_cycle import FULL, TINY, WHOLE, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.gpu_report import report, settings
 
 BUDGET_GIB = 24.0
+WORKSPACES = 128 * 2**20
+"""Of cuBLAS, which torch counts to its tensors and the plan to the context: 98 MiB on an H100."""
 MakeModel = Callable[[str, str, str], Path]
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-HALVES = [
+HALVES = [  # adapters; None: all weights, with their masters and moments in host memory
     pytest.param("cpu", "tiny", "hf", False, id="cpu"),
     pytest.param("cpu", "tiny", "hf", True, id="cpu-adapters"),
+    pytest.param("cpu", "tiny", "hf", None, id="cpu-whole"),
     pytest.param("cuda", "tiny", "hf", False, id="cuda-tiny", marks=pytest.mark.gpu),
     pytest.param("cuda", "4b", "hf", True, id="cuda-4b", marks=[pytest.mark.gpu, pytest.mark.slow]),
+    pytest.param("cuda", "4b", "hf", None, id="cuda-4b-whole", marks=[pytest.mark.gpu, pytest.mark.slow]),
     pytest.param("cuda", "4b", "vllm", True, id="cuda-4b-vllm", marks=[pytest.mark.gpu, pytest.mark.slow, needs_vllm]),
 ]
 
@@ -40,11 +44,12 @@ def budget(emptied_device: None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def run(device: str, size: str, engine: str, adapters: bool, random_model: MakeModel, folder: Path) -> Cycle:
-    shape: dict[str, Any] = FULL if size == "4b" else TINY
+def run(device: str, size: str, engine: str, adapters: bool | None, random_model: MakeModel, folder: Path) -> Cycle:
+    shape: dict[str, Any] = (FULL if adapters else WHOLE) if size == "4b" else TINY
     dtype = "bfloat16" if device == "cuda" else "float32"
     model = random_model(size, dtype, device)
-    config = cycle_config(model, folder, shape, **settings(size, device, engine, BUDGET_GIB, adapters=adapters))
+    sections = settings(size, device, engine, BUDGET_GIB, adapters=adapters, offload=adapters is None)
+    config = cycle_config(model, folder, shape, **sections)
     plan = check_plan(config)
     assert plan is not None, "there is a budget, and this fits it"
     return asyncio.run(run_cycle(config, shape))
@@ -52,7 +57,7 @@ def run(device: str, size: str, engine: str, adapters: bool, random_model: MakeM
 
 @pytest.mark.parametrize(("device", "size", "engine", "adapters"), HALVES)
 def test_a_cycle_keeps_to_the_plan_and_to_the_numbers(
-    budget: None, random_model: MakeModel, tmp_path: Path, device: str, size: str, engine: str, adapters: bool
+    budget: None, random_model: MakeModel, tmp_path: Path, device: str, size: str, engine: str, adapters: bool | None
 ) -> None:
     cycle = run(device, size, engine, adapters, random_model, tmp_path)
     off, onto = link_bytes_per_second(torch.device(device), GIB if device == "cuda" else 1 << 24)
@@ -73,9 +78,12 @@ def check_memory(cycle: Cycle, engine: str) -> None:
     for step in planned:
         if engine == "vllm" and step.name.startswith("engine"):
             continue  # its tensors are in other processes; the device's use is in the report
-        assert step.peak <= 1.05 * step.planned, f"{step.name}: {step.peak / GIB:.2f} GiB, more than was planned"
+        assert step.peak <= 1.05 * step.planned + WORKSPACES, (
+            f"{step.name}: {step.peak / GIB:.2f} GiB, more than was planned"
+        )
     assert max(step.left for step in cycle.steps) <= BUDGET_GIB * GIB
     awake = cycle.step("learner trains").left
     asleep = cycle.step("learner sleeps").left
     model = cycle.plan.model
-    assert awake - asleep >= 0.9 * (model.weights + model.masters + model.moments)
+    offloads = cycle.plan.config.learner.offloads_masters
+    assert awake - asleep >= 0.9 * (model.weights if offloads else model.kept)

@@ -53,8 +53,8 @@ class ModelBytes:
     gradients: int
     masters: int
     """fp32 copies of what is trained in bf16, or with learner.cpu_offload in any dtype."""
-    leaving: int
-    """Most bytes of gradients that are on their way to the host with learner.cpu_offload."""
+    arriving: int
+    """Pinned buffers of weights on their way to the device with learner.cpu_offload."""
     passing: int
     """Most that a forward and backward pass adds to weights, gradients, masters and moments."""
     published: int
@@ -86,7 +86,7 @@ class ModelBytes:
     @property
     def offloaded(self) -> int:
         """Bytes that are in host memory with learner.cpu_offload of one process."""
-        return self.masters + self.gradients + self.moments + self.leaving
+        return self.masters + self.gradients + self.moments + self.arriving
 
     @property
     def stepping(self) -> int:
@@ -129,7 +129,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums = [torch.empty_like(parameter, dtype=torch.float32) for parameter in trained]
-    leaving: deque[torch.Tensor | None] = deque(maxlen=GRADIENTS_IN_FLIGHT)
+    leaving: deque[object] = deque(maxlen=GRADIENTS_IN_FLIGHT)
     for parameter, gradient in zip(trained, sums, strict=True):
         parameter.grad_dtype = torch.float32
         if config.learner.offloads_masters:
@@ -156,7 +156,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
             for parameter in trained
             if parameter.dtype != torch.float32 or config.learner.offloads_masters
         ),
-        leaving=GRADIENTS_IN_FLIGHT * max(gradient.nbytes for gradient in sums),
+        arriving=GRADIENTS_IN_FLIGHT * max(parameter.nbytes for parameter in trained),
         passing=training.peak,
         published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         prefill=prefill.peak,
@@ -180,9 +180,10 @@ def _reference_bytes(config: RunConfig) -> int:
 # --- passes --------------------------------------------------------------------------------------
 
 
-def _take(leaving: deque[torch.Tensor | None], parameter: torch.Tensor) -> None:
-    """Take a gradient off the device, as learner/training/offloaded_masters.py does: the last ones are still there."""
-    leaving.append(parameter.grad)
+def _take(leaving: deque[object], parameter: torch.Tensor) -> None:
+    """Take a gradient off the device, as learner/training/offloaded_masters.py does: the last ones are still there,
+    with the sums that they are added to."""
+    leaving.append((parameter.grad, torch.empty_like(parameter, dtype=torch.float32)))
     parameter.grad = None
 
 
@@ -260,14 +261,15 @@ def image_features(model: Any, image_tokens: int, device: torch.device) -> torch
     if hasattr(vision, "temporal_patch_size"):  # Qwen's towers take flat patches: one image that is nearly square
         side = vision.spatial_merge_size  # one token is side x side patches
         height = math.isqrt(image_tokens)
-        grid = torch.tensor([[1, side * height, side * -(-image_tokens // height)]])
+        values = None if device.type == "meta" else device  # the tower reads them
+        grid = torch.tensor([[1, side * height, side * -(-image_tokens // height)]], device=values)
         patches = int(grid.prod())
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.empty((patches, width), device=device)
         windows: dict[str, torch.Tensor] = {}
         if getattr(vision, "window_size", 0):  # one window: the tensors of thousands are as large together
             windows["window_index"] = torch.arange(patches // side**2, device=device)
-            windows["cu_window_seqlens"] = torch.tensor([0, patches])
+            windows["cu_window_seqlens"] = torch.tensor([0, patches], device=values)
         tower = model.model.visual
         return tower(pixels.type(tower.dtype), grid_thw=grid, **windows).pooler_output
     # CLIP's and SigLIP's towers take whole images of the size in the configuration.
