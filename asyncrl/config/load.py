@@ -7,6 +7,7 @@ written: relative ones are relative to the current working directory, not to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +18,16 @@ from pydantic import ValidationError
 from asyncrl.config import yaml_text
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key
 from asyncrl.config.methods import Kind, Method, method_of
-from asyncrl.config.overlays import Place, find_overlay, leaves
+from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
+REPLACED = "replaced"
+"""The key of RunConfig that says what a method's word has replaced."""
+BY_HAND = math.inf
+"""Rank of a key=value: no overlay comes after it. Overlays are ranked by their place on the command line, from 1."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -31,12 +36,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     An override without `=` is an overlay: a YAML file, or the name of an algorithm's or a task's.
     """
     draft = _Draft(path)
+    if any(is_method(word) for word in overrides if "=" not in word):
+        draft.start_over()
     for word in overrides:
         if "=" in word:
             draft.override(word)
         else:
             draft.lay_over(word)
     draft.change_methods()
+    draft.note_replaced()
     config = None
     try:
         config = RunConfig.model_validate(draft.data)
@@ -64,8 +72,36 @@ class _Draft:
         self.data, self._node = _read(path)
         self._overrides: dict[Place, str] = {}
         """Where each value that is not the file's comes from."""
+        self._ranks: dict[Place, float] = {}
+        """And which of the words has put it there."""
+        self._overlays = 0
+        self._replaced: dict[Place, Any] = {}
+        """What keys held before a method's word changed them; None: nothing."""
         algorithm = self.data.get("algorithm")
         self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
+
+    def start_over(self) -> None:
+        """Undo what another method's word has changed in the file of a run, which says all keys: what is left of it
+        would be mixed with the new method."""
+        replaced = self.data.pop(REPLACED, None)
+        algorithm = self.data.get("algorithm")
+        if not isinstance(replaced, dict) or not isinstance(algorithm, dict):
+            return
+        for kind, key in METHOD_KEYS.items():
+            with suppress(ValueError):  # a wrong decorator, which the check reports
+                self._forget_defaults(algorithm, method_of(kind, str(algorithm.get(key))), math.inf)
+        self._replaced.clear()
+        for name, value in replaced.items():
+            place = tuple(str(name).split("."))
+            self.data = yaml_text.put(self.data, place, value)
+            if value is None:
+                yaml_text.look_up(self.data, place[:-1]).pop(place[-1])
+        self._in_file = dict(self.data["algorithm"])
+
+    def note_replaced(self) -> None:
+        """Say in the configuration what a method's word has replaced, so that another one begins there."""
+        if self._replaced:
+            self.data[REPLACED] = {".".join(map(str, place)): value for place, value in self._replaced.items()}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`, or add to a list with `a.b.c+=value`. The value of a text key is taken as it stands,
@@ -82,7 +118,7 @@ class _Draft:
             key = all_keys().get(path)
             try:
                 value = raw if key and key.field.annotation is str else yaml_text.parse(raw, f"override {text}")[0]
-                self._put((*place[:-1], f"{place[-1]}+") if plus else place, value, f"override {text}")
+                self._put((*place[:-1], f"{place[-1]}+") if plus else place, value, f"override {text}", BY_HAND)
             except UserError as problem:
                 self.problems.append(str(problem))
             except LookupError:
@@ -97,16 +133,18 @@ class _Draft:
         except UserError as problem:
             self.problems.append(str(problem))
             return
+        self._overlays += 1
+        names_method = is_method(word)
         for place, value in leaves(data):
             origin = f"{path} line {yaml_text.line_of(node, place)}"
             try:
-                self._put(place, value, origin)
+                self._put(place, value, origin, self._overlays, of_method=names_method)
             except UserError as problem:
                 self.problems.append(str(problem))
             except LookupError:
                 self.problems.append(f"{'.'.join(map(str, place))}: there is no such key [{origin}]")
 
-    def _put(self, place: Place, value: Any, origin: str) -> None:
+    def _put(self, place: Place, value: Any, origin: str, rank: float, *, of_method: bool = False) -> None:
         """Put a value in; at a place whose last name ends in `+` add it to the list that is there, or the items of it.
         Raises LookupError, and UserError for what is no list."""
         name = str(place[-1])
@@ -118,27 +156,33 @@ class _Draft:
                     f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]"
                 )
             value = _extended(yaml_text.look_up(self.data, place), value)
+        if of_method and place not in self._ranks:
+            self._replaced[place] = yaml_text.look_up(self.data, place)
         self.data = yaml_text.put(self.data, place, value)
-        self._overrides[place] = origin
+        self._overrides[place], self._ranks[place] = origin, rank
 
     def change_methods(self) -> None:
-        """Forget what the file says of keys that a method named by an override, or the one that it replaces, has
-        defaults for: the file of a run says all keys, and they were the other method's."""
+        """Forget what the file, and overlays before it, say of keys that a method named by an override, or the one that
+        it replaces, has defaults for: the file of a run says all keys, and they were the other method's."""
         algorithm = self.data.get("algorithm")
         if not isinstance(algorithm, dict):
             return
         for kind, key in METHOD_KEYS.items():
-            if ("algorithm", key) in self._overrides:
+            rank = self._ranks.get(("algorithm", key))
+            if rank is not None:
                 for name in (self._in_file.get(key), algorithm.get(key)):
                     with suppress(ValueError):  # a wrong decorator, which the check reports
-                        self._forget_defaults(algorithm, method_of(kind, str(name)))
+                        self._forget_defaults(algorithm, method_of(kind, str(name)), rank)
 
-    def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None) -> None:
+    def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None, rank: float) -> None:
+        """Keys of `rank` and above stay."""
         for default, value in method.defaults.items() if method else ():
-            if not any(place[:2] == ("algorithm", default) for place in self._overrides):
-                algorithm.pop(default, None)
+            ranks = [r for place, r in self._ranks.items() if place[:2] == ("algorithm", default)]
+            if max(ranks, default=0) < rank:
+                if default in algorithm:
+                    self._replaced.setdefault(("algorithm", default), algorithm.pop(default))
                 if default == "policy_loss":
-                    self._forget_defaults(algorithm, method_of("policy_loss", str(value)))
+                    self._forget_defaults(algorithm, method_of("policy_loss", str(value)), rank)
 
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""

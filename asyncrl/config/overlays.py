@@ -39,6 +39,12 @@ def find_overlay(word: str) -> Path:
     )
 
 
+def is_method(word: str) -> bool:
+    """True for an algorithm's overlay that ships, by its name or its path."""
+    algorithms = shipped_overlays("algorithms")
+    return word in algorithms or Path(word).resolve() in algorithms.values()
+
+
 def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Yield each key that an overlay gives, with its value: a mapping that is itself a setting, and a list, whole."""
     is_key = ".".join(map(str, place)) in all_keys()

@@ -7,7 +7,7 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -202,6 +202,9 @@ class RunSections(Section):
     network: NetworkConfig = NetworkConfig()
     launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    replaced: dict[str, Any] = Field(default_factory=dict)
+    """Written by asyncrl: what keys held that the word of a method (`asyncrl train CONFIG gspo`) has replaced. Another
+    word begins there."""
 
     @property
     def run_path(self) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.methods import KINDS, methods
 from asyncrl.config.overlays import FOLDERS, shipped_overlays
 from asyncrl.config.schema import RunConfig
@@ -34,6 +34,31 @@ def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) 
     others = [chosen.name for chosen in config.algorithm.chosen_methods]
     assert config.algorithm.adv_estimator in others
     assert over_the_demo(name, str(OVERLAYS[name])) == config
+
+
+def test_a_word_on_a_runs_own_file_is_that_method_and_nothing_of_the_last_one(tmp_path: Path) -> None:
+    """Each method over the file of the one before it in the alphabet; all pairs were compared once."""
+    names = [name for name in OVERLAYS if name not in OF_TURNS]
+    file = tmp_path / "config.yaml"
+    for before, name in zip([names[-1], *names], names, strict=False):
+        file.write_text(dump_config(load_config(GRPO, [before])))
+        found, expected = (load_config(path, [name]).model_dump(exclude={"replaced"}) for path in (file, GRPO))
+        assert found == expected, (before, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high", "aggregation"),
+    [
+        (["dapo", "gspo"], 3e-4, 4e-4, "seq-mean-token-mean"),
+        (["gspo", "dapo"], 0.2, 0.28, "token-mean"),
+        (["dapo", "gspo", "algorithm.clip_ratio_low=0.1"], 0.1, 4e-4, "seq-mean-token-mean"),
+        (["algorithm.clip_ratio_low=0.1", "gspo"], 0.1, 4e-4, "seq-mean-token-mean"),
+        (["dapo", "algorithm.policy_loss=gspo"], 3e-4, 4e-4, "seq-mean-token-mean"),
+    ],
+)
+def test_a_later_method_brings_its_own_clip(words: list[str], low: float, high: float, aggregation: str) -> None:
+    algorithm = load_config(GRPO, words).algorithm
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode) == (low, high, aggregation)
 
 
 def test_every_method_has_an_overlay_that_uses_it() -> None:
