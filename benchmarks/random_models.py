@@ -22,6 +22,10 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
         "text": {"hidden": 640, "inter": 2560, "layers": 10, "heads": 10, "kv": 2, "vocabulary": 32_000},
         "vision": {"hidden": 128, "inter": 256, "depth": 4, "heads": 4},
     },
+    "1b": {
+        "text": {"hidden": 2048, "inter": 11_008, "layers": 10, "heads": 16, "kv": 2, "vocabulary": 151_936},
+        "vision": {"hidden": 1280, "inter": 3420, "depth": 4, "heads": 16},
+    },
     # Qwen2.5-VL-3B with 39 layers in place of 36: 4.0 billion parameters, tied embeddings as there.
     "4b": {
         "text": {"hidden": 2048, "inter": 11_008, "layers": 39, "heads": 16, "kv": 2, "vocabulary": 151_936},

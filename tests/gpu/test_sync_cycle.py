@@ -19,6 +19,8 @@ from benchmarks.gpu_report import report, settings
 BUDGET_GIB = 24.0
 WORKSPACES = 128 * 2**20
 """Of cuBLAS, which torch counts to its tensors and the plan to the context: 98 MiB on an H100."""
+POOL = 32 * 2**20
+"""Pieces in which torch's pool gives memory back: less of a small model may stay."""
 MakeModel = Callable[[str, str, str], Path]
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -86,4 +88,4 @@ def check_memory(cycle: Cycle, engine: str) -> None:
     asleep = cycle.step("learner sleeps").left
     model = cycle.plan.model
     offloads = cycle.plan.config.learner.offloads_masters
-    assert awake - asleep >= 0.9 * (model.weights if offloads else model.kept)
+    assert awake - asleep + POOL >= 0.9 * (model.weights if offloads else model.kept)

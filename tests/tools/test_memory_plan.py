@@ -281,7 +281,7 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     sections: dict[str, dict[str, Any]] = {
         "data": {"max_response_length": 512},
         "batch": {"tokens_per_microbatch": 8192},
-        "gpu_memory": {"budget_gib": 1.05},
+        "gpu_memory": {"budget_gib": 1.3},
         "trainer": {"mode": "sync"},
     }
     config = planned(make_config, small, learner={"device": "auto"}, rollout={"device": "auto"}, **sections)
@@ -292,7 +292,7 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     assert fits is not None
     assert fits.peak <= 4 * GIB
     text = str(refused.value)
-    assert "gpu_memory.budget_gib is 1.05, but the learner awake needs" in text
+    assert "gpu_memory.budget_gib is 1.3, but the learner awake needs" in text
     assert "What to change, largest first:" in text
     levers = [line.split("=")[0].strip() for line in text.splitlines() if " -> " in line]
     assert {"batch.tokens_per_microbatch", "model.dtype", "learner.gradient_checkpointing"} <= set(levers)
@@ -391,8 +391,8 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
         learner={"device": "cuda:0"},
         rollout={"device": "cuda:0", "engine": "vllm"},
     )
-    assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - 0.5) / 80, abs=1e-3)
-    assert vllm_memory_utilization(turns, 24 * GIB) < 1 - 0.5 / 24 + 1e-9
+    assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - CONTEXT_BYTES / GIB) / 80, abs=1e-3)
+    assert vllm_memory_utilization(turns, 24 * GIB) < 1 - CONTEXT_BYTES / GIB / 24 + 1e-9
     sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
     shm, nccl = (
         vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
