@@ -1,5 +1,5 @@
 """Overlays: a few keys in a YAML file, laid over a configuration. One ships for each algorithm (docs/algorithms.md) and
-for each task (docs/tasks.md)."""
+for each task, of one turn or of several (docs/tasks.md)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = {kind: PACKAGE / kind / "overlays" for kind in ("algorithms", "tasks")}
+Kind = Literal["algorithms", "tasks", "agents"]
+FOLDERS: dict[Kind, Path] = {
+    "algorithms": PACKAGE / "algorithms" / "overlays",
+    "tasks": PACKAGE / "tasks" / "overlays",
+    "agents": PACKAGE / "tasks" / "agents",
+}
 Place = tuple[str | int, ...]
 """A place in a configuration: names of keys and indices of list items."""
 
 
 @cache
-def shipped_overlays(kind: Literal["algorithms", "tasks"]) -> Mapping[str, Path]:
-    """Overlays of a kind, by name. No name is of both."""
+def shipped_overlays(kind: Kind) -> Mapping[str, Path]:
+    """Overlays of a kind, by name. No name is of two."""
     return {file.stem: file for file in sorted(FOLDERS[kind].glob("*.yaml"))}
 
 
@@ -28,14 +33,14 @@ def find_overlay(word: str) -> Path:
     """The file of an overlay, from its path or from the name of one that ships. UserError for anything else."""
     if word.endswith((".yaml", ".yml")):
         return Path(word)
-    algorithms, tasks = shipped_overlays("algorithms"), shipped_overlays("tasks")
-    named = {**algorithms, **tasks}
+    algorithms, tasks, agents = (shipped_overlays(kind) for kind in FOLDERS)
+    named = {**algorithms, **tasks, **agents}
     if word in named:
         return named[word]
     raise UserError(
         f"override {word!r} has no `=`: expected key=value, such as batch.group_size=8, or an overlay: a YAML file or "
         f"the name of an algorithm or a task.{did_you_mean(word, named)} Algorithms are {', '.join(algorithms)}; tasks "
-        f"are {', '.join(tasks)}"
+        f"are {', '.join([*tasks, *agents])}"
     )
 
 

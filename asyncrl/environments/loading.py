@@ -121,10 +121,10 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
         _check_class(cls, config.name)
     else:
         functions = tuple(_attribute(sources[name], modules, TOOLS) for name in config.tools)
-        if sandbox.python in functions:
-            await sandbox.check_sandbox()
         file = next((source["path"] for source in sources.values() if source["path"]), "")
         cls = type("Tools", (ToolEnvironment,), {"functions": functions})
+    if sandbox.python in getattr(cls, "functions", ()):
+        await sandbox.check_sandbox()
     settings = _settings(cls, config.config)
     wish = "" if config.call_format == "auto" else config.call_format
     if issubclass(cls, ToolEnvironment):
