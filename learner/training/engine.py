@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +24,12 @@ from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
-from learner.training.parameter_groups import check_same_groups, parameter_groups
 from learner.training.sharding import make_sharding
 from learner.training.train_engine import EngineFacts, describe_model
 
@@ -83,7 +81,7 @@ class TorchEngine:
         self._make_head()
         self.facts: EngineFacts = describe_model(self.model, self.adapter)
         self.sharding.shard(self.model)
-        self._make_optimizer()
+        self._make_updates()
 
     def _make_head(self) -> None:
         """Make what turns hidden states into this engine's outputs."""
@@ -98,30 +96,9 @@ class TorchEngine:
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
         check_head(self.model, self._fixed_micro_batch(self.sharding.load_device).inputs)
 
-    def _make_optimizer(self) -> None:
+    def _make_updates(self) -> None:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.masters = self.sharding.masters(self.model)
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        stepped = self.masters.stepped()
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(names, stepped, self._optim),
-            lr=self._optim.lr,
-            betas=self._optim.betas,
-            fused=all(p.device.type == "cpu" for p in stepped),  # one pass over memory; GPUs keep torch's choice
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
-
-    def _lr_factor(self, update: int) -> float:
-        """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
-        o = self._optim
-        if update < o.lr_warmup_steps:
-            return (update + 1) / o.lr_warmup_steps
-        if o.lr_scheduler_type == "constant":
-            return 1.0
-        span = max(self._total_updates - o.lr_warmup_steps, 1)
-        done = min((update - o.lr_warmup_steps) / span, 1.0)
-        shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
+        self.updates = self.sharding.updates(self._optim, self._total_updates)
 
     def forward(
         self,
@@ -172,7 +149,7 @@ class TorchEngine:
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
         with _exact(self.device):
-            loss.backward()
+            self.updates.backward(loss)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
@@ -180,31 +157,23 @@ class TorchEngine:
         Raises BadStateError, on all ranks, when the gradient is not finite; the weights are then untouched.
         """
         self._sleeper.check_awake()
-        self.masters.take_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped(), self._optim.max_grad_norm)
-        grad_norm = float(self.sharding.whole(norm))
+        return self.updates.step(self._check_norm)
+
+    def _check_norm(self, grad_norm: float) -> None:
         if not math.isfinite(grad_norm):
             raise BadStateError(
                 f"the gradient norm is {grad_norm}. The weights are those before this update. Look at the last samples "
                 "and at logprob_diff_max in metrics.jsonl, or start a new run from the last checkpoint's model with a "
                 f"learning rate below {self._optim.lr} (learner.optim.lr)"
             )
-        lr = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
-        self.masters.round_into_parameters()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": grad_norm, "lr": lr}
 
     def drop_gradients(self) -> None:
         """Forget what this update has accumulated so far."""
-        self.masters.drop_gradients()
-        for parameter in self.trained:
-            parameter.grad = None
+        self.updates.drop_gradients()
 
     def forget_moments(self) -> None:
         """Begin AdamW's moments anew, and its count of the steps that they are means of; the learning rate goes on."""
-        self.optimizer.state.clear()
+        self.updates.forget_moments()
 
     def unwrap_model(self) -> Any:
         """The Hugging Face model itself."""
@@ -222,10 +191,8 @@ class TorchEngine:
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
-        model = self.unwrap_model()
-        self.sharding.changed()
-        own = dict(published_tensors(model))
-        load_published(model, ((n, self.sharding.part(t, own[n]) if n in own else t) for n, t in tensors))
+        self._sleeper.check_awake()
+        self.sharding.load_published(tensors)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -276,9 +243,7 @@ class TorchEngine:
 
     def _save(self, folder: Path) -> None:
         self.sharding.changed()
-        schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
-        optimizer = self._map_optimizer(self.optimizer.state_dict(), lambda value, _: self.sharding.kept(value))
-        state = {"masters": self.masters.state_dict(), "optimizer": optimizer, "schedule": schedule}
+        state = self.updates.state()
         if self._ranks.leads:
             torch.save(state, folder / ENGINE_FILE)
 
@@ -289,28 +254,7 @@ class TorchEngine:
         """
         self.sharding.changed()
         state = torch.load(folder / ENGINE_FILE, map_location="cpu", weights_only=True)
-        self.masters.load_state_dict(state.get("masters", {}), folder)
-        # torch would restore the saved settings with the moments, and a resume may have changed them.
-        ours = self.optimizer.state_dict()["param_groups"]
-        check_same_groups(state["optimizer"]["param_groups"], ours, folder)
-        theirs = self._map_optimizer(state["optimizer"], self.sharding.part)
-        self.optimizer.load_state_dict({**theirs, "param_groups": ours})
-        updates = state["schedule"]["last_epoch"]
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor, last_epoch=updates - 1)
-
-    def _map_optimizer(
-        self, state: dict[str, Any], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> dict[str, Any]:
-        """The optimiser's state with `change(moment, parameter)` in the place of each moment."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        changed = {
-            number: {
-                name: change(value, parameters[number]) if value.shape == parameters[number].shape else value
-                for name, value in values.items()
-            }
-            for number, values in state["state"].items()
-        }
-        return {**state, "state": changed}
+        self.updates.load_state(state, folder)
 
     def sleep(self) -> int:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""
@@ -334,9 +278,7 @@ class TorchEngine:
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from (p.grad for p in self.model.parameters() if p.grad is not None)
-        yield from self.masters.copies()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from self.updates.copies()
 
     @torch.no_grad()
     def _fixed_logprobs(self) -> torch.Tensor:

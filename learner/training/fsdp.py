@@ -9,7 +9,7 @@ gathered as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,9 +30,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.models.published import published_parts
+from asyncrl.config.sections import OptimConfig
+from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.master_weights import MasterWeights
+from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
 _RUN = "compute_with_whole_weights"
@@ -72,13 +74,24 @@ class FullySharded:
     def run(self, compute: Callable[[], T]) -> T:
         return getattr(self._model, _RUN)(compute)
 
+    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
+        return MasterUpdates(self._model, self, optim, total_updates)
+
     def masters(self, model: Any) -> MasterWeights:
         return ShardedMasters(self, model, self._dtypes)
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.changed()
         for name, tensor in published_parts(self._model):
             yield name, self.whole(tensor.detach().to(self._dtypes.get(name, tensor.dtype)))  # an adapter's are fp32
+
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.changed()
+        own = dict(published_tensors(self._model))
+        load_published(self._model, ((n, self.part(t, own[n]) if n in own else t) for n, t in tensors))
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

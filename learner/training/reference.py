@@ -36,7 +36,7 @@ class Reference(TorchEngine):
         self._settings = config.reference
         self._compares_distributions = config.algorithm.kl_estimator == "full"
 
-    def _make_optimizer(self) -> None:
+    def _make_updates(self) -> None:
         """There is none. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._settings.moves else []
         self._moving: list[torch.nn.Parameter] = trained
@@ -93,12 +93,12 @@ class Reference(TorchEngine):
         if every and step % every == 0:
             with self.on_device():
                 for mine, policys in zip(self._moving, actor.trained, strict=True):
-                    mine.copy_(policys)
+                    self.sharding.local(mine).copy_(actor.sharding.local(policys))
             if self._settings.reset_optimizer:
                 actor.forget_moments()
         if ema:
             with self.on_device():
-                for mine, policys in zip(self.masters.stepped(), actor.masters.stepped(), strict=True):
+                for mine, policys in zip(self.masters.stepped(), actor.updates.stepped(), strict=True):
                     mine.lerp_(policys, 1 - ema)
                 self.masters.round_into_parameters()
 

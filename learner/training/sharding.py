@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_model, save_model
 
-from asyncrl.config.sections import LearnerConfig
-from asyncrl.models.published import published_tensors
+from asyncrl.config.sections import LearnerConfig, OptimConfig
+from asyncrl.models.published import load_published, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.master_weights import MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
+from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
 
@@ -32,22 +33,24 @@ class Sharding(Protocol):
         """Compute with whole weights. Tensors with a gradient are returned as such, or in tuples and dicts."""
         ...
 
-    def masters(self, model: Any) -> MasterWeights: ...
+    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
+        """Gradients and optimiser of the model's trained parameters."""
+        ...
+
+    def masters(self, model: Any) -> MasterWeights:
+        """fp32 masters of what `local` has of its trained parameters."""
+        ...
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a parameter."""
+        ...
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors as servers get them, one at a time."""
         ...
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which this rank has a part."""
-        ...
-
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor on the rank that writes it to a file; elsewhere nothing of it is kept."""
-        ...
-
-    def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as `like`, a parameter of its shape, is divided."""
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
         ...
 
     def save_weights(self, file: Path) -> None:
@@ -79,11 +82,20 @@ class OneDevice:
     def run(self, compute: Callable[[], T]) -> T:
         return compute()
 
+    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
+        return MasterUpdates(self._model, self, optim, total_updates)
+
     def masters(self, model: Any) -> MasterWeights:
         return OffloadedMasters(model, self.load_device) if self._cpu_offload else MasterWeights(model)
 
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)
+
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load_published(self._model, tensors)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -39,7 +39,7 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
         seen = made_up_batch(config, processor) if "greedy_row" in config.algorithm.needs else made
         batch = replace(seen, scores=2 * seen.scores, components={"only": seen.scores})
         engine.model.load_state_dict(start)
-        engine.optimizer.state.clear()
+        engine.updates.optimizer.state.clear()
         critic = Critic(config, 100) if "critic" in config.algorithm.needs else None
         if critic:
             critic.prepare()

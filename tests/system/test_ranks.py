@@ -116,7 +116,7 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
     engine = create_engine(saved, saved.learner.optim, STEPS)
     engine.prepare()
     engine.load(two)
-    engine.masters.round_into_parameters()
+    engine.updates.masters.round_into_parameters()
     for name, tensor in engine.published_state():
         assert torch.equal(tensor, published[name])
     if "critic" in config.algorithm.needs:

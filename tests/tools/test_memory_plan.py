@@ -125,9 +125,11 @@ def test_an_update_takes_what_was_planned(
         engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     assert live.peak <= plan.passing <= ABOVE * live.peak
     engine.optimizer_step()
-    moments = [value for values in engine.optimizer.state.values() for key, value in values.items() if key != "step"]
+    moments = [
+        value for values in engine.updates.optimizer.state.values() for key, value in values.items() if key != "step"
+    ]
     assert (plan.weights, plan.gradients, plan.moments) == (nbytes(weights), nbytes(gradients), nbytes(moments))
-    assert plan.masters == nbytes(engine.masters.copies())
+    assert plan.masters == nbytes(engine.updates.masters.copies())
     assert (plan.masters > 0) == (dtype == "bfloat16")
     assert plan.published == nbytes(t for _, t in published_tensors(trained))
 
@@ -147,8 +149,8 @@ def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig
     assert live.peak <= plan.model.passing <= ABOVE * live.peak
     engine.optimizer_step()
     on_host = [
-        *engine.masters.copies(),
-        *(v for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"),
+        *engine.updates.masters.copies(),
+        *(v for s in engine.updates.optimizer.state.values() for k, v in s.items() if k != "step"),
     ]
     assert plan.model.masters + plan.model.moments == nbytes(on_host)
     device = {line.name: line.nbytes for line in plan.phases[0].lines}

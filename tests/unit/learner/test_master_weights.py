@@ -84,9 +84,9 @@ def test_a_checkpoint_continues_bit_for_bit(make_config: MakeConfig, tmp_path: P
         take_step(again, step)
     theirs = trained(again)
     assert all(torch.equal(p, theirs[name]) for name, p in trained(unbroken).items())
-    for one, other in zip(unbroken.masters.stepped(), again.masters.stepped(), strict=True):
+    for one, other in zip(unbroken.updates.masters.stepped(), again.updates.masters.stepped(), strict=True):
         assert torch.equal(one, other)
-    assert len(again.masters.copies()) == (len(theirs) if dtype == "bfloat16" else 0)
+    assert len(again.updates.masters.copies()) == (len(theirs) if dtype == "bfloat16" else 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_offload_changes_where_and_not_what(
 def check_equal(one: TorchEngine, other: TorchEngine) -> None:
     theirs = trained(other)
     assert all(torch.equal(p, theirs[name]) for name, p in trained(one).items())
-    for mine, their in zip(one.masters.stepped(), other.masters.stepped(), strict=True):
+    for mine, their in zip(one.updates.masters.stepped(), other.updates.masters.stepped(), strict=True):
         assert torch.equal(mine, their)
 
 
@@ -148,8 +148,8 @@ def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: M
 def test_adapters_on_bf16_weights_are_their_own_masters(make_config: MakeConfig) -> None:
     engine = prepared(make_config, "bfloat16", {"lora": {"rank": 4}})
     assert {p.dtype for p in trained(engine).values()} == {torch.float32}
-    assert engine.masters.copies() == []
-    assert all(a is b for a, b in zip(engine.masters.stepped(), trained(engine).values(), strict=True))
+    assert engine.updates.masters.copies() == []
+    assert all(a is b for a, b in zip(engine.updates.masters.stepped(), trained(engine).values(), strict=True))
 
 
 def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfi
     for optim in ({"lr": 1e-3}, {"lr": 4e-3, "betas": [0.8, 0.9], "weight_decay": 0.5}):
         loaded = engine(**optim)
         loaded.load(tmp_path)
-        groups, moments = loaded.optimizer.param_groups, loaded.optimizer.state_dict()["state"]
-        assert loaded.schedule.get_last_lr() == [group["lr"] for group in groups] == [optim["lr"] / 2] * 2
+        groups, moments = loaded.updates.optimizer.param_groups, loaded.updates.optimizer.state_dict()["state"]
+        assert loaded.updates.schedule.get_last_lr() == [group["lr"] for group in groups] == [optim["lr"] / 2] * 2
         if len(optim) > 1:
             assert (groups[0]["betas"], groups[0]["weight_decay"]) == ((0.8, 0.9), 0.5)
-        for key, state in saved.optimizer.state_dict()["state"].items():
+        for key, state in saved.updates.optimizer.state_dict()["state"].items():
             assert all(torch.equal(value, moments[key][name]) for name, value in state.items())
         assert loaded.optimizer_step()["lr"] == optim["lr"] / 2

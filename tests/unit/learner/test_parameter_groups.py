@@ -66,6 +66,6 @@ def test_moments_of_other_groups_are_not_taken(make_config: MakeConfig, tmp_path
     engine.save(tmp_path)
     other = prepared(make_config, connector_lr=1e-3)
     other.load(tmp_path)
-    assert sorted({group["lr"] for group in other.optimizer.param_groups}) == [1e-3, 1e-2]
+    assert sorted({group["lr"] for group in other.updates.optimizer.param_groups}) == [1e-3, 1e-2]
     with pytest.raises(UserError, match=r"holds moments of groups of \[.*connector_lr of the optimiser"):
         prepared(make_config).load(tmp_path)

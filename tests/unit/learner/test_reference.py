@@ -76,9 +76,9 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     actor, reference, batch = engines(config)
     step = LearnerStep(Roles(actor, own_reference=reference), config)
     step(batch, 0)
-    assert actor.optimizer.state
+    assert actor.updates.optimizer.state
     step(batch, 1)
-    assert not actor.optimizer.state
+    assert not actor.updates.optimizer.state
     folder = tmp_path / "reference"
     folder.mkdir()
     actor.save(tmp_path)
@@ -97,10 +97,10 @@ def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Pat
     config = make_config(**KL, model={"dtype": dtype, "freeze_vision_tower": True}, reference={"ema": 0.9})
     actor, reference, batch = engines(config)
     step = LearnerStep(Roles(actor, own_reference=reference), config)
-    expected = [master.clone().double() for master in actor.masters.stepped()]
+    expected = [master.clone().double() for master in actor.updates.masters.stepped()]
     for version in range(3):
         step(batch, version)
-        for average, master in zip(expected, actor.masters.stepped(), strict=True):
+        for average, master in zip(expected, actor.updates.masters.stepped(), strict=True):
             average.mul_(0.9).add_(master.double(), alpha=0.1)
     for average, found in zip(expected, reference.masters.stepped(), strict=True):
         torch.testing.assert_close(found, average.float(), rtol=1e-6, atol=1e-7)

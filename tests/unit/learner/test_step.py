@@ -370,7 +370,7 @@ def test_gradients_have_the_same_bits_however_many_threads_add_them_up(
     def gradients() -> list[torch.Tensor]:
         engine.backward((engine.forward(micro_batch).logprobs * weights).sum())
         found = [p.grad for p in engine.model.parameters() if p.grad is not None]
-        engine.optimizer.zero_grad(set_to_none=True)
+        engine.updates.optimizer.zero_grad(set_to_none=True)
         return found
 
     torch.set_num_threads(2)  # until the end of the test: `one_thread` puts back what was before
@@ -397,7 +397,7 @@ def test_layers_sort_no_indices(make_config: MakeConfig) -> None:
     micro_batch = build_micro_batch(engine.model, batch.train_groups, engine.device)
     with Operations() as operations:
         engine.backward(engine.forward(micro_batch).logprobs.sum())
-    engine.optimizer.zero_grad(set_to_none=True)
+    engine.updates.optimizer.zero_grad(set_to_none=True)
     # The one is that of the states which predict a trained token: a prompt's last one predicts several.
     assert sum("index_put" in name for name in operations.seen) == 1
 

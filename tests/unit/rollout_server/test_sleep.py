@@ -104,7 +104,7 @@ def trained(config: RunConfig, *, naps: bool) -> TorchEngine:
         if naps:
             engine.sleep()
             engine.wake()
-        if engine.schedule.last_epoch < 2:
+        if engine.updates.schedule.last_epoch < 2:
             engine.optimizer_step()
     return engine
 
@@ -117,14 +117,16 @@ def test_training_with_naps_is_training_without_bit_for_bit(
     for (name, one), (_, other) in zip(plain.model.named_parameters(), napped.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
         assert torch.equal(one.grad, other.grad), name
-    states = [engine.optimizer.state_dict()["state"] for engine in (plain, napped)]
+    states = [engine.updates.optimizer.state_dict()["state"] for engine in (plain, napped)]
     assert states[0].keys() == states[1].keys()
     for number, state in states[0].items():
         assert all(torch.equal(value, states[1][number][name]) for name, value in state.items())
-    for one, other in zip(plain.masters.stepped(), napped.masters.stepped(), strict=True):
+    for one, other in zip(plain.updates.masters.stepped(), napped.updates.masters.stepped(), strict=True):
         assert torch.equal(one, other)
     asleep = 2 * sum(p.numel() for p in napped.model.parameters()) * 4  # moments
-    asleep += sum(t.nbytes for t in [*napped.model.parameters(), *napped.model.buffers(), *napped.masters.copies()])
+    asleep += sum(
+        t.nbytes for t in [*napped.model.parameters(), *napped.model.buffers(), *napped.updates.masters.copies()]
+    )
     assert napped.sleep() >= asleep, "masters and moments leave the device, too"
 
 
@@ -132,7 +134,7 @@ def test_tied_weights_and_the_optimisers_references_stay(make_config: Callable[.
     engine = trained(make_config(), naps=False)
     model = engine.model
     model.lm_head.weight = model.get_input_embeddings().weight
-    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in engine.updates.optimizer.param_groups for p in group["params"]}
     engine.sleep()
     engine.wake()
     assert model.lm_head.weight is model.get_input_embeddings().weight

@@ -1,0 +1,183 @@
+"""Updates of a model's weights: from a loss to gradients, their norm, AdamW on fp32 masters, and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.config.sections import OptimConfig
+from learner.training.master_weights import MasterWeights
+from learner.training.parameter_groups import check_same_groups, parameter_groups
+
+
+class Updates(Protocol):
+    """The gradients and the optimiser of a model. With several ranks every method but `stepped` is a collective."""
+
+    begins_again: bool
+    """Whether a pass that an error has ended can be made again."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a loss that is already divided by counts over all ranks: ranks are summed."""
+        ...
+
+    def step(self, check: Callable[[float], None]) -> dict[str, float]:
+        """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
+
+        `check(grad_norm)` is called before a weight changes, and what it raises, on all ranks, leaves them as they are.
+        """
+        ...
+
+    def drop_gradients(self) -> None: ...
+
+    def forget_moments(self) -> None: ...
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """What is stepped, fp32: of each trained parameter, in the model's order, the part that `Sharding.local` has
+        of it."""
+        ...
+
+    def copies(self) -> Iterator[torch.Tensor]:
+        """Tensors beside the model's: masters and moments."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Masters, moments and the schedule for a file: whole tensors, on the rank that writes."""
+        ...
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore them; learning rate, decay and betas are those of our settings. `folder` is the checkpoint's.
+
+        Raises UserError where its weights had another dtype, or other parts a learning rate of their own.
+        """
+        ...
+
+
+class Parts(Protocol):
+    """The division of parameters into parts, as the optimiser of PyTorch steps them."""
+
+    load_device: torch.device
+
+    def masters(self, model: Any) -> MasterWeights: ...
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which this rank has a part."""
+        ...
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor on the rank that writes it to a file; elsewhere nothing of it is kept."""
+        ...
+
+    def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, as `like`, a parameter of its shape, is divided."""
+        ...
+
+
+class MasterUpdates:
+    """torch's AdamW on the masters, which are whole or in parts."""
+
+    begins_again = True
+
+    def __init__(self, model: Any, parts: Parts, optim: OptimConfig, total_updates: int):
+        """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
+        self._parts, self._optim, self._total_updates = parts, optim, total_updates
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self.masters = parts.masters(model)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        stepped = self.masters.stepped()
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(names, stepped, optim),
+            lr=optim.lr,
+            betas=optim.betas,
+            fused=all(p.device.type == "cpu" for p in stepped),  # one pass over memory; GPUs keep torch's choice
+        )
+        self.schedule = make_schedule(self.optimizer, optim, total_updates)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, check: Callable[[float], None]) -> dict[str, float]:
+        self.masters.take_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped(), self._optim.max_grad_norm)
+        grad_norm = float(self._parts.whole(norm))
+        check(grad_norm)
+        lr = float(self.schedule.get_last_lr()[0])
+        self.optimizer.step()
+        self.masters.round_into_parameters()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    def drop_gradients(self) -> None:
+        self.masters.drop_gradients()
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def forget_moments(self) -> None:
+        self.optimizer.state.clear()
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        yield from self.masters.stepped()
+
+    def copies(self) -> Iterator[torch.Tensor]:
+        yield from self.masters.copies()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "masters": self.masters.state_dict(),
+            "optimizer": self._map_optimizer(self.optimizer.state_dict(), lambda value, _: self._parts.kept(value)),
+            "schedule": schedule_state(self.schedule),
+        }
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        self.masters.load_state_dict(state.get("masters", {}), folder)
+        # torch would restore the saved settings with the moments, and a resume may have changed them.
+        ours = self.optimizer.state_dict()["param_groups"]
+        check_same_groups(state["optimizer"]["param_groups"], ours, folder)
+        theirs = self._map_optimizer(state["optimizer"], self._parts.part)
+        self.optimizer.load_state_dict({**theirs, "param_groups": ours})
+        self.schedule = make_schedule(self.optimizer, self._optim, self._total_updates, made=state["schedule"])
+
+    def _map_optimizer(
+        self, state: dict[str, Any], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        """The optimiser's state with `change(moment, parameter)` in the place of each moment."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        changed = {
+            number: {
+                name: change(value, parameters[number]) if value.shape == parameters[number].shape else value
+                for name, value in values.items()
+            }
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": changed}
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, optim: OptimConfig, total_updates: int, *, made: dict[str, Any] | None = None
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate's course over so many updates; `made` is the saved state of one that has made some of them."""
+    last = made["last_epoch"] - 1 if made else -1
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, optim, total_updates), last_epoch=last)
+
+
+def schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR) -> dict[str, Any]:
+    return {k: v for k, v in schedule.state_dict().items() if k != "lr_lambdas"}
+
+
+def lr_factor(optim: OptimConfig, total_updates: int, update: int) -> float:
+    """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
+    if update < optim.lr_warmup_steps:
+        return (update + 1) / optim.lr_warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    span = max(total_updates - optim.lr_warmup_steps, 1)
+    done = min((update - optim.lr_warmup_steps) / span, 1.0)
+    shape = 1 - done if optim.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape
