@@ -103,6 +103,11 @@ def _scripted_problems(config: RunSections) -> Iterator[str]:
 
 
 def _vllm_problems(config: RunSections) -> Iterator[str]:
+    if config.model.float32_head:
+        yield (
+            "model.float32_head is true, but vllm computes logits in model.dtype, and the two sides would differ. Set "
+            "model.float32_head=false or rollout.engine=hf"
+        )
     for section in ("rollout", "evaluation"):
         problem = too_cold(getattr(config, section).temperature)
         if problem:

@@ -56,9 +56,13 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str
     """Hugging Face folder with model, tokenizer and processor, or `org/name` (or `org/name@revision`) of its hub."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights on both sides and on the wire; auto is bfloat16 where learner and rollout server are on GPUs,
-    else float32. bfloat16 weights are trained on float32 master weights; adapters are always float32."""
+    else float32. Weights of 16 bits are trained on float32 master weights, in float16 with an adaptive loss scale;
+    adapters are always float32."""
+    float32_head: bool = False
+    """Compute the output layer in float32 whatever dtype is, on both sides (MiniMax-M1, arXiv 2506.13585): logits are
+    rounded to 16 bits otherwise. Not with vLLM, which computes them in dtype."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     freeze_connector: bool = False

@@ -35,7 +35,7 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 """First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
 Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
 SMI_DEADLINE_S = 30.0
-LOGPROB_DIFFERENCE = {"bfloat16": 0.2, "float32": 1e-3}
+LOGPROB_DIFFERENCE = {"bfloat16": 0.2, "float16": 0.025, "float32": 1e-3}
 """Accepted difference of a token's log-prob between engine and learner by model.dtype, in nats: several times what
 rounding makes of it (docs/decisions/012)."""
 TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8

@@ -35,14 +35,32 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
         hand_on_layout(model)
     if device.type == "cpu":
         _align(model)
-    return model.to(device)
+    model.to(device)
+    if config.float32_head:
+        compute_head_in_float32(model)
+    return model
 
 
 def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
     """The folder's model without its weights, on torch's meta device."""
     kind, hf_config, options = _describe(config, text_attention)
     with torch.device("meta"):
-        return kind.from_config(hf_config, **options)
+        model = kind.from_config(hf_config, **options)
+    if config.float32_head:
+        compute_head_in_float32(model)
+    return model
+
+
+def compute_head_in_float32(model: Any) -> None:
+    """Let the output layer multiply in float32: its weight keeps its dtype, and is widened for each product."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(input.float(), head.weight.float(), bias)
+
+    head.forward = forward
 
 
 def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[str, Any]]:

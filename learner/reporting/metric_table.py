@@ -79,6 +79,8 @@ METRICS = (
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
     _gauge("loss", "nats", "Loss of the last step.", "near 0; its sign means nothing"),
     _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
+    _gauge("loss_scale", "factor", "Factor of the loss in float16 (model.dtype).", "rises, or falls seldom"),
+    _gauge("skipped_updates", "ratio", "Share of the last step's updates left out: float16 overflowed.", "0, seldom 1"),
     _gauge("learning_rate", "rate", "Learning rate of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
     _gauge("reference_kl", "nats", "KL(learner || reference) per token, by algorithm.kl_estimator.", "rises slowly"),

@@ -29,6 +29,7 @@ from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
+from learner.training.loss_scale import LossScale
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.sharding import make_sharding
 from learner.training.train_engine import EngineFacts, describe_model
@@ -98,7 +99,8 @@ class TorchEngine:
 
     def _make_updates(self) -> None:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.updates = self.sharding.updates(self._optim, self._total_updates)
+        scale = LossScale() if self.facts.dtype == torch.float16 else None
+        self.updates = self.sharding.updates(self._optim, self._total_updates, scale)
 
     def forward(
         self,

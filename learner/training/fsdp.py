@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from asyncrl.config.sections import OptimConfig
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
+from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.updates import MasterUpdates, Updates
 
@@ -74,8 +75,8 @@ class FullySharded:
     def run(self, compute: Callable[[], T]) -> T:
         return getattr(self._model, _RUN)(compute)
 
-    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
-        return MasterUpdates(self._model, self, optim, total_updates)
+    def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
+        return MasterUpdates(self._model, self, optim, total_updates, scale)
 
     def masters(self, model: Any) -> MasterWeights:
         return ShardedMasters(self, model, self._dtypes)

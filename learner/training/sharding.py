@@ -12,6 +12,7 @@ from safetensors.torch import load_model, save_model
 from asyncrl.config.sections import LearnerConfig, OptimConfig
 from asyncrl.models.published import load_published, published_tensors
 from learner.ranks.group import Ranks
+from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
 from learner.training.updates import MasterUpdates, Updates
@@ -33,7 +34,7 @@ class Sharding(Protocol):
         """Compute with whole weights. Tensors with a gradient are returned as such, or in tuples and dicts."""
         ...
 
-    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
+    def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
         """Gradients and optimiser of the model's trained parameters."""
         ...
 
@@ -82,8 +83,8 @@ class OneDevice:
     def run(self, compute: Callable[[], T]) -> T:
         return compute()
 
-    def updates(self, optim: OptimConfig, total_updates: int) -> Updates:
-        return MasterUpdates(self._model, self, optim, total_updates)
+    def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
+        return MasterUpdates(self._model, self, optim, total_updates, scale)
 
     def masters(self, model: Any) -> MasterWeights:
         return OffloadedMasters(model, self.load_device) if self._cpu_offload else MasterWeights(model)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.config.sections import OptimConfig
+from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 
@@ -26,7 +27,8 @@ class Updates(Protocol):
         ...
 
     def step(self, check: Callable[[float], None]) -> dict[str, float]:
-        """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
+        """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`; in
+        float16 `loss_scale` and `skipped_updates`, and no `grad_norm` where the update was left out.
 
         `check(grad_norm)` is called before a weight changes, and what it raises, on all ranks, leaves them as they are.
         """
@@ -82,8 +84,12 @@ class MasterUpdates:
 
     begins_again = True
 
-    def __init__(self, model: Any, parts: Parts, optim: OptimConfig, total_updates: int):
-        """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
+    def __init__(
+        self, model: Any, parts: Parts, optim: OptimConfig, total_updates: int, scale: LossScale | None = None
+    ):
+        """`total_updates` is the number of optimiser steps that the learning-rate schedule spans. `scale`: of the loss,
+        for a model that computes in float16."""
+        self._scale = scale
         self._parts, self._optim, self._total_updates = parts, optim, total_updates
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.masters = parts.masters(model)
@@ -98,19 +104,25 @@ class MasterUpdates:
         self.schedule = make_schedule(self.optimizer, optim, total_updates)
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        (loss if self._scale is None else loss * self._scale.value).backward()
 
     def step(self, check: Callable[[float], None]) -> dict[str, float]:
+        scale, stepped, lr = self._scale, self.masters.stepped(), float(self.schedule.get_last_lr()[0])
         self.masters.take_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped(), self._optim.max_grad_norm)
-        grad_norm = float(self._parts.whole(norm))
+        if scale is not None:
+            for master in stepped:
+                if master.grad is not None:
+                    master.grad.div_(scale.value)
+        grad_norm = float(self._parts.whole(torch.nn.utils.clip_grad_norm_(stepped, self._optim.max_grad_norm)))
+        if scale is not None and not math.isfinite(grad_norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return {"lr": lr, **scale.overflowed(grad_norm)}
         check(grad_norm)
-        lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.masters.round_into_parameters()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": grad_norm, "lr": lr}
+        return {"grad_norm": grad_norm, "lr": lr, **(scale.went_well() if scale else {})}
 
     def drop_gradients(self) -> None:
         self.masters.drop_gradients()
@@ -133,6 +145,7 @@ class MasterUpdates:
             "masters": self.masters.state_dict(),
             "optimizer": self._map_optimizer(self.optimizer.state_dict(), lambda value, _: self._parts.kept(value)),
             "schedule": schedule_state(self.schedule),
+            **({"loss_scale": self._scale.state_dict()} if self._scale else {}),
         }
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
@@ -143,6 +156,8 @@ class MasterUpdates:
         theirs = self._map_optimizer(state["optimizer"], self._parts.part)
         self.optimizer.load_state_dict({**theirs, "param_groups": ours})
         self.schedule = make_schedule(self.optimizer, self._optim, self._total_updates, made=state["schedule"])
+        if self._scale is not None and "loss_scale" in state:
+            self._scale.load_state_dict(state["loss_scale"])
 
     def _map_optimizer(
         self, state: dict[str, Any], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -31,8 +31,15 @@ _PACKED = "always on: a group is packed behind its prompt, without padding"
 _CRITIC = "the critic is as the policy in all else"
 _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
 _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
-_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-_DTYPE = other_values("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16")
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+_DTYPE = other_values("model.dtype", _DTYPES, "model.dtype is float32, bfloat16 or float16")
 
 SAME_NAME = """
 data.prompt_key data.answer_key data.image_key data.video_key data.image_dir data.video_fps data.max_prompt_length

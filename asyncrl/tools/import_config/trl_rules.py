@@ -39,7 +39,7 @@ LOSS_TYPES: Mapping[str, tuple[str, str]] = {
 """`algorithm.policy_loss` and `algorithm.loss_agg_mode` of each `loss_type`."""
 MODES = {"token_truncate": "token_tis", "token_mask": "token_mis"}
 MODES |= {"sequence_truncate": "sequence_tis", "sequence_mask": "sequence_mis"}
-DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}
+DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
 # --- algorithm ---------------------------------------------------------------------------------------------
@@ -241,10 +241,10 @@ TRL_RULES: Mapping[str, Rule] = {
     "mask_truncated_completions": truncated,
     "repetition_penalty": one_value(1.0, "off", "the learner would not know of it"),
     "top_k": off_is_zero("rollout.top_k"),
-    "dtype": other_values("model.dtype", DTYPES, "model.dtype is float32 or bfloat16"),
-    "torch_dtype": other_values("model.dtype", DTYPES, "model.dtype is float32 or bfloat16"),
+    "dtype": other_values("model.dtype", DTYPES, "model.dtype is float32, bfloat16 or float16"),
+    "torch_dtype": other_values("model.dtype", DTYPES, "model.dtype is float32, bfloat16 or float16"),
     "bf16": lambda value, _: becomes({"model.dtype": "bfloat16" if value else "float32"}, "of the weights, too"),
-    "fp16": only_one(False, "off", "model.dtype is float32 or bfloat16"),
+    "fp16": lambda value, _: becomes({"model.dtype": "float16"} if value else {}, "of the weights, too"),
     "per_device_train_batch_size": prompts_per_step,
     "generation_batch_size": read_with("per_device_train_batch_size"),
     "gradient_accumulation_steps": read_with("per_device_train_batch_size"),

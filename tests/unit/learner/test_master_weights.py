@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 from learner.training.engine import ENGINE_FILE, TorchEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,6 +120,35 @@ def test_offload_changes_where_and_not_what(
         engine.load(tmp_path / str(not offload))
         take_step(engine, 9)
     check_equal(*sides.values())
+
+
+def test_float16_scales_the_loss_skips_what_overflows_and_stops_where_nothing_helps(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    engine = prepared(make_config, "float16")
+    weight = max(trained(engine).values(), key=lambda p: p.numel())
+    small = 1e-4 / weight.numel()
+    assert small < 2**-25, "less than half of float16's smallest number: without a scale it is 0"
+    engine.backward((weight * 1e-4).float().mean())
+    found = engine.optimizer_step()
+    assert (found["loss_scale"], found["skipped_updates"]) == (2**16, 0)
+    assert found["grad_norm"] == pytest.approx(small * weight.numel() ** 0.5, rel=1e-3)
+
+    before = {name: p.detach().clone() for name, p in trained(engine).items()}
+    engine.backward((weight * 4).float().sum())  # 2^16 is over float16's largest number
+    assert engine.optimizer_step() == {"lr": found["lr"], "loss_scale": 2**15, "skipped_updates": 1}
+    assert all(torch.equal(p, before[name]) for name, p in trained(engine).items())
+    engine.model.save_pretrained(tmp_path / "model")
+    engine.save(tmp_path)
+    again = prepared(make_config, "float16", {"path": str(tmp_path / "model")})
+    again.load(tmp_path)
+    assert again.optimizer_step()["loss_scale"] == 2**15
+    for _ in range(15):
+        engine.backward((weight * float("inf")).float().sum())
+        assert engine.optimizer_step()["skipped_updates"] == 1
+    engine.backward((weight * float("inf")).float().sum())
+    with pytest.raises(BadStateError, match="at a loss scale of 1, the least"):
+        engine.optimizer_step()
 
 
 def check_equal(one: TorchEngine, other: TorchEngine) -> None:
