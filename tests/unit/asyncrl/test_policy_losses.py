@@ -146,8 +146,8 @@ def test_topr_reports_the_weights_that_it_cut() -> None:
 
 @pytest.mark.parametrize("updates", [1, 4])
 def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(updates: int) -> None:
-    """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv 2510.01161,
-    with an advantage normalised in its group)."""
+    """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv
+    2510.01161)."""
     words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po_threshold=1.0"]
     config = load_config(GRPO, words).algorithm
     logprobs = flat(GIVEN["logp"]).requires_grad_()
