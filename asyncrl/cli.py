@@ -27,6 +27,10 @@ OVERRIDES = (
     "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
     "algorithm such as rloo, or a task such as geo3k"
 )
+NO_WORD = (
+    "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "
+    "sides and a mean over trajectories"
+)
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
@@ -80,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_environment_commands(commands)
     demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
-    demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. Without one, GRPO")
+    demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. {NO_WORD}")
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")

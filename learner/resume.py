@@ -234,7 +234,7 @@ def lasting_settings(
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,
     }
-    if config.algorithm.noisy_rollout.rows:  # these decide which images a ticket's trajectories see
+    if config.algorithm.noisy_rollout.share:  # these decide which images a ticket's trajectories see
         settings |= {f"algorithm.noisy_rollout.{key}": value for key, value in config.algorithm.noisy_rollout}
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
     if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's orders put in place

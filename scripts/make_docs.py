@@ -23,6 +23,13 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "selection": ("Selections", "algorithm.selections"),
     "group_filter": ("Group filters", "algorithm.filters"),
 }
+OF_ONE_UPDATE = """\
+With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
+is computed: nothing is clipped, `ppo`, `gspo`, `luspo`, `gmpo`, `gpg`, `cispo`, `sapo` and `aspo` have the same
+gradient under the same aggregation, and `algorithm.correction` alone weighs stale tokens (under `gmpo` each by the mean
+weight of its trajectory). To have what their formulas say, take several updates of each batch
+(`algorithm.updates_per_batch=4`), or let the ratio be that to the policy that sampled
+(`algorithm.proximal=behaviour algorithm.correction.kind=none`)."""
 ALGORITHMS = """# Algorithms
 
 One line of configuration is another method: `algorithm.policy_loss=gspo`. A method brings its paper's defaults for keys
@@ -45,6 +52,10 @@ asyncrl demo rloo
 asyncrl train base.yaml dapo learner.optim.lr=2e-6
 asyncrl train base.yaml mine.yaml
 ```
+
+Without a word the defaults of [configuration.md](configuration.md#algorithm) hold, and `asyncrl demo` is GRPO's
+advantage with a clip of 0.2 and 0.28 and a mean over tokens; the word `grpo` is the paper's GRPO, with a clip of 0.2 on
+both sides and a mean over trajectories.
 
 | overlay | |
 |---|---|"""
@@ -97,7 +108,8 @@ choice of rows (`data.curriculum`); penalties of length and repetition are rewar
 keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
 run would have.
 
-Not here: BRIDGE, PF-PPO, on-policy distillation, branched rollouts (VinePPO, trees)."""
+Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), OPMD, T-GRPO, VAPO's likelihood of right
+completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""
 NAMES_ELSEWHERE = """## Names elsewhere
 
 `asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
@@ -108,6 +120,7 @@ def _methods(kind: Kind, titles: tuple[str, str]) -> str:
     own = "taken from" if kind == "selection" else "defaults of its own"
     lines = [
         f"## {titles[0]}\n\n`{titles[1]}`\n",
+        *([f"{OF_ONE_UPDATE}\n"] if kind == "policy_loss" else []),
         f"| name | what it does | formula | needs | {own} | paper |",
         "|---|---|---|---|---|---|",
     ]

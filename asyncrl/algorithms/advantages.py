@@ -59,19 +59,23 @@ def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
 
 @advantage(
-    formula="B / (rows with s != 0) * (s - mean_group)",
+    formula="B / (rows of groups with spread) * (s - mean_group)",
     paper="2504.02546",
     defaults={"norm_adv_by_std": False, "policy_loss": "gpg"},
     plain_scores=True,
     compares_rows=True,
 )
 def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Score against its group's mean, scaled up by the share of rows that earned nothing (GPG)."""
+    """Score against its group's mean, scaled up for the rows of groups without spread, which have no gradient (GPG).
+
+    `algorithm.gpg_valid` says which rows count as having one: the paper's are those of groups with spread. RLLaVA and
+    verl count rows with s != 0, which scales nothing where every row earns something.
+    """
     g = group_statistics(t.scores, t.group)
     scored = ~t.scores.isnan()
-    scale = scored.sum() / (scored & (t.scores != 0)).sum().clamp_min(1)
-    centred = _over_std(g, config)
-    return t.share(_with_spread(g, scale * centred))
+    valid = _has_spread(g) if config.gpg_valid == "spread" else scored & (t.scores != 0)
+    scale = scored.sum() / valid.sum().clamp_min(1)
+    return t.share(_with_spread(g, scale * _over_std(g, config)))
 
 
 @advantage(formula="(s - mean_group) / (std_batch + 1e-6)", paper="2508.08221", compares_rows=True)
@@ -172,8 +176,13 @@ def _over_std(g: GroupStatistics, config: AlgorithmConfig) -> torch.Tensor:
 
 
 def _with_spread(g: GroupStatistics, advantages: torch.Tensor) -> torch.Tensor:
-    """The advantages where the group has more than one scored row and they differ, else 0."""
-    return torch.where((g.count > 1) & (g.std >= NO_SPREAD), advantages, 0.0)
+    """The advantages where the group has spread, else 0."""
+    return torch.where(_has_spread(g), advantages, 0.0)
+
+
+def _has_spread(g: GroupStatistics) -> torch.Tensor:
+    """[B] bool: scored rows whose group has more than one, and they differ."""
+    return (g.count > 1) & (g.std >= NO_SPREAD)
 
 
 def _rows_of_groups(t: Trajectories) -> list[torch.Tensor]:

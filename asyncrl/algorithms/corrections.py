@@ -66,6 +66,13 @@ def correct(
     return Correction(torch.where(masked, 0.0, weights), truncated & ~masked, masked, masked_by)
 
 
+def importance_weights(differences: torch.Tensor, row: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
+    """[N] weights of `config.kind` alone, without masks: 0 out of its bounds. `differences` [N] of proximal and
+    behaviour log-probs."""
+    weights, _, rejected = _weigh(differences, row, config)
+    return weights if rejected is None else torch.where(rejected, 0.0, weights)
+
+
 def _spread(correction: Correction, sampled: torch.Tensor) -> Correction:
     """The correction of the sampled tokens, given to all: nothing happens to the others. [N] bool"""
 

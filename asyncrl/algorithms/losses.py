@@ -64,6 +64,7 @@ def clipped(a: torch.Tensor, r: torch.Tensor, config: AlgorithmConfig) -> Policy
 @policy_loss(
     formula="ppo with r = (product of the trajectory's ratios)^(1 / length)",
     paper="2507.18071",
+    weighs_trajectories=True,
     defaults={"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
 )
 def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -77,6 +78,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="gspo, summed over a trajectory's tokens: times its length",
     paper="2602.05261",
+    weighs_trajectories=True,
     defaults={"clip_ratio_low": 2e-3, "clip_ratio_high": 2.5e-3, "loss_agg_mode": "seq-mean-token-sum"},
 )
 def luspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -87,6 +89,7 @@ def luspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-A exp(mean of log r, each clipped to [-low, high] where that lowers the objective)",
     paper="2507.20673",
+    weighs_trajectories=True,
     defaults={"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "loss_agg_mode": "seq-mean-token-mean"},
 )
 def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -141,10 +144,12 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     weighs_behaviour=True,
 )
 def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """Right trajectories are imitated, wrong ones unlearnt as far as the policy still makes them (TOPR)."""
+    """Right trajectories are imitated, wrong ones unlearnt as far as the policy still makes them (TOPR). r is a token's
+    own ratio, as in ROLL; the paper's is the product over the trajectory."""
     r = ratio(tokens.logprobs.detach(), tokens.behaviour_logprobs)
     weight = torch.where(tokens.advantages > 0, 1.0, r.clamp(max=1.0))
-    return PolicyLoss(-weight * tokens.advantages * tokens.logprobs, {"clip_fraction": (weight != r)})
+    clipped_weight = (tokens.advantages < 0) & (r > 1)
+    return PolicyLoss(-weight * tokens.advantages * tokens.logprobs, {"clip_fraction": clipped_weight})
 
 
 @policy_loss(
@@ -153,7 +158,8 @@ def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     weighs_behaviour=True,
 )
 def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """Policy gradient with a squared log-ratio that keeps the policy near the one that sampled (Kimi k1.5)."""
+    """Policy gradient with a squared log-ratio that keeps the policy near the one that sampled (Kimi k1.5). The square
+    is of a token's own log-ratio, as in ROLL; the paper's is of the trajectory's, the sum over its tokens."""
     log_r = log_ratio(tokens.logprobs, tokens.behaviour_logprobs)
     return PolicyLoss(-tokens.advantages * tokens.logprobs + config.kimi_tau / 2 * log_r**2, {})
 
@@ -162,6 +168,7 @@ def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     formula="-sg[phi(W)] A log p, phi(W) = W^k exp(l - l W), W = product of the trajectory's p_target / p_behaviour",
     paper="2602.10693",
     weighs_behaviour=True,
+    weighs_trajectories=True,
 )
 def vespo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Policy gradient with a soft gate on a trajectory's whole ratio, sharper above 1 where A >= 0 (VESPO)."""
@@ -210,7 +217,11 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 1.0},
 )
 def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """PPO whose marked tokens give no gradient: those that would cost the most entropy (Clip-Cov)."""
+    """PPO whose marked tokens give no gradient: those that would cost the most entropy (Clip-Cov).
+
+    They are drawn before the batch's first update, where r is 1 and no token is clipped. The authors' code draws for
+    each update, among tokens that the clip leaves; here a marked token that is clipped later still counts as marked.
+    """
     assert tokens.marked is not None
     plain = ppo(tokens, config)
     loss = torch.where(tokens.marked, 0.0, plain.token_loss)

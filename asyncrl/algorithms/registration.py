@@ -42,12 +42,15 @@ def policy_loss(
     needs: tuple[str, ...] = (),
     defaults: Defaults | None = None,
     weighs_behaviour: bool = False,
+    weighs_trajectories: bool = False,
     marks: str = "",
     credits_demonstrations: bool = False,
     shares_denominator: bool = False,
 ) -> Callable[[F], F]:
     """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`.
 
+    `weighs_behaviour`: the loss weighs by target over behaviour policy itself, so that no correction may.
+    `weighs_trajectories`: a ratio in it is that of a whole trajectory, all of whose tokens must be there.
     `marks`: the selection whose tokens are `tokens.marked`: a built-in, or a function of the same file.
     `credits_demonstrations`: they are members of their group, whose scores count in its statistics and which get an
     advantage. `shares_denominator`: `loss_agg_mode` is over expert and sampled tokens together, not over the sampled

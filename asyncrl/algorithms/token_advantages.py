@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms.corrections import importance_weights
 from asyncrl.algorithms.registration import advantage
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -95,18 +96,25 @@ def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
 
 @advantage(
-    formula="G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_(t' <= t) (1 - 2 p + sum_v p_v^2)",
+    formula="G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_(t' <= t) w^2 (1 - 2 p + sum_v p_v^2), w the "
+    "correction's weight",
     needs=("proximal", "squared_probabilities"),
     compares_rows=True,
 )
 def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Return to come minus the group's baseline of least variance at the same place (as in verl).
+    """Return to come minus the group's baseline of least variance at the same place (as in verl). A token counts in it
+    with the square of its weight under `algorithm.correction.kind`.
 
     A place that only one row of the group has gets no baseline of its own making: its advantage is 0.
     """
     assert t.proximal_logprobs is not None
     assert t.squared_probabilities is not None
-    weight = t.padded(1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities).cumsum(1).clamp_min(0)
+    differences = t.proximal_logprobs - t.behaviour_logprobs
+    if t.expert is not None:  # no policy sampled them: they have no ratio
+        differences = torch.where(t.expert, 0.0, differences)
+    of_token = 1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities
+    of_token = of_token.clamp_min(0) * importance_weights(differences, t.row, config.correction) ** 2
+    weight = t.padded(of_token).cumsum(1)
     to_come = t.padded(returns_to_come(t, gamma=1.0))
     there = torch.arange(weight.shape[1]) < t.lengths[:, None]
     weight = weight * there

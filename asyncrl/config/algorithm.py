@@ -138,10 +138,10 @@ def proximal_problems(config: AlgorithmSettings) -> Iterator[str]:
                 f"{name} needs the {NEEDS[need]}, but algorithm.proximal is {config.proximal}. "
                 "Set algorithm.proximal=recompute"
             )
-    if config.noisy_rollout.rows and config.proximal != "recompute":
+    if config.noisy_rollout.share and config.proximal != "recompute":
         yield (
-            f"algorithm.noisy_rollout.rows is {config.noisy_rollout.rows}, and algorithm.proximal {config.proximal} "
-            "uses log-probs of the engine, which saw other images. Set algorithm.proximal=recompute"
+            f"algorithm.noisy_rollout.share is {config.noisy_rollout.share:g}, and algorithm.proximal "
+            f"{config.proximal} uses log-probs of the engine, which saw other images. Set algorithm.proximal=recompute"
         )
     loss = method_of("policy_loss", config.policy_loss)
     if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):

@@ -35,6 +35,9 @@ class AlgorithmSettings(Section):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of rewards to come, from token to token or from turn to turn, for estimators that give each its own
     advantage."""
+    gpg_valid: Literal["spread", "nonzero_score"] = "spread"
+    """Rows that count as having a gradient in the scale of `adv_estimator: gpg`, all rows over these. `spread`: rows of
+    groups whose scores differ, as in the paper. `nonzero_score`: rows whose score is not 0, as in RLLaVA and verl."""
     turn_weight: float = Field(default=1.0, ge=0)
     """Weight of a turn's own advantage beside the trajectory's in `adv_estimator: gigpo` and `mt_grpo`."""
     gae: GaeConfig = GaeConfig()

@@ -109,8 +109,9 @@ class PapoConfig(Section):
 class NoisyRolloutConfig(Section):
     """Trajectories that see distorted images and are trained on the clean ones (NoisyRollout, arXiv 2504.13055)."""
 
-    rows: int = Field(default=0, ge=0)
-    """Trajectories of each group that see the distorted images; 0 distorts none."""
+    share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each group's sampled trajectories that see the distorted images, rounded down (in the paper 0.5); 0
+    distorts none."""
     steps: int = Field(default=500, gt=0, le=1000)
     """Steps of forward diffusion, of 1,000, when the run begins."""
     schedule: Literal["sigmoid", "linear"] = "sigmoid"
@@ -119,3 +120,7 @@ class NoisyRolloutConfig(Section):
     """Of the sigmoid."""
     midpoint: float = Field(default=2 / 3, ge=0, le=1)
     """Share of the run at which the sigmoid is a half."""
+
+    def number_of(self, sampled: int) -> int:
+        """Trajectories of a group that see the distorted images, out of those that are sampled."""
+        return int(self.share * sampled)

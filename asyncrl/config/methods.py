@@ -61,6 +61,8 @@ class Method:
     """Of keys of the `algorithm` section that are left out where this method is chosen."""
     weighs_behaviour: bool
     """Whether a loss weighs by target over behaviour itself, so that no correction may."""
+    weighs_trajectories: bool
+    """Whether a ratio in a loss is that of a whole trajectory."""
     marks: str
     """Selection whose tokens a loss gets as `tokens.marked` and treats in its own way; empty where it asks for none."""
     takes_from: str
@@ -141,6 +143,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     needs=frozenset(facts.get("needs", ())),
                     defaults=facts.get("defaults", {}) | (NO_CORRECTION if weighs_behaviour else {}),
                     weighs_behaviour=weighs_behaviour,
+                    weighs_trajectories=facts.get("weighs_trajectories", False),
                     marks=facts.get("marks", ""),
                     takes_from=facts.get("takes_from", "loss"),
                     plain_scores=facts.get("plain_scores", False),

@@ -99,10 +99,11 @@ def number_problems(config: RunSections) -> list[str]:
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
             f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
-    if algorithm.noisy_rollout.rows > left:
+    if algorithm.noisy_rollout.share and not algorithm.noisy_rollout.number_of(left):
         problems.append(
-            f"algorithm.noisy_rollout.rows ({algorithm.noisy_rollout.rows}) is more than the {left} completions of a "
-            "group that are sampled (batch.group_size without algorithm.demonstrations.rows). Set it to half of that"
+            f"algorithm.noisy_rollout.share is {algorithm.noisy_rollout.share:g}, which is none of the {left} "
+            "completions of a group that are sampled (batch.group_size without algorithm.demonstrations.rows). Set it "
+            "to 0.5, and batch.group_size so that two are sampled at least"
         )
     return problems
 
@@ -174,12 +175,14 @@ def staleness_problems(config: RunSections) -> Iterator[str]:
     The ratio of a trajectory is a product over all tokens that were sampled: those before a token are how the policy
     came to it. Of the rest alone it is the ratio of something that nobody sampled.
     """
-    parts = config.algorithm.correction.trajectory_parts
+    loss = method_of("policy_loss", config.algorithm.policy_loss)
+    parts = [f"algorithm.policy_loss {loss.name}"] if loss and loss.weighs_trajectories else []
+    parts += config.algorithm.correction.trajectory_parts
     if config.learner.on_stale == "mask" and parts:
         yield (
             "learner.on_stale is mask, which takes a trajectory's old tokens away, but this is computed from all of "
-            f"them: {', '.join(parts)}. Set learner.on_stale=drop or wait, or correct token by token "
-            "(algorithm.correction.kind=token_tis, mask dppo_tv, selection m2po)"
+            f"them: {', '.join(parts)}. Set learner.on_stale=drop or wait, or weigh token by token "
+            "(algorithm.policy_loss=ppo, algorithm.correction.kind=token_tis, mask dppo_tv, selection m2po)"
         )
 
 

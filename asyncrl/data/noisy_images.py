@@ -36,7 +36,7 @@ def noisy_images(
     same for the same arguments.
     """
     steps = int(settings.steps * annealing(settings, done))
-    if not (settings.rows and steps):
+    if not (settings.share and steps):
         return {}
     prompt = rendered.prompt
     made = [

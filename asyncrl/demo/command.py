@@ -2,7 +2,8 @@
 
     asyncrl demo [ALGORITHM] [--seed 1] [--folder runs/demo-1] [--steps 200] [--from-scratch] [--quick] [key=value ...]
 
-ALGORITHM is an overlay such as rloo (docs/algorithms.md); without one it is GRPO. Everything is written to one new
+ALGORITHM is an overlay such as rloo (docs/algorithms.md); without one it is GRPO with a clip of
+0.2 and 0.28 and a mean over tokens, and not yet the overlay `grpo`. Everything is written to one new
 folder. The last lines compare held-out accuracy of the warm start, by each way of
 decoding, with that of the run halfway and at its end; the line before them scores the export again with nothing but
 transformers. `--quick` makes everything small, and learns little.

@@ -140,7 +140,7 @@ class TicketWriter:
         orders = [*(self._demonstrations.orders(target, slot, size) or [NO_ORDER] * size)]
         if noisy:
             end = size - self.config.algorithm.demonstrations.rows
-            for index in range(max(0, end - self.config.algorithm.noisy_rollout.rows), end):
+            for index in range(end - self.config.algorithm.noisy_rollout.number_of(end), end):
                 orders[index] = orders[index].model_copy(update={"images": noisy})
         if self.config.trajectories_per_group > size:
             orders.append(TrajectoryOrder(greedy=True))

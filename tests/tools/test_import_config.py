@@ -20,6 +20,7 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
 from asyncrl.tools.import_config.derived_rules import Verdict
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
+from asyncrl.tools.import_config.hybrid_rules import gate
 from asyncrl.tools.import_config.names import NAMES
 from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
 from asyncrl.tools.import_config.translation import Import, translate
@@ -126,6 +127,10 @@ ALGORITHMS = {
         "critic.optim.lr": 1e-4,
         "critic.path": "scorer",
     },
+    "algorithm: {adv_estimator: gpg}\nactor: {policy_loss: {loss_mode: gpg}}": {
+        "algorithm.adv_estimator": "gpg",
+        "algorithm.gpg_valid": "nonzero_score",  # theirs, and not the paper's
+    },
     "algorithm: {adv_estimator: rloo}\ncritic: {optim: {lr: 1e-4}}": {
         "algorithm.adv_estimator": "rloo",
         "critic.optim.lr": None,
@@ -156,6 +161,7 @@ OF_TRL = {
         "algorithm.policy_loss": "gspo",
         "algorithm.loss_agg_mode": "seq-mean-token-mean",
         "algorithm.clip_ratio_high": 4e-4,
+        "algorithm.clip_ratio_c": 1e9,  # no dual clip without delta
         "algorithm.correction.kind": "none",  # without vLLM
         "learner.optim.lr_scheduler_type": "linear",  # their default
         "batch.prompts_per_step": 1,
@@ -178,11 +184,12 @@ OF_TRL = {
         "rollout.engine": "vllm",
         "reward.functions": [{"function": "json.tool:main", "weight": 2.0}],
     },
-    "loss_type: dr_grpo\nscale_rewards: none\nbeta: 0.04\nuse_vllm: true\n"
+    "loss_type: dr_grpo\nscale_rewards: none\nbeta: 0.04\nuse_vllm: true\ndelta: 4.0\nnum_iterations: 1\n"
     "vllm_importance_sampling_mode: token_truncate": {
         "algorithm.policy_loss": "ppo",
         "algorithm.norm_adv_by_std": False,
         "algorithm.clip_ratio_high": 0.2,
+        "algorithm.clip_ratio_c": 4.0,
         "algorithm.correction.kind": "token_tis",
         "algorithm.correction.cap": 3.0,
         "algorithm.kl_loss_coef": 0.04,
@@ -203,6 +210,137 @@ def test_trls_names_and_defaults_mean_here_what_they_mean_there(given: str, tmp_
     written.write_text(as_yaml(done))
     missing = [] if "reward.functions" in done.settings else ["reward.functions=[{function: exact_match}]"]
     load_config(written, [*missing, "run_dir=x"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor", "ours", "gone"),
+    [
+        (
+            {"prefix_strategy": "random", "min_prefix_ratio": 1.0, "max_prefix_ratio": 1.0, "n_prefix": 2},
+            {"off_policy_reshape": "p_div_p_0.3", "on_policy_reshape": "no_reshape", "loss_mode": "luffy"},
+            {
+                "demonstrations.rows": 2,
+                "luffy_gamma": 0.3,
+                "norm_adv_by_std": True,  # their defaults, where LUFFY's are others here
+                "loss_agg_mode": "token-mean",
+                "entropy_coeff": 0.0,
+            },
+            [],
+        ),
+        (
+            {"hint_steps": 80, "prefix_strategy": "random", "norm_adv_by_std_in_grpo": False},
+            {"loss_mode": "uft", "sft_loss_coef": 0.01},
+            {"demonstrations.hints.steps": 80, "demonstrations.hints.segments": 5, "uft_coef": 0.01},
+            [],
+        ),
+        ({}, {"loss_mode": "uft"}, {"uft_coef": 1.0}, []),  # their default, and not the paper's
+        (
+            {"unify_strategy": "switch", "switch_gate": 2, "success_reward_threshold": 0.9},
+            {"loss_mode": "hpt", "sft_loss_coef": 0.05, "loss_agg_mode": "seq-mean-token-mean"},
+            {
+                "demonstrations.rows": 1,
+                "hpt.coef": 0.05,
+                "hpt.gate": 2.5 / 7,
+                "success_score": 0.9,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
+            [],
+        ),
+        ({"n_prefix": 1}, {"loss_mode": "srft", "srft_type": "paper"}, {"demonstrations.rows": 1}, []),
+        ({"hint_steps": 0, "unify_strategy": "none"}, {"loss_mode": "vanilla", "sft_loss_coef": 1.0}, {}, []),
+        ({"n_prefix": -1}, {"loss_mode": "luffy"}, {}, ["algorithm.n_prefix"]),
+        ({"min_prefix_ratio": 0.2}, {"loss_mode": "luffy"}, {}, ["algorithm.min_prefix_ratio"]),
+        ({"unify_strategy": "soft"}, {"loss_mode": "hpt"}, {}, ["algorithm.unify_strategy"]),
+        ({}, {"loss_mode": "luffy", "off_policy_reshape": "pow"}, {}, ["actor.off_policy_reshape"]),
+        ({}, {"loss_mode": "srft", "srft_type": "exp"}, {}, ["actor.srft_type"]),
+        ({}, {"loss_mode": "sft"}, {}, ["actor.policy_loss.loss_mode"]),
+        ({"an_invention_of_mine": 3}, {}, {}, ["algorithm.an_invention_of_mine"]),
+    ],
+)
+def test_losses_of_demonstrations_are_the_built_in_ones(
+    algorithm: dict, actor: dict, ours: dict, gone: list[str], tmp_path: Path
+) -> None:
+    mode = {"policy_loss": {"loss_mode": actor.pop("loss_mode")}} if actor else {}
+    theirs = {"algorithm": {"gamma": 1.0} | algorithm, "actor": actor | mode | {"model": {"model_path": "org/model"}}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs | {"rollout": {"n": 8}}))
+    done = imported(tmp_path / "theirs.yaml")
+    assert [line.key for line in done.lost] == gone
+    assert "unknown" not in verdicts(done).values()
+    assert {key: done.settings.get(f"algorithm.{key}") for key in ours} == ours
+    if not gone:
+        (tmp_path / "ours.yaml").write_text(as_yaml(done))
+        given = ["reward.functions=[{function: exact_match}]", "data.train_files=[rows.jsonl]"]
+        config = load_config(tmp_path / "ours.yaml", given).algorithm
+        assert config.policy_loss == done.settings["algorithm.policy_loss"]
+
+
+def test_more_than_the_gate_there_is_more_than_the_gate_here() -> None:
+    """A gate of 2 of 7: two right rows are not enough and three are, in the floating point of the selection."""
+    for sampled in range(2, 20):
+        for right in range(1, sampled):
+            [share] = gate(right, {"rollout.n": sampled + 1}).settings.values()
+            assert not right > share * sampled
+            assert right + 1 > share * sampled
+
+
+CORRECTIONS = {
+    "{rollout_is: token}": {"kind": "token_tis", "cap": 2.0},
+    "{rollout_is: sequence, rollout_is_threshold: 5.0, rollout_rs: seq_mean_k1, rollout_rs_threshold: '0.8_1.6'}": {
+        "kind": "sequence_tis",
+        "cap": 5.0,
+        "masks": [{"kind": "geometric", "lower": 0.625, "upper": 1.25}],  # theirs bound the inverse ratio
+    },
+    "{rollout_is: token, rollout_is_threshold: 4.0, rollout_rs: token_k1, rollout_rs_threshold: 4.0}": {
+        "kind": "token_mis",
+        "lower": 0.25,
+        "upper": 4.0,
+    },
+    "{rollout_is: null, rollout_rs: 'seq_sum_k1,seq_mean_k1', rollout_rs_threshold: '2.0,0.5_1.25'}": {
+        "kind": "none",
+        "masks": [
+            {"kind": "sequence", "lower": 0.5, "upper": 2.0},
+            {"kind": "geometric", "lower": 0.8, "upper": 2.0},
+        ],
+    },
+    "{bypass_mode: true, rollout_is: token, rollout_is_batch_normalize: false, loss_type: ppo_clip}": {"kind": "none"},
+}
+LOST_CORRECTIONS = {
+    "{rollout_is: token, rollout_is_batch_normalize: true}": "rollout_is_batch_normalize",
+    "{rollout_is: segment}": "rollout_is",
+    "{rollout_rs: seq_max_k2, rollout_rs_threshold: 1.5}": "rollout_rs",
+    "{rollout_rs: token_k1, rollout_rs_threshold: 1.5}": "rollout_rs",
+    "{rollout_is: token, rollout_rs: token_k1, rollout_rs_threshold: 3.0}": "rollout_rs",
+    "{rollout_is: token, rollout_rs: seq_sum_k1}": "rollout_rs",
+    "{bypass_mode: true, loss_type: reinforce}": "bypass_mode",
+    "{rollout_token_veto_threshold: 1e-4}": "rollout_token_veto_threshold",
+}
+
+
+@pytest.mark.parametrize("given", [*CORRECTIONS, *LOST_CORRECTIONS])
+def test_a_rollout_correction_of_verl_is_a_correction_here_or_lost(given: str, tmp_path: Path) -> None:
+    section = {"rollout_correction": yaml.safe_load(given), "adv_estimator": "grpo", "_target_": "a.B"}
+    model = {"actor_rollout_ref": {"model": {"path": "org/model"}, "rollout": {"n": 4}}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(model | {"algorithm": section}))
+    done = imported(tmp_path / "theirs.yaml")
+    lost = [line.key.rpartition(".")[2] for line in done.lost]
+    assert lost == ([LOST_CORRECTIONS[given]] if given in LOST_CORRECTIONS else [])
+    if given in LOST_CORRECTIONS:
+        return
+    found = {key: value for key, value in done.settings.items() if key.startswith("algorithm.correction.")}
+    assert found == {f"algorithm.correction.{key}": value for key, value in CORRECTIONS[given].items()}
+    assert done.settings.get("algorithm.proximal") == ("behaviour" if "bypass" in given else None)
+    (tmp_path / "ours.yaml").write_text(as_yaml(done))
+    load_config(tmp_path / "ours.yaml", ["reward.functions=[{function: exact_match}]", "data.train_files=[r.jsonl]"])
+
+
+def test_a_suggestion_is_of_the_same_section(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(
+        "data: {truncation: error, max_promt_length: 3}\nactor: {weight_decoy: 1}\nrollout: {n: 4}"
+    )
+    texts = {line.key: line.outcome.text for line in imported(tmp_path / "theirs.yaml").lines}
+    assert "never cut" in texts["data.truncation"]
+    assert texts["data.max_promt_length"] == "did you mean data.max_prompt_length?"
+    assert texts["actor.weight_decoy"] == "nothing of this name is known"
 
 
 def test_a_script_of_verl_is_read_by_the_names_that_rllava_has(
@@ -259,6 +397,7 @@ LOSSES = {
     "algorithm: {adv_estimator: invented}": "algorithm.adv_estimator=invented",
     "worker: {actor: {loss_type: invented}}": "worker.actor.loss_type=invented",
     "worker: {actor: {ppo_epochs: 2}}": "worker.actor.ppo_epochs=2",
+    "algorithm: {use_pf_ppo: true, pf_ppo: {weight_pow: 2.0}}": "algorithm.use_pf_ppo=true",
     "worker: {actor: {fsdp: {mp_param_dtype: fp16}}}": "worker.actor.fsdp.mp_param_dtype=fp16",
     "worker: {rollout: {dtype: float16}}": "worker.rollout.dtype=float16",
     "worker: {rollout: {max_turns: 3}}": "worker.rollout.max_turns=3",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.tools.import_config.names import ESTIMATORS
+
 _HUB_NAME = re.compile(r"[^/@.]+/[^/@.]+")
 Verdict = Literal["taken over", "translated", "lost", "no counterpart", "unknown"]
 """`lost`: an algorithm, a role or a precision, without which the run is another one."""
@@ -147,6 +149,17 @@ def _updates(theirs: Values) -> int:
 
 
 # --- algorithm, critic ---------------------------------------------------------------------------------
+
+
+_ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
+
+
+def estimator(value: str, theirs: Values) -> Outcome:
+    """By the table of names. Their gpg scales by the rows with a score other than 0."""
+    if value == "gpg":
+        settings = {"algorithm.adv_estimator": value, "algorithm.gpg_valid": "nonzero_score"}
+        return becomes(settings, "scaled by the rows of a score other than 0, as there; the paper has gpg_valid=spread")
+    return other_values("algorithm.adv_estimator", ESTIMATORS, _ESTIMATOR)(value, theirs)
 
 
 def both_lambdas(value: Any, _: Values) -> Outcome:

@@ -58,6 +58,10 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
         Name("policy_loss clip_cov", "clip_cov", "", "clip_cov"),
         Name("policy_loss kl_cov", "kl_cov", "", "kl_cov"),
         Name("policy_loss dppo", verl="dppo_tv"),
+        Name("policy_loss luffy", "luffy"),
+        Name("policy_loss uft", "uft"),
+        Name("policy_loss hpt", "hpt"),
+        Name("policy_loss srft", "srft"),
     ),
     "`actor.loss_agg_mode` of RLLaVA and verl, `actor.loss_avg_mode` of EasyR1, `loss_type` of TRL": (
         Name("loss_agg_mode token-mean", "token-mean", "token", "token-mean", "dapo, bnpo, cispo"),
@@ -87,7 +91,11 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
             "`rollout_is: token`",
             "`vllm_importance_sampling_mode: token_truncate`",
         ),
-        Name("correction.kind token_mis", trl="`vllm_importance_sampling_mode: token_mask`"),
+        Name(
+            "correction.kind token_mis",
+            verl="`rollout_rs: token_k1` beside it",
+            trl="`vllm_importance_sampling_mode: token_mask`",
+        ),
         Name(
             "correction.kind sequence_tis",
             verl="`rollout_is: sequence`",

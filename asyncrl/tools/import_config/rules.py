@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.tools.import_config import correction_rules, environments, hybrid_rules
 from asyncrl.tools.import_config import derived_rules as derived
-from asyncrl.tools.import_config import environments
 from asyncrl.tools.import_config.derived_rules import (
     Rule,
     absent,
+    lost,
+    no_setting,
     off_is_zero,
     one_value,
     only_one,
@@ -21,7 +23,8 @@ from asyncrl.tools.import_config.derived_rules import (
     same,
 )
 from asyncrl.tools.import_config.foreign_config import Framework
-from asyncrl.tools.import_config.names import AGGREGATIONS, ESTIMATORS, LOSSES
+from asyncrl.tools.import_config.hybrid_rules import PLUGIN
+from asyncrl.tools.import_config.names import AGGREGATIONS, LOSSES
 from asyncrl.tools.import_config.trl_rules import TRL_DEFAULTS, TRL_RULES
 from asyncrl.tools.import_config.verl_keys import VERL_DEFAULTS
 
@@ -29,8 +32,6 @@ _DIVIDED = "learner.engine=fsdp2 learner.num_processes=N divides the model, with
 _WHOLE_SEQUENCES = "a sequence is computed by one rank"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
 _CRITIC = "the critic is as the policy in all else"
-_PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
-_ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
 _DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
@@ -106,6 +107,9 @@ actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
 actor.model.tokenizer_path | that of model.path
 actor.fsdp.mp_reduce_dtype actor.fsdp.mp_buffer_dtype | sums are float32
+data.truncation | a longer prompt is never cut: data.on_bad_row says what becomes of its row
+data.return_raw_chat data.return_raw_input_ids data.return_full_prompt | a reward gets the row, the text and its tokens
+data.validation_shuffle data.dataloader_num_workers | held-out rows keep their order, and rows are read once
 data.dataset_class | rows are read as docs/bring-your-own.md says: convert them first
 rollout.discount | their loop does not use it; algorithm.gamma discounts the rewards of turns
 actor.use_torch_compile actor.model.attn_implementation | the learner does not compile, and packing decides
@@ -140,7 +144,6 @@ OTHER_VALUE: dict[str, Rule] = {
     "data.filter_overlong_prompts": other_values(
         "data.on_bad_row", {True: "skip", False: "stop"}, "true or false", note="all rows that cannot be used"
     ),
-    "algorithm.adv_estimator": other_values("algorithm.adv_estimator", ESTIMATORS, _ESTIMATOR),
     "actor.loss_avg_mode": other_values(
         "algorithm.loss_agg_mode", {"token": "token-mean", "seq": "seq-mean-token-mean"}, "token or seq there"
     ),
@@ -150,15 +153,14 @@ OTHER_VALUE: dict[str, Rule] = {
         f"it is one of {', '.join(AGGREGATIONS)}",
         note="here over the whole update, not per micro-batch; a sum over sequences is a mean",
     ),
-    "actor.loss_type": other_values("algorithm.policy_loss", LOSSES, _PLUGIN),
-    "actor.policy_loss.loss_mode": other_values("algorithm.policy_loss", LOSSES, _PLUGIN),
+    "actor.loss_type": other_values("algorithm.policy_loss", LOSSES, PLUGIN),
     "actor.model.torch_dtype": _DTYPE,
     "actor.fsdp.torch_dtype": derived.computed_dtype(_DTYPE),
     "actor.fsdp.mp_param_dtype": _DTYPE,
     "rollout.dtype": derived.engine_dtype(_DTYPES),
     "rollout.vllm.dtype": derived.engine_dtype(_DTYPES),
+    "algorithm.use_pf_ppo": only_one(False, "off", "rows are not drawn again by their scores (PF-PPO)"),
     "actor.ppo_epochs": only_one(1, "a group is trained once", "a group is trained once, never again"),
-    "actor.sft_loss_coef": only_one(0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
     "actor.padding_free": one_value(True, _PACKED, _PACKED),
     "actor.dynamic_batching": one_value(True, _PACKED, _PACKED),
     "actor.ulysses_size": one_value(1, _WHOLE_SEQUENCES, _WHOLE_SEQUENCES),
@@ -181,6 +183,7 @@ DERIVED: dict[str, Rule] = {
     "data.train_files": derived.data_files("data.train_files"),
     "data.val_files": derived.data_files("data.val_files"),
     "data.val_image_dir": derived.validation_images,
+    "algorithm.adv_estimator": derived.estimator,
     "algorithm.kl_coef": derived.kl_loss,
     "algorithm.online_filtering": derived.online_filtering,
     "algorithm.filter_groups.enable": derived.filter_groups,
@@ -227,16 +230,23 @@ RULES: Mapping[str, Rule] = {
     **{key: absent(why) for key, why in derived.by_line(NO_COUNTERPART).items()},
     **OTHER_VALUE,
     **DERIVED,
+    **correction_rules.RULES,
     **environments.RULES,
+    **hybrid_rules.RULES,
     **TRL_RULES,
 }
 """TRL's keys have no dots, and those of the others have: no key is in both."""
 SECTIONS: Mapping[str, Rule] = {
+    correction_rules.SECTION: correction_rules.other,
+    "algorithm.pf_ppo.": derived.read_with("algorithm.use_pf_ppo"),
+    "algorithm.": lambda value, _: (
+        lost("nothing of this name is known, and it may be another algorithm") if value else no_setting("off there")
+    ),
     "actor.fsdp.": absent(_DIVIDED),
     "actor.deepspeed.": absent(_DIVIDED),
     "actor.offload.": absent("in sync mode everything leaves the device in turn; otherwise it stays there"),
     "actor.checkpoint.": absent("a checkpoint holds all that a restart needs"),
-    "actor.policy_loss.": absent(_PLUGIN),
+    "actor.policy_loss.": absent(PLUGIN),
     "actor.model.override_config.": absent("the model is as its folder says: change its config.json"),
     "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
     "critic": absent(_CRITIC),
@@ -290,6 +300,7 @@ THEIR_DEFAULTS: Mapping[Framework, Mapping[str, Any]] = {
         "algorithm.use_kl_loss": True,
         "actor.kl_loss_coef": 0.01,
         "actor.kl_loss_type": "low_var_kl",
+        "actor.sft_loss_coef": 1.0,
         "actor.ppo_mini_batch_size": 256,
         "actor.ppo_micro_batch_size": 4,
         "actor.clip_ratio_high": 0.2,

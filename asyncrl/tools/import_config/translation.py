@@ -62,10 +62,13 @@ def translate(theirs: ForeignConfig) -> Import:
 
 
 def _outcome(key: str, value: Any, values: Mapping[str, Any]) -> Outcome:
+    if key.endswith("._target_"):
+        return no_setting("a class of theirs")
     rule = RULES.get(key) or next((rule for start, rule in SECTIONS.items() if key.startswith(start)), None)
     if rule is None:
         meant = closest_key(key)
-        return Outcome("unknown", text=f"did you mean {meant}?" if meant else "nothing of this name is known")
+        is_near = bool(meant) and (meant.partition(".")[0] == key.partition(".")[0] or "." not in key)
+        return Outcome("unknown", text=f"did you mean {meant}?" if is_near else "nothing of this name is known")
     if value is None or value == {}:
         return no_setting("empty there")
     try:

@@ -39,6 +39,8 @@ LOSS_TYPES: Mapping[str, tuple[str, str]] = {
 """`algorithm.policy_loss` and `algorithm.loss_agg_mode` of each `loss_type`."""
 MODES = {"token_truncate": "token_tis", "token_mask": "token_mis"}
 MODES |= {"sequence_truncate": "sequence_tis", "sequence_mask": "sequence_mis"}
+NO_DUAL_CLIP = 1e9
+"""`algorithm.clip_ratio_c` that cuts nothing: a ratio is at most e^20 here."""
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
@@ -51,7 +53,11 @@ def loss_type(value: str, theirs: Values) -> Outcome:
     loss, aggregation = LOSS_TYPES[value]
     if loss == "ppo" and theirs["importance_sampling_level"] == "sequence":
         loss = "gspo"
-    return becomes({"algorithm.policy_loss": loss, "algorithm.loss_agg_mode": aggregation}, "a loss and an aggregation")
+    settings: dict[str, Any] = {"algorithm.policy_loss": loss, "algorithm.loss_agg_mode": aggregation}
+    if loss in ("ppo", "gspo", "luspo") and theirs.get("delta") is None:
+        settings["algorithm.clip_ratio_c"] = NO_DUAL_CLIP
+        return becomes(settings, "a loss and an aggregation; without delta there is no dual clip")
+    return becomes(settings, "a loss and an aggregation")
 
 
 def scale_rewards(value: Any, theirs: Values) -> Outcome:
@@ -205,7 +211,6 @@ _SAME = {
 _ABSENT = """
 per_device_eval_batch_size | all held-out rows are scored, as many at a time as the server takes
 logging_steps log_completions num_completions_to_print logging_strategy | every step is logged, and samples are kept
-num_iterations | a group is trained once
 vllm_max_model_length | it is data.max_prompt_length + data.max_response_length
 push_to_hub hub_model_id report_completions run_name | runs are folders: copy export/
 vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_group_port | a server dials the learner
@@ -217,6 +222,7 @@ vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg | the paper's, as are 
 TRL_RULES: Mapping[str, Rule] = {
     **{key: same(ours) for key, ours in _SAME.items()},
     **{key: absent(why) for key, why in derived.by_line(_ABSENT).items()},
+    "num_iterations": only_one(1, "a group is trained once", "a group is trained once, never again"),
     "loss_type": loss_type,
     "importance_sampling_level": read_with("loss_type"),
     "multi_objective_aggregation": read_with("scale_rewards"),

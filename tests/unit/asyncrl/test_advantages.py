@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,7 @@ def kept(lines: list[list[float]], mask: list[list[float]]) -> torch.Tensor:
         ("opo", {}, "opo", "adv"),
         ("maxrl", {}, "maxrl", "adv"),
         ("lite_ppo", {}, "lite_ppo", "adv"),
-        ("gpg", {}, "gpg", "adv"),
+        ("gpg", {"gpg_valid": "nonzero_score"}, "gpg", "adv"),
         ("grpo_passk", {}, "grpo_passk_argmax", "adv"),
         ("grpo_passk", {"norm_adv_by_std": False}, "grpo_passk_argmax", "adv_nostd"),
     ],
@@ -147,7 +148,24 @@ def test_published_optimal_token_baseline() -> None:
         proximal_logprobs=flat["probs"].log(),
         squared_probabilities=flat["sum_pi_sq"],
     )
+    t = replace(t, behaviour_logprobs=flat["probs"].log())
     close(estimate("optimal_token_baseline", t).advantages, flat["adv"], 1e-5)
+    # Tokens of the first row were half as likely, and count by their squared weight, cut at the cap.
+    stale = replace(t, behaviour_logprobs=t.behaviour_logprobs - torch.tensor([2.0, 2.0, 1.0, 1.0]).log())
+    for correction, squared in (({"kind": "token_tis"}, 4.0), ({"kind": "token_tis", "cap": 1.5}, 2.25)):
+        energy = squared * torch.tensor(given["W"][0])
+        baseline = energy / (energy + torch.tensor(given["W"][1]))
+        found = estimate("optimal_token_baseline", stale, correction=correction).advantages
+        close(found, torch.cat([1 - baseline, -baseline]), 1e-5)
+    close(estimate("optimal_token_baseline", stale, correction={"kind": "none"}).advantages, flat["adv"], 1e-5)
+
+
+def test_gpg_scales_by_the_groups_that_have_a_gradient() -> None:
+    """B / (B - M) of the paper, in rows: all right and all wrong groups have none, whatever their rows earned."""
+    scores = [1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
+    t = trajectories(scores, [0, 0, 1, 1, 2, 2, 3, 3])
+    close(estimate("gpg", t).advantages, [2.0, -2.0, 0, 0, 0, 0, 0, 0])
+    close(estimate("gpg", t, gpg_valid="nonzero_score").advantages, [0.8, -0.8, 0, 0, 0, 0, 0, 0])
 
 
 def test_returns_count_tokens_or_turns() -> None:

@@ -163,7 +163,15 @@ def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal
     stale, kind = "learner.on_stale=mask", "algorithm.correction.kind=sequence_tis"
     message = refusal(minimal, stale, kind, "algorithm.correction.masks=[{kind: veto}, {kind: dppo_tv}]")
     assert "computed from all of them: algorithm.correction.kind sequence_tis, the veto mask. Set" in message
-    for fine in ((stale, "algorithm.correction.masks=[{kind: dppo_tv}]"), ("learner.on_stale=drop", kind)):
+    for loss in ("gspo", "luspo", "gmpo", "vespo"):
+        message = refusal(minimal, stale, f"algorithm.policy_loss={loss}")
+        assert f"computed from all of them: algorithm.policy_loss {loss}. Set learner.on_stale=drop or wait" in message
+    for fine in (
+        (stale, "algorithm.correction.masks=[{kind: dppo_tv}]"),
+        (stale, "algorithm.policy_loss=cispo"),
+        ("learner.on_stale=drop", kind),
+        ("learner.on_stale=drop", "algorithm.policy_loss=gspo"),
+    ):
         load_config(minimal, fine)
 
 

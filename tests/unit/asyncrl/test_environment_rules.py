@@ -53,7 +53,7 @@ def test_credit_over_turns_needs_several(make_config: MakeConfig, name: str) -> 
     [
         ({"environment": {**LAMP, "workers": 1}}, "the 4 trajectories of a group"),
         ({"learner": {"wait_timeout_s": 500.0, "max_staleness": 0}}, "more than half of learner.wait_timeout_s"),
-        ({"algorithm": {"noisy_rollout": {"rows": 1}}}, "algorithm.noisy_rollout.rows"),
+        ({"algorithm": {"noisy_rollout": {"share": 0.5}}}, "algorithm.noisy_rollout.share"),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(

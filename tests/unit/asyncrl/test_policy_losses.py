@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.losses import PolicyLoss, token_weights
-from asyncrl.algorithms.ratios import PolicyTokens
+from asyncrl.algorithms.ratios import PolicyTokens, row_mean
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections, token_covariance
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.load import load_config
 from asyncrl.config.methods import methods
+from asyncrl.demo.prepare import GRPO
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,6 +134,52 @@ def test_vespo_and_topr_weigh_by_the_behaviour_policy() -> None:
         gradient("topr"),
         -flat(GIVEN["adv"]) * torch.where(flat(GIVEN["adv"]) > 0, 1.0, flat(GIVEN["ratio"]).clamp(max=1)),
     )
+
+
+def test_topr_reports_the_weights_that_it_cut() -> None:
+    """Of bad tokens above 1: good ones have no weight to cut."""
+    loss, _ = loss_of("topr", tokens())
+    cut = (flat(GIVEN["adv"]) < 0) & (flat(GIVEN["ratio"]) > 1)
+    assert 0 < int(cut.sum()) < len(cut)
+    assert torch.equal(loss.indicators["clip_fraction"], cut)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(updates: int) -> None:
+    """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv
+    2510.01161)."""
+    words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po_threshold=1.0"]
+    config = load_config(GRPO, words).algorithm
+    logprobs = flat(GIVEN["logp"]).requires_grad_()
+    proximal = logprobs.detach() if updates == 1 else flat(GIVEN["old_logp"])
+    behaviour = proximal - torch.tensor([0.1, 1.2, -0.2, 0.05, -0.1, 2.5, 0.0])
+    of = tokens(logprobs, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
+    t = Trajectories(torch.zeros(2), torch.zeros(2), ROW, behaviour, proximal_logprobs=proximal)
+    selected = Selections(config)(t, Credit(flat(GIVEN["adv"])))
+    dropped = selected.from_loss["m2po"]
+    assert dropped.nonzero()[:, 0].tolist() == [5]
+    correction = correct(of, config.correction, selected.from_loss)
+    loss = correction.weights * load_method("policy_loss", config.policy_loss, "policy_loss")(of, config).token_loss
+    found = torch.autograd.grad(loss.sum(), logprobs)[0]
+    ratio = (logprobs.detach() - behaviour).exp()
+    close(found, torch.where(dropped, 0.0, -flat(GIVEN["adv"]) * ratio))
+
+
+OF_ONE_UPDATE = ("ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "aspo")
+
+
+@pytest.mark.parametrize("name", OF_ONE_UPDATE)
+def test_a_single_update_is_the_corrected_policy_gradient(name: str) -> None:
+    """What docs/algorithms.md says of the defaults: proximal and target policy are one, the behaviour's is older."""
+    logprobs = flat(GIVEN["logp"]).requires_grad_()
+    of = tokens(logprobs, proximal_logprobs=logprobs.detach())
+    loss, config = loss_of(name, of)
+    weights = correct(of, config.correction).weights
+    found = torch.autograd.grad((weights * loss.token_loss).sum(), logprobs)[0]
+    expected = -flat(GIVEN["adv"]) * flat(GIVEN["ratio"]).clamp(max=2)
+    if name == "gmpo":  # a trajectory's loss is that of each of its tokens, so that its weights are shared, too
+        expected = -flat(GIVEN["adv"]) * row_mean(weights, ROW)
+    close(found, expected, 1e-6)
 
 
 def test_kimi_pulls_back_to_the_behaviour_policy() -> None:

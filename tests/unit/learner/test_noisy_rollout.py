@@ -14,9 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
+from asyncrl.config.load import load_config
 from asyncrl.config.method_settings import NoisyRolloutConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.noisy_images import annealing, noisy_image
+from asyncrl.demo.prepare import GRPO
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
@@ -39,7 +41,7 @@ from tests.rigs.tiny import ROOT
 MakeConfig = Callable[..., RunConfig]
 NOISY: dict[str, Any] = {
     "algorithm": {
-        "noisy_rollout": {"rows": 2, "steps": 900},
+        "noisy_rollout": {"share": 0.5, "steps": 900},
         "correction": {"kind": "token_tis", "masks": [{"kind": "veto"}]},
     },
     "batch": {"group_size": 4, "prompts_per_step": 2},
@@ -137,16 +139,29 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
 
 def test_noise_needs_the_learners_own_log_probs(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r"Set algorithm.proximal=recompute"):
-        make_config(algorithm={"noisy_rollout": {"rows": 2}, "proximal": "loglinear"})
-    with pytest.raises(ValueError, match=r"algorithm.noisy_rollout.rows \(9\) is more than the 4 completions"):
-        make_config(algorithm={"noisy_rollout": {"rows": 9}})
-    with pytest.raises(ValueError, match="is more than the 3 completions of a group that are sampled"):
-        make_config(algorithm={"policy_loss": "luffy", "noisy_rollout": {"rows": 4}})
+        make_config(algorithm={"noisy_rollout": {"share": 0.5}, "proximal": "loglinear"})
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 16])
+def test_half_of_a_group_of_any_size_sees_noise_and_a_clean_one_is_always_left(
+    size: int, make_config: MakeConfig
+) -> None:
+    settings = load_config(GRPO, ["noisy_rollout", f"batch.group_size={size}"]).algorithm.noisy_rollout
+    assert settings.number_of(size) == size // 2
+    assert NoisyRolloutConfig(share=0.99).number_of(size) < size
+    with pytest.raises(ValueError, match="less than 1"):
+        make_config(algorithm={"noisy_rollout": {"share": 1.0}})
+    with pytest.raises(ValueError, match=r"share is 0.1, which is none of the 4 completions of a group"):
+        make_config(algorithm={"noisy_rollout": {"share": 0.1}})
+    with pytest.raises(ValueError, match=r"share is 0.3, which is none of the 3 completions of a group"):
+        make_config(algorithm={"policy_loss": "luffy", "noisy_rollout": {"share": 0.3}})
 
 
 def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> None:
     """The demonstration is nobody's sample: it sees no image, and the noisy ones stand before it."""
-    config = make_config(**NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"rows": 2, "steps": 900}}})
+    config = make_config(
+        **NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"share": 0.7, "steps": 900}}}
+    )
     processor = PromptProcessor(config.model)
     orders = TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.orders
     assert [bool(order.images) for order in orders] == [False, True, True, False]
