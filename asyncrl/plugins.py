@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import pkgutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl.config.suggest import did_you_mean, file_hint
+from asyncrl.config.suggest import did_you_mean, file_hint, is_method_word
 from asyncrl.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -51,10 +52,7 @@ def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction |
         return None
     file, colon, function = name.rpartition(":")
     if not colon:
-        raise UserError(
-            f"{setting} is {name!r}, which is no built-in.{did_you_mean(name, builtins)} "
-            f"Built-in are {', '.join(builtins)}; your own is path/to/file.py:function or package.module:function"
-        )
+        raise UserError(f"{setting} is {name!r}, which is no built-in{what_it_may_be(name, builtins, setting)}")
     path = Path(file).expanduser().absolute()
     if MODULE.fullmatch(file) and not path.exists():
         source = _module_file(file, function, f"{setting} is {name!r}, but")
@@ -62,6 +60,27 @@ def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction |
     if not path.is_file():
         raise UserError(f"{setting} is {name!r}, but there is no file {path}: {file_hint(path)}")
     return UserFunction(path, function)
+
+
+def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
+    """Say behind "no built-in" what a name without a function is instead, or may be meant to be."""
+    file = Path(name).expanduser()
+    if name.endswith(".py") and file.is_file():
+        try:
+            functions = [node.name for node in ast.parse(read_source(file)).body if isinstance(node, ast.FunctionDef)]
+        except (SyntaxError, ValueError):
+            functions = []
+        has = f"it has {', '.join(functions)}" if functions else "no function is found in it"
+        return f", but a file. Add the function's name, {name}:FUNCTION; {has}"
+    if setting.startswith("algorithm.") and is_method_word(name):
+        return (
+            f", but a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
+            f"Built-in here are {', '.join(builtins)}"
+        )
+    return (
+        f".{did_you_mean(name, builtins)} Built-in are {', '.join(builtins)}; your own is "
+        "path/to/file.py:function or package.module:function"
+    )
 
 
 def _module_file(module: str, function: str, but: str) -> Path:

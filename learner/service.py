@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
+from asyncrl.config.method_line import method_line
+from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import check_device_channel
@@ -215,6 +217,9 @@ class Learner:
     def _begin(self) -> None:
         """Start the network thread, repeat journaled steps, and publish the first weights."""
         self._held.accept()
+        logger.info("method: %s", method_line(self.config.algorithm))
+        for note in schedule_notes(self.config, self.progress.total_steps):
+            logger.warning("%s", note)
         self.reporter.started(self.progress.step, self.engine.device)
         self.reporter.bad_rows(self.writer.bad_rows)
         self._status("starting")

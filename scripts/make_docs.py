@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.explain import config_reference
 from asyncrl.config.methods import TAKES_FROM, Kind, methods
 from asyncrl.config.overlays import shipped_overlays
@@ -57,8 +60,8 @@ Without a word the defaults of [configuration.md](configuration.md#algorithm) ho
 advantage with a clip of 0.2 and 0.28 and a mean over tokens; the word `grpo` is the paper's GRPO, with a clip of 0.2 on
 both sides and a mean over trajectories.
 
-| overlay | |
-|---|---|"""
+| overlay | | needs |
+|---|---|---|"""
 KL = """## KL to a reference policy
 
 `algorithm.kl_loss_coef`, `algorithm.kl_reward_coef`, `algorithm.kl_estimator`
@@ -106,7 +109,8 @@ Any method may have an entropy bonus, fixed or towards a target (`algorithm.entr
 and masks for stale samples (`algorithm.correction`), several updates of one batch (`algorithm.updates_per_batch`) and a
 choice of rows (`data.curriculum`); penalties of length and repetition are rewards ([rewards.md](rewards.md)). Their
 keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
-run would have.
+run would have: below `# Algorithm` in one line, which `asyncrl train`, the panel, the learner's log and the report say,
+too, and a note for each schedule that the run is too short for.
 
 Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), OPMD, T-GRPO, VAPO's likelihood of right
 completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""
@@ -143,13 +147,25 @@ def _short(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+NEEDED = {
+    "demonstrations": "demonstrations (`data.target_key`)",
+    "critic": "a critic: memory of a second model, trained beside it",
+    "turns": "an [environment](agents.md)",
+    "greedy_row": "a greedy completion more per group",
+    "reference": "a [reference policy](#kl-to-a-reference-policy)",
+}
+"""What a whole method asks of a run, in words. The rest is a forward pass."""
+
+
 def _overlays() -> str:
-    """Each overlay and its first comment."""
-    first = {
-        name: file.read_text().partition("\n")[0].removeprefix("# ")
-        for name, file in shipped_overlays("algorithms").items()
-    }
-    rows = [f"| [`{name}`](../configs/algorithms/{name}.yaml) | {said} |" for name, said in first.items()]
+    """Each overlay, its first comment, and what it needs of the run."""
+    rows: list[str] = []
+    for name, file in shipped_overlays("algorithms").items():
+        text = file.read_text()
+        said, keys = text.partition("\n")[0].removeprefix("# "), yaml.safe_load(text).get("algorithm", {})
+        needs = AlgorithmConfig.model_validate(keys).needs
+        cell = "; ".join(words for need, words in NEEDED.items() if need in needs)
+        rows.append(f"| [`{name}`](../configs/algorithms/{name}.yaml) | {said} | {cell} |")
     return "\n".join([OVERLAYS, *rows])
 
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from asyncrl.config.algorithm_settings import AlgorithmSettings
 from asyncrl.config.methods import NEEDS, method_of, methods
-from asyncrl.config.suggest import did_you_mean
+from asyncrl.plugins import what_it_may_be
 
 
 class AlgorithmConfig(AlgorithmSettings):
@@ -154,9 +154,6 @@ def proximal_problems(config: AlgorithmSettings) -> Iterator[str]:
 def _name_problems(setting: str, names: Collection[str], known: Collection[str]) -> Iterator[str]:
     for name in names:
         if name not in known and ":" not in name:
-            yield (
-                f"{setting} has {name!r}, which is no built-in.{did_you_mean(name, known)} Built-in are "
-                f"{', '.join(known)}; your own is path/to/file.py:function or package.module:function"
-            )
+            yield f"{setting} has {name!r}, which is no built-in{what_it_may_be(name, known, setting)}"
     if len(set(names)) < len(names):
         yield (f"{setting} has one twice: {', '.join(names)}. Keep one")

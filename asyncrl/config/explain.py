@@ -7,12 +7,14 @@ from itertools import groupby
 
 from asyncrl.config.keys import REQUIRED, all_keys, section_of
 from asyncrl.config.load import dump_config
+from asyncrl.config.method_line import method_line
+from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 
 
 def explain(config: RunConfig, num_rows: int) -> str:
-    """The resolved configuration, the three batch numbers and all that follows from them. Rows are those left after
-    filtering."""
+    """The resolved configuration, its method in one line, schedules that the run is too short for, the three batch
+    numbers and all that follows from them. Rows are those left after filtering."""
     batch, updates = config.batch, config.algorithm.updates_per_batch
     longest = config.data.max_prompt_length + config.data.max_response_length
     per_group = "group_size" if config.trajectories_per_group == batch.group_size else "(group_size + a greedy one)"
@@ -37,7 +39,9 @@ def explain(config: RunConfig, num_rows: int) -> str:
     ]
     width = max(len(name) for name, _, _ in lines)
     table = [f"{name:<{width}}  {value!s:>8}  {why}" for name, value, why in lines]
-    return "\n".join(["# Configuration", dump_config(config), "# Batches", *table])
+    notes = [f"note: {note}" for note in schedule_notes(config, total)]
+    algorithm = ["# Algorithm", method_line(config.algorithm), *notes, ""]
+    return "\n".join(["# Configuration", dump_config(config), *algorithm, "# Batches", *table])
 
 
 def config_reference() -> str:

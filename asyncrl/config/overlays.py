@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.keys import all_keys
-from asyncrl.config.suggest import did_you_mean
+from asyncrl.config.suggest import METHOD_OVERLAYS, did_you_mean
 from asyncrl.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
 Kind = Literal["algorithms", "tasks", "agents"]
 FOLDERS: dict[Kind, Path] = {
-    "algorithms": PACKAGE / "algorithms" / "overlays",
+    "algorithms": METHOD_OVERLAYS,
     "tasks": PACKAGE / "tasks" / "overlays",
     "agents": PACKAGE / "tasks" / "agents",
 }

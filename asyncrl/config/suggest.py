@@ -7,6 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+METHOD_OVERLAYS = Path(__file__).parents[1] / "algorithms" / "overlays"
+
+
+def is_method_word(name: str) -> bool:
+    """Whether the name is the word for a whole method (`asyncrl.config.overlays`), not the value of a key."""
+    return name.isidentifier() and (METHOD_OVERLAYS / f"{name}.yaml").is_file()
+
 
 def close_names(name: str, choices: Iterable[str]) -> list[str]:
     """The most similar of the choices, best first; case does not count."""

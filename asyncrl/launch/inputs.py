@@ -12,6 +12,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.suggest import did_you_mean
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes
@@ -99,9 +100,23 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 
 
 def _check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
-    for rows in (open_train(config.data, purpose), open_validation(config.data) if purpose == "rl" else None):
+    train = open_train(config.data, purpose)
+    if purpose == "rl":
+        check_demonstrations(config, train)
+    for rows in (train, open_validation(config.data) if purpose == "rl" else None):
         if rows is not None:
             check_media(config, described, rows)
+
+
+def check_demonstrations(config: RunConfig, rows: RowSource) -> None:
+    """Refuse demonstrations of a column that no training row has. Whether any is filled is seen with all rows."""
+    key = config.data.target_key
+    if config.algorithm.demonstrations.are_used and key not in rows.columns:
+        raise UserError(
+            f"algorithm.policy_loss {config.algorithm.policy_loss} learns from demonstrations, and no training row has "
+            f"a column {key!r} (data.target_key).{did_you_mean(key, rows.columns)} Columns are "
+            f"{', '.join(rows.columns)}. Name the one that has demonstrations, or choose a loss that needs none"
+        )
 
 
 def check_media(config: RunConfig, described: Mapping[str, Any], rows: RowSource) -> None:

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
+from asyncrl.config.method_line import method_line
+from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.launch.inputs import check_inputs, gpus_of_run
 from asyncrl.launch.ports import reserve_ports
@@ -50,6 +53,9 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
     gpus = gpus_of_run(config)
     services = [learner_service(config, file, resume=resume, gpus=gpus), *server_services(config, file, gpus=gpus)]
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
+    print(f"method {method_line(config.algorithm)}", flush=True)
+    for note in schedule_notes(config, config.total_steps(_num_rows(config))):
+        print(f"note: {note}", flush=True)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
     with Display(RunSnapshot(config.run_path, since=time.time())) as display:
@@ -61,6 +67,11 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
     return report(config, outcome, display.run)
+
+
+def _num_rows(config: RunConfig) -> int:
+    """Training rows, bad ones included; not counted where the steps do not follow from them."""
+    return 0 if config.trainer.max_steps else len(open_train(config.data))
 
 
 def _adopt(file: Path, run: RunSnapshot) -> None:

@@ -28,6 +28,8 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     ]
     found = [_describe(survey, config) for survey in surveys]
     usable = surveys[0].usable
+    if config.algorithm.demonstrations.are_used and (without := surveys[0].num_without_target):
+        found.append(f"of {len(usable):,} usable training rows {without:,} have no demonstration (data.target_key)")
     rendered, encoded = measure_row(train, usable[0], renderer, processor, config)
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [

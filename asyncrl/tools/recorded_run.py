@@ -139,7 +139,7 @@ def read_run(path: Path) -> RecordedRun:
     missing: list[str] = []
     lost = "its part of this page is empty"
     steps = sorted(_records(path / METRICS_FILE, missing, has_step, lost), key=lambda step: step["step"])
-    text, config = _configuration(path / CONFIG_FILE, missing)
+    text, config = read_configuration(path / CONFIG_FILE, missing)
     starts, failure, status = read_starts(path), read_failure(path), read_status(path)
     for file, content, expected, lost_with_it in (
         (ENVIRONMENT_FILE, starts, (), "what it ran on, and how often it was started, is not known"),
@@ -221,7 +221,8 @@ def _is_span(record: Record) -> bool:
     return named and since is not None and until is not None and since <= until
 
 
-def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
+def read_configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
+    """Return the file's text and its mapping, both empty where it cannot be read: `missing` gets the reason."""
     try:
         text = path.read_text(errors="replace")
     except OSError:

@@ -101,16 +101,19 @@ def test_dry_run_imports_half_of_what_a_run_does_and_encodes_the_same(config_fil
     [
         ("algorithm.adv_estimator=gpro", "Did you mean 'grpo'?"),
         ("algorithm.policy_loss={folder}/mine.py:los", "has no function 'los'. Did you mean 'loss'?"),
+        ("algorithm.policy_loss=dapo", "Write the word `dapo` behind the configuration"),
+        ("algorithm.policy_loss={folder}/mine.py", "mine.py:FUNCTION; it has loss"),
+        ("luffy data.target_key=digts", "has a column 'digts' (data.target_key). Did you mean 'digits'"),
         ("reward.functions.0.function=exact_mach", "Did you mean 'exact_match'?"),
         ("reward.functions.0.function={folder}/mine.py:reward", "No module named 'not_installed'"),
     ],
 )
-def test_dry_run_refuses_functions_that_the_run_could_not_load(
+def test_dry_run_refuses_functions_and_columns_that_the_run_could_not_load(
     config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str, told: str
 ) -> None:
     mine = "def loss(tokens, config): ...\nreward = loss\n"
     (tmp_path / "mine.py").write_text(mine if "los" in mistake else f"import not_installed\n{mine}")
-    assert main(["train", str(config_file()), "--dry-run", mistake.format(folder=tmp_path)]) == 2
+    assert main(["train", str(config_file()), "--dry-run", *mistake.format(folder=tmp_path).split()]) == 2
     said = capsys.readouterr()
     assert told in said.err
     assert not said.out

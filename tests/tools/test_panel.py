@@ -41,6 +41,7 @@ STEP = {
 
 def write_run(folder: Path, steps: int = 40) -> RunRecorder:
     recorder = RunRecorder(folder)
+    (folder / "config.yaml").write_text("algorithm: {policy_loss: gspo}\ncritic: {warmup_steps: 60}\n")
     for step in range(1, steps + 1):
         recorder.step({"step": step, "version": step, "reward/mean": step / 100, **STEP})
     recorder.evaluation({"step": 0, "version": 0, "accuracy": 0.125, "reward": 0.1, "rows": 16, "errors": 0})
@@ -91,6 +92,7 @@ def test_the_panel_answers_all_three_questions_and_a_model_cannot_steer_the_term
     write_run(tmp_path)
     shown = text_of(tmp_path)
     for part in (
+        "grpo advantages, gspo loss",
         *("Is it learning?", "0.400", "exact_match 0.200", "0.125", "0.875", "0.0123"),
         *("Is the pipeline healthy?", "in_flight 12", "needs 8, has 3", "reward_timeout 3", "finished 60"),
         *("What does it write?", "it is seven", "which digit?", "\\x1b[2J"),
@@ -115,6 +117,14 @@ def test_the_panel_fits_its_terminal_and_a_small_one_keeps_what_matters(
     parts = ("reward", "held-out", "WARNING", "waiting for", "errors", "it is seven", "What does it write?")
     for part in parts if width >= 40 else ("0.400",):
         assert any(part in line for line in lines), part
+
+
+def test_a_policy_that_the_critic_goes_before_has_its_reason_in_the_place_of_a_gradient(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path)
+    reason = "not before step 61: the critic warms up"
+    assert reason not in text_of(tmp_path)
+    recorder.step({"step": 41, "reward/mean": 0.4, "critic/loss": 0.1})
+    assert reason in text_of(tmp_path)
 
 
 def test_text_in_wide_characters_is_cut_between_cells_and_what_turns_text_around_is_a_number(tmp_path: Path) -> None:

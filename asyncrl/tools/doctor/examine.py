@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config.load import load_config
+from asyncrl.config.method_line import method_line
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.inputs import check_algorithm, check_media
+from asyncrl.launch.inputs import check_algorithm, check_demonstrations, check_media
 from asyncrl.models.lean_imports import import_transformers
 from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem
 from asyncrl.tools.doctor.machine import Device, find_devices, find_machine, listed_devices
@@ -94,12 +95,14 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
         yield Finding("held-out data", "data.val_files is empty: generalisation is not measured", "note")
     elif model is not None:
         check_media(config, model, rows)
+    if rows is not None and not held_out:
+        check_demonstrations(config, rows)
     return rows
 
 
 def _load_functions(config: RunConfig) -> Findings[None]:
     check_algorithm(config.algorithm)
-    yield Finding("algorithm", f"{config.algorithm.adv_estimator} advantages, {config.algorithm.policy_loss} loss")
+    yield Finding("algorithm", method_line(config.algorithm))
 
 
 def _load_renderer(config: RunConfig) -> Findings[PromptRenderer]:

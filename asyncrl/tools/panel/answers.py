@@ -86,9 +86,12 @@ class Answers:
             yield self._row("components", 3, *((key[7:], number(value)) for key, value in scored.items()))
         yield Row("held-out", [self._held_out()])
         rate = run.last("lr")
-        losses = ("loss", number(run.last("loss"), 4)), ("grad norm", number(run.last("grad_norm"), 2))
-        learning_rate = ("lr", MISSING if rate is None else f"{rate:.2g}")
-        yield self._row("optimisation", 1, *losses, ("entropy", number(run.last("entropy"))), learning_rate)
+        loss, entropy = ("loss", number(run.last("loss"), 4)), ("entropy", number(run.last("entropy")))
+        if why := run.untrained_because:
+            yield self._row("optimisation", 1, ("policy trained", why, "yellow"), loss, entropy)
+            return
+        moved = ("grad norm", number(run.last("grad_norm"), 2)), ("lr", MISSING if rate is None else f"{rate:.2g}")
+        yield self._row("optimisation", 1, loss, moved[0], entropy, moved[1])
 
     def _curve(self, newest: Any, values: list[float]) -> Text:
         """The newest value, a sparkline of all, and its range."""

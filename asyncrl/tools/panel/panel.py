@@ -47,6 +47,8 @@ class RunPanel:
         gaps = len(sections) + 2
         spare = height - borders_and_progress - sum(_height(rows) for _, rows in sections)
         parts: list[RenderableType] = [view.progress()]
+        if self.run.method and spare > 0:
+            parts, spare = [Text(cut(self.run.method, room), "dim", no_wrap=True), *parts], spare - 1
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
             heading = Text(question, "bold cyan", no_wrap=True)
             parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, names)]

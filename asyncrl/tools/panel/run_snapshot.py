@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.method_line import recorded_method_line
 from asyncrl.telemetry.environment import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
+from asyncrl.telemetry.recorder import CONFIG_FILE, EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl.tools.findings import warnings
 from asyncrl.tools.recorded_run import (
     ENDED,
@@ -22,6 +23,7 @@ from asyncrl.tools.recorded_run import (
     has_step,
     number,
     process_clock,
+    read_configuration,
 )
 
 STEPS_KEPT = 512
@@ -54,13 +56,19 @@ class RunSnapshot:
     status: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Crashes and restarts that the launcher reports."""
+    config: Record = field(default_factory=dict)
+    """What config.yaml says; empty before the learner has written it."""
+    method: str = ""
+    """The method in one line; empty where it is not known."""
 
     def __post_init__(self) -> None:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)
         self._evaluations = JsonlTail(self.run_dir / EVALUATIONS_FILE)
         self._samples = JsonlTail(self.run_dir / SAMPLES_FILE, newest_bytes=NEWEST_SAMPLES_BYTES)
+        self._config_written_ns = 0
 
     def refresh(self) -> None:
+        self._read_config()
         records, restarted = self._steps.new_records()
         if restarted:
             self.steps, self.rewards, self.clocks = [], [], []
@@ -75,6 +83,18 @@ class RunSnapshot:
         status = read_status(self.run_dir)
         if status and status.get("time", self.since) >= self.since:
             self.status = status
+
+    def _read_config(self) -> None:
+        """Read config.yaml where it is new: a resumed learner may write another one."""
+        file = self.run_dir / CONFIG_FILE
+        try:
+            written_ns = file.stat().st_mtime_ns
+        except OSError:  # not yet
+            return
+        if written_ns != self._config_written_ns:
+            self._config_written_ns = written_ns
+            self.config = read_configuration(file, [])[1]
+            self.method = recorded_method_line(self.config.get("algorithm"))
 
     def _keep_sample(self, record: dict[str, Any]) -> None:
         scored = [one for one in record.get("completions", ()) if one.get("reward") is not None]
@@ -106,6 +126,15 @@ class RunSnapshot:
     @property
     def has_ended(self) -> bool:
         return self.phase in ENDED
+
+    @property
+    def untrained_because(self) -> str:
+        """Why the newest step has not moved the policy, where that is planned; empty elsewhere."""
+        if "critic/loss" not in self.latest or "grad_norm" in self.latest:
+            return ""
+        critic = self.config.get("critic")
+        steps = critic.get("warmup_steps") if isinstance(critic, dict) else None
+        return f"not before step {steps + 1}: the critic warms up" if isinstance(steps, int) else "the critic warms up"
 
     def warnings(self) -> dict[str, str]:
         """Active problems of the newest steps, by subject; none for a run that has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from asyncrl.config.method_line import recorded_method_line
 from asyncrl.tools.findings import checks_without_finding, findings, verdict
 from asyncrl.tools.learning import courses
 from asyncrl.tools.numbers import count, duration, figure, moment
@@ -44,12 +45,19 @@ def _what(run: RecordedRun) -> str:
     """Describe the run in one line: the model, the algorithm, the mode, and when."""
     parts = [
         str(run.setting("model.path") or "model unknown"),
-        str(run.setting("algorithm.adv_estimator") or "algorithm unknown"),
+        _method(run),
         f"{run.setting('trainer.mode')} mode" if run.setting("trainer.mode") else "",
         f"{run.setting('rollout.engine')} engine" if run.setting("rollout.engine") else "",
         f"began {moment(run.began)}" if run.began else "",
     ]
     return "  ·  ".join(part for part in parts if part)
+
+
+def _method(run: RecordedRun) -> str:
+    """The method in one line; of a configuration that this version does not take, the names of estimator and loss."""
+    names = run.setting("algorithm.adv_estimator"), run.setting("algorithm.policy_loss")
+    plain = f"{names[0]} advantages, {names[1]} loss" if all(names) else "algorithm unknown"
+    return recorded_method_line(run.setting("algorithm")) or plain
 
 
 def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
