@@ -197,15 +197,17 @@ def _error(record: TrajectoryRecord) -> str:
 
 
 def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tuple[list[int], list[float | None]]:
-    """Compute, for each trajectory, the staleness of its oldest sampled token and the largest absolute difference."""
+    """Compute, for each trajectory, the staleness of its oldest sampled token and the largest absolute difference of
+    one: what was put there has no log-prob of an engine to differ from."""
     size = len(group.trajectories)
     oldest, largest = np.full(size, version, np.int64), np.full(size, np.nan)
     some = np.flatnonzero(group.lengths)
     if some.size:
         starts = (np.cumsum(group.lengths) - group.lengths)[some]
-        oldest[some] = np.minimum.reduceat(np.where(group.loss_mask == 1, group.versions, version), starts)
+        is_sampled = group.loss_mask == 1
+        oldest[some] = np.minimum.reduceat(np.where(is_sampled, group.versions, version), starts)
         if differences is not None:
-            largest[some] = np.fmax.reduceat(np.abs(differences), starts)
+            largest[some] = np.fmax.reduceat(np.where(is_sampled, np.abs(differences), np.nan), starts)
     return (version - oldest).tolist(), _or_none(largest)
 
 

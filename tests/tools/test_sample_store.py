@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -362,6 +363,47 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     assert 0 < step.trained.masked[trained].mean() == pytest.approx(values["mask_fraction"])
     assert not step.trained.masked[~trained].any()
     assert step.trained.advantages.shape == (16,)
+
+
+def test_tokens_that_were_put_there_are_marked_and_differ_from_no_engine(
+    tmp_path: Path, make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A group of a demonstration, a hint, a sampled completion and a greedy one."""
+    config = make_config()
+    item = made_up_batch(config, PromptProcessor(config.model)).received[0]
+    begins, lengths = np.cumsum(item.group.lengths) - item.group.lengths, item.group.lengths.tolist()
+    mask, logprobs = np.ones(sum(lengths), np.uint8), np.full(sum(lengths), -1.0, np.float32)
+    for row, count in ((0, lengths[0]), (1, 2)):
+        mask[begins[row] : begins[row] + count] = 0
+    learner = logprobs + np.float32(0.25)
+    learner[mask == 0] = -7.0
+    group = item.group.model_copy(update={"loss_mask": mask, "logprobs": np.where(mask == 1, logprobs, np.float32(0))})
+    run = tmp_path / "run"
+    run.mkdir()
+    sizes = config.model_copy(update={"batch": config.batch.model_copy(update={"group_size": 3})})
+    (run / "config.yaml").write_text(dump_config(sizes))
+    journal, index = Journal(run / JOURNAL_FILE), SampleIndex(run)
+    with closing(journal), closing(index):
+        with journal.transaction():
+            journal.add_tickets([item.slot])
+            journal.add_group(item.slot.ticket_id, encode(group))
+            journal.consume(FIRST, [item.slot])
+            journal.count(issued=1, trained=1)
+        trained = TrainedBatch(np.zeros(4, np.float32), learner, np.zeros(len(mask), bool))
+        index.write(FIRST, FIRST - 1, [(item.ticket.prompt, group)], trained)
+    ticket = str(item.slot.ticket_id)
+    assert inspect([str(run), "--ticket", ticket, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["trajectories"]
+    assert [row["origin"] for row in rows] == ["demonstration", "hint of 2 tokens", "", "greedy"]
+    assert [row["put_there"] for row in rows] == [lengths[0], 2, 0, 0]
+    assert [row["logprob_diff_max"] for row in rows] == [None, *[pytest.approx(0.25)] * 3]
+    assert rows[1]["logprobs"][:3] == [None, None, -1.0]
+    assert rows[1]["learner_logprobs"][:2] == [-7.0, -7.0]
+    assert inspect([str(run)]) == 0
+    listed = capsys.readouterr().out
+    assert all(origin in listed for origin in ("demonstration", "hint of 2 tokens", "greedy"))
+    assert inspect([str(run), "--ticket", ticket]) == 0
+    assert "learner -7" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from asyncrl.tools.samples.model import SampleDetail, SampleRow, ShownMessage, T
 
 def row_record(row: SampleRow) -> dict[str, Any]:
     """Convert a row of a list."""
-    return {name: _finite(value) for name, value in asdict(row).items()}
+    return {name: _finite(value) for name, value in asdict(row).items()} | {"origin": row.origin}
 
 
 def detail_record(detail: SampleDetail) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
     row, learner = trajectory.row, trajectory.learner_logprobs
     names = (
         "trajectory", "status", "finish_reason", "reward", "advantage", "error", "length", "staleness",
-        "logprob_diff_max",
+        "logprob_diff_max", "origin", "put_there", "greedy",
     )  # fmt: skip
     return {
         **{name: _finite(getattr(row, name)) for name in names},
@@ -45,7 +45,7 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
         "consumed_at": trajectory.consumed_at,
         "tokens": trajectory.tokens,
         "token_ids": trajectory.token_ids.tolist(),
-        "logprobs": _rounded(trajectory.logprobs),
+        "logprobs": _rounded(np.where(trajectory.loss_mask == 1, trajectory.logprobs, np.nan)),
         "learner_logprobs": None if learner is None else _rounded(learner),
         "versions": trajectory.versions.tolist(),
         "loss_mask": trajectory.loss_mask.tolist(),

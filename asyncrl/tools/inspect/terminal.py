@@ -46,6 +46,7 @@ STATUS_STYLES: dict[str, str] = {
     TrajectoryStatus.TIMED_OUT: "red",
     TrajectoryStatus.ERROR: "bold red",
 }
+ORIGIN_STYLE = "cyan"
 LARGE_DIFFERENCE = 0.5
 """A log-prob difference, in nats, that is worth a second look."""
 NUM_LARGEST = 3
@@ -142,9 +143,13 @@ def _table(rows: Sequence[SampleRow], width: int) -> Table:
             _difference(row.logprob_diff_max),
             _status(row.status),
             Text(one_line(row.prompt, width)),
-            Text(one_line(row.error, width), "red") if row.error else Text(one_line(row.completion, width)),
+            Text.assemble((f"{row.origin}  " * bool(row.origin), ORIGIN_STYLE), _wrote(row, width)),
         )
     return table
+
+
+def _wrote(row: SampleRow, width: int) -> Text:
+    return Text(one_line(row.error, width), "red") if row.error else Text(one_line(row.completion, width))
 
 
 # --- a group in full -------------------------------------------------------------------------------
@@ -196,6 +201,7 @@ def _title(trajectory: TrajectoryDetail) -> Text:
         Text.assemble("reward ", _reward(row)),
         *(Text(f"{visible(name)} {_number(value)}", "dim") for name, value in trajectory.rewards.items()),
         *([Text(f"advantage {_number(row.advantage)}")] if row.advantage is not None else []),
+        *([Text(row.origin, ORIGIN_STYLE)] if row.origin else []),
         _status(row.status),
         Text(f"{row.length} tokens"),
         Text(f"staleness {row.staleness}"),
@@ -264,7 +270,7 @@ def _largest_differences(trajectory: TrajectoryDetail) -> Iterator[Text]:
     if learner is None:
         yield Text("the learner's log-probs of this group are not known", "dim")
         return
-    gaps = np.nan_to_num(learner - engine, nan=0.0)
+    gaps = np.nan_to_num(np.where(trajectory.loss_mask == 1, learner - engine, 0.0), nan=0.0)
     for i in np.argsort(-abs(gaps), kind="stable")[:NUM_LARGEST]:
         if abs(gaps[i]) >= DIFFERENCES[0]:
             yield Text(

@@ -55,12 +55,25 @@ class SampleRow:
     """Completion tokens."""
     staleness: int
     logprob_diff_max: float | None
-    """Largest absolute difference between learner and engine of a trained token; None: nothing was trained."""
+    """Largest absolute difference between learner and engine of a token that was sampled and trained; None: there is
+    none."""
     error: str
     has_payload: bool
     """True if the journal keeps its tokens."""
     completion: str = ""
     """In a list: the beginning of the completion, as long as its tokens are kept."""
+    put_there: int = 0
+    """Tokens at its beginning that the ticket's order put there: a hint, or a whole demonstration. 0, too, where its
+    tokens are no longer kept."""
+    greedy: bool = False
+    """True if it is its group's greedy completion: scored, and not trained."""
+
+    @property
+    def origin(self) -> str:
+        """What it is besides sampled; empty for a completion like any other."""
+        if self.put_there:
+            return "demonstration" if self.put_there == self.length else f"hint of {self.put_there} tokens"
+        return "greedy" if self.greedy else ""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,10 @@ class SampleStore:
         if not is_there(journal):
             raise UserError(f"there is no run in {self.run_dir}: it has no {JOURNAL_FILE}")
         config = read_run_config(self.run_dir)
+        batch = config.get("batch")
+        size = batch.get("group_size") if isinstance(batch, dict) else None
+        self._group_size = size if isinstance(size, int) else None
+        """Completions of a group before a greedy one; None: not known."""
         self._lock = threading.RLock()
         self._journal = JournalReader(journal)
         self._texts = TokenTexts(self.run_dir, config)
@@ -108,8 +112,7 @@ class SampleStore:
 
     def _rows_of(self, db: sqlite3.Connection, ticket_id: int) -> tuple[SampleRow, ...]:
         """Read the rows of a group, with the first words of each completion."""
-        group = self._journal.find_group(ticket_id)
-        rows = queries.read_group(db, ticket_id, has_payload=group is not None)
+        rows, group = self._read_group(db, ticket_id)
         if group is None:
             return rows
         starts = np.cumsum(group.lengths) - group.lengths
@@ -117,9 +120,18 @@ class SampleStore:
         texts = [self._texts.plain(group.token_ids[first]) for first in firsts]
         return tuple(replace(row, completion=text) for row, text in zip(rows, texts, strict=True))
 
-    def _detail(self, db: sqlite3.Connection, ticket_id: int) -> SampleDetail:
+    def _read_group(self, db: sqlite3.Connection, ticket_id: int) -> tuple[tuple[SampleRow, ...], Group | None]:
+        """Read the rows of a group, none if it is not known, and the group as long as the journal keeps it."""
         group = self._journal.find_group(ticket_id)
         rows = queries.read_group(db, ticket_id, has_payload=group is not None)
+        if self._group_size is not None:
+            rows = tuple(replace(row, greedy=row.trajectory >= self._group_size) for row in rows)
+        if group is not None:
+            rows = tuple(replace(row, put_there=_put_there(group, row.trajectory)) for row in rows)
+        return rows, group
+
+    def _detail(self, db: sqlite3.Connection, ticket_id: int) -> SampleDetail:
+        rows, group = self._read_group(db, ticket_id)
         if not rows:
             raise UserError(f"{self.run_dir} has no sample of ticket {ticket_id}")
         *row, server_id = db.execute(
@@ -171,6 +183,12 @@ class SampleStore:
             )
             for row, record, part in zip(rows, group.trajectories, parts, strict=True)
         )
+
+
+def _put_there(group: Group, trajectory: int) -> int:
+    """Number of tokens before the first sampled one."""
+    mask = group.loss_mask[group.span(trajectory)]
+    return int(mask.argmax()) if mask.any() else mask.size
 
 
 def _turns(record: TrajectoryRecord, group: Group) -> tuple[SampleTurn, ...]:

@@ -76,6 +76,7 @@ const Group = (() => {
       element("header", {}, element("span", { class: "name" }, `${group.ticket_id}.${one.trajectory}`),
         element("span", { class: `score ${rewardClass(one)}` }, `reward ${number(one.reward, 2)}`),
         element("span", { class: "parts" }, ...Object.entries(one.rewards).map(([name, value]) => element("span", {}, `${visible(name)} ${number(value, 2)}`))),
+        one.origin ? element("span", { class: "chip" }, one.origin) : null,
         element("span", { class: one.status === "finished" ? "soft" : `chip ${style}` }, one.status.replace("_", " ")),
         element("span", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
     if (one.error) card.append(element("p", { class: "problem" }, visible(one.error)));

@@ -66,7 +66,7 @@
   const nameOf = (row) => `${row.ticket_id}.${row.trajectory}`;
 
   function listRow(row) {
-    const about = [];
+    const about = row.origin ? [element("span", { class: "chip" }, row.origin)] : [];
     if (row.status !== "finished") about.push(element("span", { class: row.status === "truncated" ? "warn" : "bad" }, row.status.replace("_", " ")));
     about.push(`${row.length.toLocaleString("en")} tokens`);
     if (row.staleness) about.push(`${row.staleness} stale`);

@@ -75,7 +75,8 @@ const Tokens = (() => {
     const ours = completion.learner_logprobs?.[i] ?? null;
     const its = completion.logprobs[i];
     const behind = completion.consumed_at - completion.versions[i];
-    const part = { 0: "in the loss", u: "not sampled: the environment's", x: "taken out by the correction" };
+    const put = i < completion.put_there;
+    const part = { 0: "in the loss", u: put ? "not sampled: put there" : "not sampled: the environment's", x: "taken out by the correction" };
     const rows = [["token", `${(i + 1).toLocaleString("en")} of ${completion.tokens.length.toLocaleString("en")}`],
       ["id", String(completion.token_ids[i])]];
     if (sampled) {
@@ -84,6 +85,7 @@ const Tokens = (() => {
         ["difference", ours === null || its === null ? "–" : (ours > its ? "+" : "") + number(ours - its)],
         ["policy version", behind > 0 ? `${completion.versions[i]} (${behind} behind)` : String(completion.versions[i])]);
     }
+    if (put) rows.push(["learner log-prob", ours === null ? "not measured" : number(ours)]);
     rows.push(["mask", part[completion.levels.mask[i]]]);
     return rows;
   }
