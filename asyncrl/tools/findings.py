@@ -213,8 +213,9 @@ def _rewards_fail(run: RecordedRun) -> Iterator[Finding]:
     part = sum(bad.values()) / (sum(rows.values()) or 1.0)
     if part > THRESHOLDS["RewardsFail"].value:
         value = ", ".join(f"{kind.replace('_', ' ')} {n:,.0f}" for kind, n in bad.items() if n)
+        reason = f": {why}" if (why := run.status.get("unscored")) else ""
         advice = "These rows are left out of the loss. The error samples below have the messages."
-        yield Finding("warning", "Rewards fail", f"{share(part)} of the trajectories ({value})", advice)
+        yield Finding("warning", "Rewards fail", f"{share(part)} of the trajectories ({value}){reason}", advice)
 
 
 def _rows(run: RecordedRun) -> dict[str, float]:

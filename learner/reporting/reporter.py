@@ -60,6 +60,8 @@ class Reporter:
         self._device = torch.device("cpu")
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
+        self._unscored = ""
+        """What the newest trajectory without a score says."""
         counts = ledger.counts()
         self._judged_before = sum(counts.dropped.values()) - counts.dropped["stale"], counts.trained
         """Groups that filters had dropped, and trained ones, at the last record."""
@@ -131,6 +133,7 @@ class Reporter:
                 "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._network.servers.errors),
+            unscored=self._unscored,
             bad_rows=self._bad_rows,
             device=_device_holder(self.config),
         )
@@ -168,6 +171,9 @@ class Reporter:
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         if self._device.type == "cuda":
             record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
+        failed = (r for item in batch.received for r in item.group.trajectories if r.reward is None)
+        if one := next(failed, None):
+            self._unscored = f"{one.error_kind}: {one.error_message}"
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         new = [item for item in batch.received if not item.is_replayed]  # which come first

@@ -1,4 +1,5 @@
-"""The group judge: what a run's filters and its prompt source make of each group, once, as it is received.
+"""The group judge: what a run's filters and its prompt source make of each group, once, as it is received; and whether
+any group has a score.
 
 Filters see a group first where it is decided which groups a step may take: in the ledger's transaction that journals
 it. So a group that was kept stays kept, and a dropped one dropped, whatever happens to the process afterwards.
@@ -22,12 +23,18 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.plugins import one_line
 from learner.tickets.ticket import ReceivedGroup
+from protocol.messages import TrajectoryRecord
 
 REASON = re.compile(r"(?!stale$)[a-z][a-z0-9_]{0,39}")
 """Reasons are parts of names of metrics. `stale` is the ledger's own."""
 FRUITLESS_STEPS = 20
 """Groups of so many steps, and of a whole pass over the data, may be filtered one after the other; then the run stops.
 (EasyR1 and RLLaVA: max_try_make_batch.)"""
+
+
+UNSCORED_STEPS, UNSCORED_TRAJECTORIES = 3, 64
+"""Groups of so many steps, and so many trajectories, that may all be without a score one after the other; then the run
+stops: such steps teach nothing, and a run of them would end as if it had learned."""
 
 
 class Verdicts(NamedTuple):
@@ -47,9 +54,10 @@ class GroupJudge:
         *,
         num_rows: int = 0,
         prompts_per_step: int = 1,
+        total_groups: int | None = None,
     ):
-        """`config`: the filters and their settings. `num_rows`: of the data. Raises UserError where a user's filter
-        cannot be loaded."""
+        """`config`: the filters and their settings. `num_rows`: of the data. `total_groups`: of the run, where it is
+        known. Raises UserError where a user's filter cannot be loaded."""
         self.source = source
         self._config = config or AlgorithmConfig()
         self._filters: dict[str, GroupFilter] = {
@@ -57,6 +65,9 @@ class GroupJudge:
         }
         self._most_in_a_row = max(num_rows, FRUITLESS_STEPS * prompts_per_step)
         self._in_a_row = 0
+        self._prompts_per_step, self._total_groups = prompts_per_step, total_groups
+        self._unscored = 0
+        """Groups in a row without any score."""
 
     @property
     def is_idle(self) -> bool:
@@ -64,11 +75,13 @@ class GroupJudge:
         return not self._filters and not self.source.learns
 
     def judge(self, items: Sequence[ReceivedGroup]) -> Verdicts:
-        """Judge groups in ticket order. Raises BadStateError where a filter fails, or leaves nothing of the data."""
+        """Judge groups in ticket order. Raises BadStateError where a filter fails, or leaves nothing of the data, and
+        where nothing has a score."""
         verdicts = Verdicts({}, {})
-        if self.is_idle:
-            return verdicts
         for item in sorted(items, key=lambda item: item.slot.ticket_id):
+            self._check_scores(item.group.trajectories)
+            if self.is_idle:
+                continue
             group = sampled_group(item)
             if self.source.learns:
                 verdicts.source.update(self.source.observe(item.slot.position, group.scores(self.source.component)))
@@ -83,6 +96,22 @@ class GroupJudge:
                     "at the reward (asyncrl doctor), at harder or easier data, or leave the filter out"
                 )
         return verdicts
+
+    def _check_scores(self, records: Sequence[TrajectoryRecord]) -> None:
+        """Count groups that no reward could score. Those that the environment lost are the environment's
+        (`EnvironmentHealth`)."""
+        failed = [record for record in records if record.reward is None]
+        if len(failed) < len(records) or any(record.environment_error for record in failed):
+            self._unscored = 0
+            return
+        self._unscored += 1
+        most = max(UNSCORED_STEPS * self._prompts_per_step, -(-UNSCORED_TRAJECTORIES // len(records)))
+        if self._unscored >= min(most, self._total_groups or most):
+            raise BadStateError(
+                f"no trajectory of {self._unscored} groups in a row has a score: there is nothing to learn from. The "
+                f"last group says {failed[0].error_kind}: {failed[0].error_message}. Bring back what the reward needs "
+                "(a judge, a file, memory) or mend it (asyncrl doctor scores some rows), then continue with --resume"
+            )
 
     def _reason(self, group: SampledGroup) -> str | None:
         for name, keep_out in self._filters.items():
@@ -106,7 +135,8 @@ class GroupJudge:
 def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
     """The judge of a run. Without trainer.max_steps its positions end with its epochs."""
     curriculum, per_step, seed = config.data.curriculum, config.batch.prompts_per_step, config.trainer.seed
-    end = None if config.trainer.max_steps else config.total_steps(order.num_rows) * per_step
+    total = config.total_steps(order.num_rows) * per_step
+    end = None if config.trainer.max_steps else total
     component = curriculum.component or config.reward.accuracy_component
     source = PromptSource(end)
     if curriculum.visits == "greso":
@@ -116,7 +146,7 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
     algorithm = config.algorithm
     if algorithm.filter_component == ACCURACY and ACCURACY not in config.reward.component_names:
         algorithm = algorithm.model_copy(update={"filter_component": config.reward.accuracy_component})
-    return GroupJudge(source, algorithm, num_rows=order.num_rows, prompts_per_step=per_step)
+    return GroupJudge(source, algorithm, num_rows=order.num_rows, prompts_per_step=per_step, total_groups=total)
 
 
 def sampled_group(item: ReceivedGroup) -> SampledGroup:

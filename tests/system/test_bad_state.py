@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -86,6 +88,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_another_loss_is_refused_on_
     assert resume_both(run) == (0, 0), logs(run)
     assert_every_prompt_trained_once(run)
     assert read_failure(run) is None
+
+
+# --- rewards ----------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_scores_nothing_stops_the_run_with_its_reason_and_one_that_is_mended_lets_it_go_on(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run, file, judge = tmp_path / "run", tmp_path / "reward.py", tmp_path / "judge"
+    body = f"    if not Path({str(judge)!r}).exists():\n        raise OSError('the judge is away')\n    return 1.0\n"
+    file.write_text(f"from pathlib import Path\n\n\ndef asked(sample):\n{body}")
+    config = small(make_config, reward={"functions": [{"function": f"{file}:asked"}]})
+    assert run_both(config, run) == (3, 4), logs(run)
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("learner", "bad_state")
+    assert "groups in a row has a score" in failure.reason
+    assert re.search(r"says reward_exception: .*OSError: the judge is away \(reward.py:6 in asked\)", failure.reason)
+    judge.touch()
+    assert resume_both(run) == (0, 0), logs(run)
+    assert_every_prompt_trained_once(run)
+    told = json.loads((run / "status.json").read_text())["unscored"]
+    assert "the judge is away" in told, "of the steps that were made without a score"
 
 
 # --- a killed run whose files are then damaged --------------------------------------------------------

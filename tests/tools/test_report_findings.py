@@ -65,6 +65,12 @@ def test_the_limits_are_those_of_the_alerts() -> None:
     assert f"last_step_age_seconds > {FIRST_STEP_S:g} unless" in rules["NoProgress"]["expr"]
 
 
+def test_failing_rewards_are_told_with_what_the_newest_says(tmp_path: Path) -> None:
+    run = run_with(tmp_path, sick("rows/error", 4.0))
+    run.status["unscored"] = "reward_exception: the judge is away"
+    assert found(run)["Rewards fail"][1].endswith("(error 84): reward_exception: the judge is away")
+
+
 def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
     return lambda number: {key: value} if first <= number <= last else {}
 

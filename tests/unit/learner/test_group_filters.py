@@ -107,6 +107,33 @@ def test_a_filter_may_look_at_accuracy_whatever_its_name() -> None:
     assert judge._config.filter_component == config.reward.accuracy_component != "accuracy"
 
 
+# --- groups without a score ----------------------------------------------------------------------------------
+
+
+def test_groups_without_any_score_stop_the_run_with_what_the_reward_says() -> None:
+    """Of 2 prompts per step, and at least 64 trajectories: after 16 groups of 4 in a row."""
+    (item,) = issue(make_ledger(1, 0), 0)
+
+    def group(score: float | None, kind: str = "reward_exception") -> ReceivedGroup:
+        made = received(item, [None, None, None, score])
+        told = {"error_kind": kind, "error_message": "the judge is away"}
+        records = tuple(record.model_copy(update=told) for record in made.group.trajectories)
+        return replace(made, group=made.group.model_copy(update={"trajectories": records}))
+
+    judge = GroupJudge(PromptSource(), prompts_per_step=2, total_groups=1000)
+    for score in (*[None] * 15, 0.0, *[None] * 15):
+        judge.judge([group(score)])
+    with pytest.raises(BadStateError, match=r"16 groups in a row has a score.* reward_exception: the judge is away"):
+        judge.judge([group(None)])
+    short_run = GroupJudge(PromptSource(), prompts_per_step=1, total_groups=2)
+    short_run.judge([group(None)])
+    with pytest.raises(BadStateError, match="2 groups in a row"):
+        short_run.judge([group(None)])
+    of_environment = GroupJudge(PromptSource(), prompts_per_step=2, total_groups=10)
+    for _ in range(20):  # counted by EnvironmentHealth
+        of_environment.judge([group(None, "environment_exception")])
+
+
 # --- a filter of the user ----------------------------------------------------------------------------------
 
 
