@@ -76,10 +76,10 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dic
         for role in (critic, reference):
             if role:
                 (folder / role.role).mkdir()
-    engine.save(folder)
+    engine.files(copies=True)(folder)
     for role in (critic, reference):
         if role:
-            role.save(folder / role.role)
+            role.files(copies=True)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
     return {"metrics": metrics}

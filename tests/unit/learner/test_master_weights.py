@@ -76,7 +76,7 @@ def test_a_checkpoint_continues_bit_for_bit(make_config: MakeConfig, tmp_path: P
     for step in range(4):
         if step == 2:
             unbroken.model.save_pretrained(tmp_path / "model")
-            unbroken.save(tmp_path)
+            unbroken.files(copies=False)(tmp_path)
         take_step(unbroken, step)
     again = prepared(make_config, dtype, {"path": str(tmp_path / "model")})
     again.load(tmp_path)
@@ -161,7 +161,7 @@ def check_equal(one: TorchEngine, other: TorchEngine) -> None:
 def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
     engine = prepared(make_config, "float32")
     take_step(engine, 0)
-    engine.save(tmp_path)
+    engine.files(copies=False)(tmp_path)
     state = torch.load(tmp_path / ENGINE_FILE, weights_only=True)
     assert not state.pop("masters"), "an fp32 weight is its own master"
     torch.save(state, tmp_path / ENGINE_FILE)
@@ -169,7 +169,7 @@ def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: M
     with pytest.raises(UserError, match=r"holds no fp32 master weights of .* which is bfloat16 now.*Set model\.dtype"):
         prepared(make_config, "bfloat16").load(tmp_path)
 
-    prepared(make_config, "bfloat16").save(tmp_path)
+    prepared(make_config, "bfloat16").files(copies=False)(tmp_path)
     with pytest.raises(UserError, match=r"holds fp32 master weights of .* which is float32 now.*Set model\.dtype"):
         prepared(make_config, "float32").load(tmp_path)
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfi
 
     saved = engine(lr=1e-3)
     take_step(saved, 0)
-    saved.save(tmp_path)
+    saved.files(copies=False)(tmp_path)
     for optim in ({"lr": 1e-3}, {"lr": 4e-3, "betas": [0.8, 0.9], "weight_decay": 0.5}):
         loaded = engine(**optim)
         loaded.load(tmp_path)
