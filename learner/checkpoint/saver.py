@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.checkpoint.background_write import BackgroundWrite
-from learner.checkpoint.storage import building_folder, save_checkpoint
+from learner.checkpoint.storage import make_building_folder, save_checkpoint
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
 from learner.training.trainer import Trainer
@@ -71,9 +71,10 @@ class Saver:
         self.reporter.finish_samples()
         self.ledger.flush_journal()
         run_path, keep, copies = self.config.run_path, self.config.trainer.save_limit, self.config.trainer.save_async
-        snapshot = self.training.snapshot(self.run_id, building_folder(run_path, step), copies=copies)
+        building = make_building_folder(run_path, step)
+        snapshot = self.training.snapshot(self.run_id, building, copies=copies)
         self.saved_step, self._writing_bytes = step, self.ledger.journal.needed_bytes
-        self._writing = BackgroundWrite(lambda: save_checkpoint(run_path, snapshot, keep), ended=self._wake)
+        self._writing = BackgroundWrite(lambda: save_checkpoint(run_path, building, snapshot, keep), ended=self._wake)
         if not copies:
             self.finish()
         self._add("checkpoint/blocked_s", time.monotonic() - began)

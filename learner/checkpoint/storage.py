@@ -75,21 +75,26 @@ class Snapshot:
             write(building / name)
 
 
-def building_folder(run_path: Path, step: int) -> Path:
-    """Where rank 0's process has the step's checkpoint written, before it is complete."""
+def make_building_folder(run_path: Path, step: int) -> Path:
+    """The folder that the step's checkpoint is written into, before it is complete; what others have left is removed.
+
+    Of several ranks rank 0 makes it, before any writes there.
+    """
     folder = checkpoint_folder(run_path, step).absolute()
-    return folder.with_name(f".{folder.name}.building-{os.getpid()}")
+    for leftover in folder.parent.glob(".*.building-*"):
+        shutil.rmtree(leftover)
+    building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
+    building.mkdir(parents=True)
+    return building
 
 
-def save_checkpoint(run_path: Path, snapshot: Snapshot, keep: int) -> Path:
+def save_checkpoint(run_path: Path, building: Path, snapshot: Snapshot, keep: int) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
     Raises BadStateError where there is no room for it; nothing of it is then left.
     """
     state = snapshot.state
-    folder, building = checkpoint_folder(run_path, state.step), building_folder(run_path, state.step)
-    for leftover in folder.parent.glob(".*.building-*"):
-        shutil.rmtree(leftover)
+    folder = checkpoint_folder(run_path, state.step)
     try:
         _write(building, snapshot)
     except Exception as problem:
@@ -110,7 +115,6 @@ def save_checkpoint(run_path: Path, snapshot: Snapshot, keep: int) -> Path:
 
 def _write(building: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
-    building.mkdir(parents=True)
     snapshot.write_files(building)
     torch.save(snapshot.random, building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(snapshot.state), indent=2))

@@ -126,6 +126,7 @@ class FullySharded:
             parts_in = folder.with_name(f".{folder.name}.parts")
             if self._ranks.leads:
                 shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
+            dist.barrier(self._shards.group)
             _, parts = take_parts(state, DTensor)
             file = self._shards.write_whole(parts_in, parts)
             if self._ranks.leads:

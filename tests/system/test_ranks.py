@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
+from learner.replay import in_one_process
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from tests.rigs.rank_rig import take_steps
@@ -60,17 +61,26 @@ that is 0 up to the rounding of 16 bits has either sign."""
 STEPS = 2
 
 
-def run_ranks(folder: Path, configs: dict[str, RunConfig]) -> dict[str, Any]:
-    """What rank 0 of two finds."""
+def run_ranks(
+    folder: Path, configs: dict[str, RunConfig], starts: dict[str, Path] | None = None, size: int = 2
+) -> dict[str, Any]:
+    """What rank 0 finds. `starts`: folders with the checkpoints to begin at."""
     folder.mkdir()
     dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
-    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS}))
+    begun = {"starts": {name: str(start) for name, start in starts.items()}} if starts else {}
+    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS, **begun}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tests.rigs.rank_rig", str(folder)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
-    assert exit_codes(ranks, 600) == [0, 0]
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
+    assert exit_codes(ranks, 600) == [0] * size
     return json.loads((folder / "results.json").read_text())
 
 
@@ -82,9 +92,7 @@ def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_pa
         divided[name] = make_config(**{**sections, "learner": learner})
     found = run_ranks(tmp_path / "two", divided)
     for name, config in divided.items():
-        alone = config.model_copy(
-            update={"learner": config.learner.model_copy(update={"engine": "torch", "num_processes": 1})}
-        )
+        alone = in_one_process(config)
         expected = take_steps(alone, tmp_path / name, ALONE, STEPS)["metrics"]
         tolerance = TOLERANCE[config.model.dtype]
         for mine, theirs in zip(expected, found[name]["metrics"], strict=True):
@@ -140,6 +148,38 @@ def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
     for name, tensor in theirs.items():
         torch.testing.assert_close(tensor, mine[name], rtol=2e-2, atol=1e-3)
     assert any(not torch.equal(tensor, base[name].to(tensor.dtype)) for name, tensor in theirs.items())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
+    """A checkpoint of two ranks on one, on two and without ranks, and one without ranks on two: masters, moments,
+    critic and a moving reference."""
+    cases: dict[str, dict[str, Any]] = {
+        "critic, bf16": {"algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}, "model": BF16},
+        "moving reference": {"algorithm": {"kl_loss_coef": 0.1}, "reference": {"ema": 0.9}},
+    }
+    divided = {name: make_config(**sections, learner=RANKS) for name, sections in cases.items()}
+    alone = {name: in_one_process(config) for name, config in divided.items()}
+    run_ranks(tmp_path / "two", divided)
+    of_two, of_one = ({name: tmp_path / folder / name for name in cases} for folder in ("two", "one"))
+    for name in cases:
+        assert list((of_two[name] / "engine").glob("shard-00002-*")), "rank 1 has written its parts"
+        of_one[name].parent.mkdir(exist_ok=True)
+        take_steps(alone[name], of_one[name], ALONE, STEPS)
+        assert not (of_one[name] / "engine").exists()
+    found = {
+        "two on two": run_ranks(tmp_path / "two on two", divided, of_two),
+        "two on one": run_ranks(tmp_path / "two on one", divided, of_two, size=1),
+        "one on two": run_ranks(tmp_path / "one on two", divided, of_one),
+    }
+    for name, config in alone.items():
+        tolerance = TOLERANCE[config.model.dtype]
+        (tmp_path / "alone").mkdir(exist_ok=True)
+        expected = take_steps(config, tmp_path / "alone" / name, ALONE, STEPS, of_two[name])["metrics"]
+        went_on = take_steps(config, tmp_path / "unbroken", ALONE, 2 * STEPS)["metrics"][STEPS:]
+        for way, results in {**found, "unbroken": {name: {"metrics": went_on}}}.items():
+            for mine, theirs in zip(expected, results[name]["metrics"], strict=True):
+                assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), f"{name}: {way}"
 
 
 def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
