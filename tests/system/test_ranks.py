@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from learner.ranks.group import ALONE
 from learner.replay import in_one_process
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
+from tests.conftest import small_config
 from tests.rigs.rank_rig import take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config
@@ -84,20 +86,34 @@ def run_ranks(
     return json.loads((folder / "results.json").read_text())
 
 
+@dataclass
+class TwoRanks:
+    """Steps of every case on two ranks: their configurations, folders, and what rank 0 has found."""
+
+    configs: dict[str, RunConfig]
+    folder: Path
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits_data: Path) -> TwoRanks:
+    folder = tmp_path_factory.mktemp("ranks") / "two"
+    configs = {
+        name: small_config(tiny_model, digits_data, folder, **{**case, "learner": {**RANKS, **case.get("learner", {})}})
+        for name, case in CASES.items()
+    }
+    return TwoRanks(configs, folder, run_ranks(folder, configs))
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_path: Path) -> None:
-    divided: dict[str, RunConfig] = {}
-    for name, sections in CASES.items():
-        learner = {**RANKS, **sections.get("learner", {})}
-        divided[name] = make_config(**{**sections, "learner": learner})
-    found = run_ranks(tmp_path / "two", divided)
-    for name, config in divided.items():
+def test_steps_on_two_ranks_are_the_steps_of_one(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for name, config in two_ranks.configs.items():
         alone = in_one_process(config)
         expected = take_steps(alone, tmp_path / name, ALONE, STEPS)["metrics"]
         tolerance = TOLERANCE[config.model.dtype]
-        for mine, theirs in zip(expected, found[name]["metrics"], strict=True):
+        for mine, theirs in zip(expected, two_ranks.found[name]["metrics"], strict=True):
             assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), name
-        check_weights(alone, tmp_path / name, tmp_path / "two" / name)
+        check_weights(alone, tmp_path / name, two_ranks.folder / name)
 
 
 def check_weights(config: RunConfig, one: Path, two: Path) -> None:
@@ -151,34 +167,28 @@ def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
-    """A checkpoint of two ranks on one, on two and without ranks, and one without ranks on two: masters, moments,
-    critic and a moving reference."""
-    cases: dict[str, dict[str, Any]] = {
-        "critic, bf16": {"algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}, "model": BF16},
-        "moving reference": {"algorithm": {"kl_loss_coef": 0.1}, "reference": {"ema": 0.9}},
-    }
-    divided = {name: make_config(**sections, learner=RANKS) for name, sections in cases.items()}
+def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    """A checkpoint of two ranks on one and without ranks, and one without ranks on two: masters, moments, critic and a
+    moving reference."""
+    cases = ("critic and reference, bf16", "masked images, moving reference")
+    divided = {name: two_ranks.configs[name] for name in cases}
     alone = {name: in_one_process(config) for name, config in divided.items()}
-    run_ranks(tmp_path / "two", divided)
-    of_two, of_one = ({name: tmp_path / folder / name for name in cases} for folder in ("two", "one"))
+    of_two, of_one = ({name: folder / name for name in cases} for folder in (two_ranks.folder, tmp_path / "one"))
     for name in cases:
         assert list((of_two[name] / "engine").glob("shard-00002-*")), "rank 1 has written its parts"
         of_one[name].parent.mkdir(exist_ok=True)
         take_steps(alone[name], of_one[name], ALONE, STEPS)
         assert not (of_one[name] / "engine").exists()
     found = {
-        "two on two": run_ranks(tmp_path / "two on two", divided, of_two),
         "two on one": run_ranks(tmp_path / "two on one", divided, of_two, size=1),
         "one on two": run_ranks(tmp_path / "one on two", divided, of_one),
     }
     for name, config in alone.items():
         tolerance = TOLERANCE[config.model.dtype]
-        (tmp_path / "alone").mkdir(exist_ok=True)
-        expected = take_steps(config, tmp_path / "alone" / name, ALONE, STEPS, of_two[name])["metrics"]
-        went_on = take_steps(config, tmp_path / "unbroken", ALONE, 2 * STEPS)["metrics"][STEPS:]
-        for way, results in {**found, "unbroken": {name: {"metrics": went_on}}}.items():
-            for mine, theirs in zip(expected, results[name]["metrics"], strict=True):
+        whole = take_steps(config, tmp_path / f"{name}, unbroken", ALONE, 2 * STEPS)["metrics"][STEPS:]
+        found["two on none"] = {name: take_steps(config, tmp_path / name, ALONE, STEPS, of_two[name])}
+        for way, results in found.items():
+            for mine, theirs in zip(whole, results[name]["metrics"], strict=True):
                 assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), f"{name}: {way}"
 
 
