@@ -37,7 +37,7 @@ from asyncrl.models.published import load_published, published_parts, published_
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
-from learner.training.sharded_state import Shards, read_shards, tensors_in
+from learner.training.sharded_state import Shards, read_shards, whole_tensors
 from learner.training.state_file import missing_parts, put_parts, take_parts
 from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
@@ -128,9 +128,9 @@ class FullySharded:
                 shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
             dist.barrier(self._shards.group)
             _, parts = take_parts(state, DTensor)
-            file = self._shards.write_whole(parts_in, parts)
+            self._shards.write_whole(parts_in, parts)
             if self._ranks.leads:
-                whole = {**state, **tensors_in(file)}
+                whole = {**state, **whole_tensors(parts_in)}
                 export_model(self._skeleton, processor, folder, {name: whole[own] for name, own in aliases.items()})
                 shutil.rmtree(parts_in)
 

@@ -23,10 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.models.host_copies import host_copy, to_host
 
-FILE_BYTES = 1 << 30
-"""A rank's parts are written in files of about this size: each is put together in memory before it is written."""
-WHOLE_FILE = "model-00001-of-00001.safetensors"
-"""What DCP names the one file of whole tensors."""
+FILE_BYTES = 128 << 20
+"""A rank's parts are written in files of about this size: each is put together in memory, twice, before it is written."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,12 @@ class Shards:
         """
         self._save(tensors, HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True))
 
-    def write_whole(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Write the parts, and put them together into a file of whole tensors, which is returned: rank 0 reads and
-        writes it piece by piece."""
+    def write_whole(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the parts, which rank 0 then puts together into files of whole tensors, piece by piece."""
         writer = HuggingFaceStorageWriter(
-            str(folder), dict.fromkeys(tensors, 1), save_distributed=True, enable_consolidation=True
+            str(folder), _file_numbers(tensors), save_distributed=True, enable_consolidation=True
         )
         self._save(tensors, writer)
-        return folder / WHOLE_FILE
 
     def _save(self, tensors: Mapping[str, torch.Tensor], writer: HuggingFaceStorageWriter) -> None:
         save(dict(tensors), storage_writer=writer, process_group=self.group)
@@ -86,13 +82,16 @@ def read_shards(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
 def _file_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     filled = 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items():  # the same on all ranks
         numbers[name] = 1 + filled // FILE_BYTES
-        filled += tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+        filled += tensor.nbytes // (tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1)
     return numbers
 
 
-def tensors_in(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, mapped: the kernel reads what is used, and may forget it again."""
-    with safe_open(file, "pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What `write_whole` has written, mapped: the kernel reads what is used, and may forget it again."""
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
