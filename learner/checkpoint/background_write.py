@@ -14,19 +14,20 @@ class BackgroundWrite:
 
     def __init__(self, write: Callable[[], object], ended: Callable[[], None] = lambda: None):
         """`ended` is called on the thread, however the writing ends."""
-        self._write, self._ended = write, ended
+        self._ended = ended
         self._error: BaseException | None = None
         self.seconds = 0.0
         """How long it took, once it is done."""
         self._done = threading.Event()
-        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], object]) -> None:
         began = time.monotonic()
         try:
-            self._write()
+            write()
         except BaseException as error:
             self._error = error
+        del write  # with the copy that it has written
         self.seconds = time.monotonic() - began
         self._done.set()
         self._ended()

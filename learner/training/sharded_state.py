@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.models.host_copies import host_copy, to_host
 
 FILE_BYTES = 128 << 20
-"""A rank's parts are written in files of about this size: each is put together in memory, twice, before it is written."""
+"""A rank's parts are written in files of about this size, each of which is put together in memory first."""
 
 
 @dataclass(frozen=True)
