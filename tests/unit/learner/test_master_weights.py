@@ -115,7 +115,7 @@ def test_offload_changes_where_and_not_what(
     check_equal(*sides.values())
     for offload, engine in sides.items():
         (tmp_path / str(offload)).mkdir()
-        engine.save(tmp_path / str(offload))
+        engine.files(copies=False)(tmp_path / str(offload))
     for offload, engine in sides.items():
         engine.load(tmp_path / str(not offload))
         take_step(engine, 9)
