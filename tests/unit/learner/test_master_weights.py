@@ -139,7 +139,7 @@ def test_float16_scales_the_loss_skips_what_overflows_and_stops_where_nothing_he
     assert engine.optimizer_step() == {"lr": found["lr"], "loss_scale": 2**15, "skipped_updates": 1}
     assert all(torch.equal(p, before[name]) for name, p in trained(engine).items())
     engine.model.save_pretrained(tmp_path / "model")
-    engine.save(tmp_path)
+    engine.files(copies=False)(tmp_path)
     again = prepared(make_config, "float16", {"path": str(tmp_path / "model")})
     again.load(tmp_path)
     assert again.optimizer_step()["loss_scale"] == 2**15
