@@ -190,7 +190,17 @@ class Learner:
             step=self.progress.step,
             total_steps=total_steps,
         )
-        self.saver = Saver(config, self.training, self.ledger, self.reporter, self.run_id)
+        saved_step = self.progress.step  # that of the checkpoint; 0 without one
+        self.saver = Saver(
+            config,
+            self.training,
+            self.ledger,
+            self.reporter,
+            self.run_id,
+            self.schedule.wait_for_checkpoint,
+            saved_step=saved_step,
+        )
+        self._resources.callback(self.saver.close)
 
     def run(self) -> None:
         """Train to the last step and export.
@@ -203,7 +213,7 @@ class Learner:
                 while not self.progress.is_last:
                     self._one_step()
                 self.schedule.take_device_back()
-                self._save()
+                self._save(is_last=True)
                 self.engine.export(self.processor.processor, self.config.run_path / "export")
                 logger.info("finished: the model is in %s", self.config.run_path / "export")
                 self._end("finished", "finished", FINISHED)
@@ -256,6 +266,7 @@ class Learner:
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
+        self.saver.settle()
         held_up_s = self.schedule.wait_for_batch()
         if self.ledger.is_over:  # what was still awaited has been dropped
             self._end_with_the_data()
@@ -322,6 +333,7 @@ class Learner:
             "idle/learner": (waited - started) / step_s,
             "tokens_per_s/learner": values["tokens"] / step_s,
             **self.device.report(),
+            **self.saver.report(),
         }
         self.reporter.step(self.progress.step, version, values, batch, self.training.step.trained)
         self.judge.watch(self.progress.step, values)
@@ -334,9 +346,12 @@ class Learner:
         self.exporter.published(manifest)
         return manifest.total_bytes
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
+        """Begin to write a checkpoint. The last one is waited for."""
         with self.network.timeline.doing(LEARNER, "saving"):
             self.saver.save()
+            if is_last:
+                self.saver.finish()
 
     # --- the end and the status -----------------------------------------------------------------------
 

@@ -128,6 +128,20 @@ class StepSchedule:
         with self.waits.waiting("device"):
             self.device.take_back(report)
 
+    def wait_for_checkpoint(self, is_written: Callable[[], bool], step: int) -> None:
+        """Wait for the checkpoint of that step, which is being written, with nothing else to do."""
+        what = f"the checkpoint of step {step}, which is being written"
+        self.status("waiting", what)
+        with self.waits.waiting("checkpoint"):
+            self.network.wait_until(
+                is_written,
+                timeout_s=self.config.learner.wait_timeout_s,
+                what=lambda: (
+                    f"{what} (learner.wait_timeout_s). Raise it, save less often (trainer.save_freq), or see whether "
+                    f"the disk of {self.config.run_path} is there"
+                ),
+            )
+
     def _describe_wait(self) -> str:
         needed, counts = self.config.batch.prompts_per_step, self.ledger.counts()
         text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"

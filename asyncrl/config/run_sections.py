@@ -85,6 +85,9 @@ class TrainerConfig(Section):
     """Checkpoint every so many steps; 0 means only at the end."""
     save_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
+    save_async: bool = True
+    """Write a checkpoint while training goes on, from a copy of its weights and optimiser state in host memory. false:
+    training waits for the disk, and there is no copy."""
     durability: Durability = "process"
     """Event that an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync
     each)."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import UserError
@@ -13,15 +16,15 @@ from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.recorder import CONFIG_FILE
 
 
-def export_model(model: Any, processor: Any, folder: Path) -> None:
-    """Write model, processor and tokenizer as a Hugging Face folder.
+def export_model(model: Any, processor: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write model, processor and tokenizer as a Hugging Face folder, with `state` in the place of the model's weights.
 
     It appears under its name only when complete; an older folder of that name is replaced.
     """
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    model.save_pretrained(building)
+    model.save_pretrained(building, state_dict=None if state is None else dict(state))
     processor.save_pretrained(building)
     if folder.exists():
         replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")

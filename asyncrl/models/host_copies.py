@@ -89,6 +89,12 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, which stays as the tensor is now."""
+    host = to_host(tensor.detach())
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+
+
 def copy_into(own: torch.Tensor, given: torch.Tensor) -> None:
     """`own` becomes `given`, of the same shape and dtype; on a GPU in the order of its current stream."""
     if _is_on_gpu(own) and not _is_on_gpu(given) and own.is_contiguous():

@@ -2,6 +2,8 @@
 
 Of a model with an adapter only the adapter is saved: the base weights are those of `model.path`.
 
+A snapshot is taken between two steps; its files may be written while the next steps are made (saver.py).
+
 Which data has been trained stands in the journal. A checkpoint is the journal's shortcut: without one, a learner
 makes all steps again. Each file's checksum is kept beside it: weights with a flipped bit load without an error.
 """
@@ -22,11 +24,11 @@ import torch
 import xxhash
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.lora import read_adapter, write_adapter_folder
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
+from asyncrl.models.lora import read_adapter
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
-from learner.training.train_engine import TrainEngine
-from protocol.faults import crash_point
+from learner.training.train_engine import TrainEngine, Write
+from protocol.faults import crash_point, slow_point
 from protocol.messages import AdapterSpec
 
 STATE_FILE = "state.json"
@@ -50,25 +52,51 @@ class LearnerState:
     """Name -> state of each setting that adapts itself during the run."""
 
 
-def save_checkpoint(
-    run_path: Path,
-    engine: TrainEngine,
-    processor: Any,
-    state: LearnerState,
-    keep: int,
-    others: Mapping[str, TrainEngine] | None = None,
-) -> Path:
-    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds, as it is at its step. Files are written later, on any thread; on each rank its parts."""
 
-    `others`: engines of the step's other roles, by the names of their folders.
-    Raises BadStateError where there is no room for it; nothing of it is then left.
+    state: LearnerState
+    random: torch.Tensor
+    """State of torch's generator."""
+    model_folder: str
+    """MODEL_FOLDER or ADAPTER_FOLDER."""
+    model: Write
+    """Makes that folder."""
+    roles: Mapping[str, Write]
+    """The rest of each engine by the name of its folder; empty for the policy's, beside the others."""
+
+    def write_files(self, building: Path) -> None:
+        self.model(building / self.model_folder)
+        slow_point("checkpoint.writing")
+        crash_point("checkpoint.writing")
+        for name, write in self.roles.items():
+            (building / name).mkdir(parents=True, exist_ok=True)
+            write(building / name)
+
+
+def make_building_folder(run_path: Path, step: int) -> Path:
+    """The folder that the step's checkpoint is written into, before it is complete; what others have left is removed.
+
+    Of several ranks rank 0 makes it, before any writes there.
     """
-    folder = checkpoint_folder(run_path, state.step)
+    folder = checkpoint_folder(run_path, step).absolute()
     for leftover in folder.parent.glob(".*.building-*"):
         shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
+    building.mkdir(parents=True)
+    return building
+
+
+def save_checkpoint(run_path: Path, building: Path, snapshot: Snapshot, keep: int) -> Path:
+    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
+
+    Raises BadStateError where there is no room for it; nothing of it is then left.
+    """
+    state = snapshot.state
+    folder = checkpoint_folder(run_path, state.step)
     try:
-        _write(building, engine, processor, state, others or {})
+        _write(building, snapshot)
     except Exception as problem:
         shutil.rmtree(building, ignore_errors=True)
         if not is_disk_full(problem):
@@ -85,28 +113,11 @@ def save_checkpoint(
     return folder
 
 
-def _write(
-    building: Path, engine: TrainEngine, processor: Any, state: LearnerState, others: Mapping[str, TrainEngine]
-) -> None:
+def _write(building: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
-    building.mkdir(parents=True)
-    if engine.adapter is None:
-        engine.save_model(processor, building / MODEL_FOLDER)
-    else:
-        write_adapter_folder(
-            building / ADAPTER_FOLDER,
-            engine.adapter,
-            engine.published_state(),
-            base=state.base,
-            base_path=engine.facts.source,
-        )
-    crash_point("checkpoint.writing")
-    engine.save(building)
-    for name, other in others.items():
-        (building / name).mkdir()
-        other.save(building / name)
-    torch.save(torch.get_rng_state(), building / RANDOM_FILE)
-    (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
+    snapshot.write_files(building)
+    torch.save(snapshot.random, building / RANDOM_FILE)
+    (building / STATE_FILE).write_text(json.dumps(asdict(snapshot.state), indent=2))
     write_checksums(building)
     for path in building.rglob("*"):
         if path.is_file():

@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.prompt_processor import prompt_processor
+from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
 from learner.ranks.environment import rank_environment
@@ -38,13 +39,27 @@ def follow(config: RunConfig) -> None:
     checkpoint = Path(values["checkpoint"]) if values["checkpoint"] else None
     policy = config.with_policy(Path(values["model_path"]) if values["model_path"] else None)
     training = Trainer(policy, processor, values["num_rows"], checkpoint, state, ranks)
+    saving: BackgroundWrite | None = None
     while (order := orders.take()).kind != "end":
-        _obey(training, order)
+        if order.kind == "snapshot":
+            if saving:
+                saving.wait(config.learner.wait_timeout_s)
+            saving = _save(training, order)
+        else:
+            _obey(training, order)
+    if saving:
+        saving.wait(config.learner.wait_timeout_s)
+
+
+def _save(training: Trainer, order: Order) -> BackgroundWrite:
+    """Begin to write this rank's parts of a checkpoint. What goes wrong is known to rank 0, too, which ends the run."""
+    building = Path(order.values["folder"])
+    snapshot = training.snapshot("", building, copies=order.values["copies"])
+    return BackgroundWrite(lambda: snapshot.write_files(building))
 
 
 def _obey(training: Trainer, order: Order) -> None:
     ranks, engine = training.ranks, training.roles[order.values.get("role", "actor")]
-    nowhere = Path()  # rank 0 alone writes
 
     def sent() -> list[ReceivedGroup]:
         return unpack_groups(ranks.broadcast(b""), training.processor)
@@ -53,7 +68,6 @@ def _obey(training: Trainer, order: Order) -> None:
         "learn": lambda: training.learn(sent()),
         "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.tokens_per_microbatch),
         "published_state": lambda: sum(1 for _ in engine.published_state()),
-        "save": lambda: engine.save(nowhere),
-        "save_model": lambda: engine.save_model(training.processor.processor, nowhere),
+        "save_model": lambda: engine.save_model(training.processor.processor, Path(order.values["folder"])),
     }
     calls[order.kind]()

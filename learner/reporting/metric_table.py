@@ -148,6 +148,13 @@ METRICS = (
     _seconds("wait", "Part of a step spent waiting for groups.", "small when rollout keeps up"),
     _seconds("learn", "Part of a step from the batch to the new weights.", "most of a step"),
     _counter("waiting_seconds", "seconds", "Time that the main thread stood still, by reason.", "groups least", "for"),
+    _counter(
+        "checkpoint_seconds",
+        "seconds",
+        "Time of checkpoints: `blocked`, in which training stood still, and `write`, most of it beside training.",
+        "blocked far below write",
+        "part",
+    ),
     _read(
         "last_step_age_seconds",
         "seconds",

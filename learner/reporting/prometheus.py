@@ -106,6 +106,8 @@ class LearnerExporter:
                 m["trajectories_total"].labels(status=part).inc(value)
             elif section == "reward" and part != "std":
                 m["reward"].labels(component=part).set(value)
+            elif section == "checkpoint":
+                m["checkpoint_seconds_total"].labels(part=part.removesuffix("_s")).inc(value)
         m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
         for name, percentile in PERCENTILE_OF_RECORD.items():
             m["ratio"].labels(percentile=percentile).set(record.get(name, nan))

@@ -16,6 +16,7 @@ from asyncrl.models.wake_parity import fixed_tokens
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
+from learner.training.train_engine import Write
 
 WEIGHTS_FILE = "critic.safetensors"
 FOLDER = "critic"
@@ -47,10 +48,15 @@ class Critic(TorchEngine):
         with torch.no_grad():
             return self.values(self._fixed_micro_batch()).cpu()
 
-    def _save(self, folder: Path) -> None:
-        """Save weights, masters, optimiser and schedule."""
-        self.sharding.save_weights(folder / WEIGHTS_FILE)
-        super()._save(folder)
+    def files(self, *, copies: bool) -> Write:
+        """Weights, masters, optimiser and schedule."""
+        writes = (self.sharding.weights_files(WEIGHTS_FILE, copies=copies), super().files(copies=copies))
+
+        def write(folder: Path) -> None:
+            for each in writes:
+                each(folder)
+
+        return write
 
     def load(self, folder: Path) -> None:
         self.sharding.load_weights(folder / WEIGHTS_FILE)

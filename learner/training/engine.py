@@ -32,7 +32,7 @@ from learner.ranks.group import ALONE, Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.sharding import make_sharding
-from learner.training.train_engine import EngineFacts, describe_model
+from learner.training.train_engine import EngineFacts, Write, describe_model
 
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
@@ -227,27 +227,23 @@ class TorchEngine:
             export_model(load_merged(self._config.model, adapter), processor, folder)
 
     def save_model(self, processor: Any, folder: Path) -> None:
-        """Write the model as a Hugging Face folder; rank 0 writes."""
+        """Write the model as a Hugging Face folder."""
+        self._ranks.announce("save_model", role=self.role, folder=str(folder.absolute()))
+        self.model_files(processor, copies=False)(folder)
+
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        """The model as it is now, as a Hugging Face folder."""
         self._sleeper.check_awake()
-        self._ranks.announce("save_model", role=self.role)
-        model = self.sharding.to_save()
-        if self._ranks.leads:
-            export_model(model, processor, folder)
+        return self.sharding.model_files(processor, copies=copies)
 
-    def save(self, folder: Path) -> None:
-        """Save master weights, optimiser and schedule; the model, or its adapter, is saved beside it. Rank 0 writes.
+    def files(self, *, copies: bool) -> Write:
+        """Master weights, optimiser and schedule as they are now; the model, or its adapter, is written beside them.
 
-        The file has whole tensors: any number of ranks reads it.
+        Any number of ranks reads them, and a process without ranks.
         """
         self._sleeper.check_awake()
-        self._ranks.announce("save", role=self.role)
-        self._save(folder)
-
-    def _save(self, folder: Path) -> None:
         self.sharding.changed()
-        state = self.updates.state()
-        if self._ranks.leads:
-            torch.save(state, folder / ENGINE_FILE)
+        return self.sharding.state_files(self.updates.state(), ENGINE_FILE, copies=copies)
 
     def load(self, folder: Path) -> None:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
@@ -255,8 +251,7 @@ class TorchEngine:
         Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
         self.sharding.changed()
-        state = torch.load(folder / ENGINE_FILE, map_location="cpu", weights_only=True)
-        self.updates.load_state(state, folder)
+        self.updates.load_state(self.sharding.read_state(folder / ENGINE_FILE), folder)
 
     def sleep(self) -> int:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""

@@ -9,14 +9,15 @@ gathered as they are.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -31,10 +32,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.sections import OptimConfig
+from asyncrl.models.export import export_model
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
+from learner.training.sharded_state import Shards, read_shards, whole_tensors
+from learner.training.state_file import missing_parts, put_parts, take_parts
+from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
@@ -71,6 +76,8 @@ class FullySharded:
             sharded.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
             sharded.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(model, _RUN)
+        host = init_device_mesh("cpu", (self._ranks.size,))
+        self._shards = Shards(host, cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def run(self, compute: Callable[[], T]) -> T:
         return getattr(self._model, _RUN)(compute)
@@ -97,54 +104,97 @@ class FullySharded:
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        whole = self.whole(tensor)
-        return _in_host_memory(whole) if self._ranks.leads else torch.empty(0)
-
     @torch.no_grad()
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Rows of the first dimension as FSDP divides them: as many for each rank, for the last ones what is left."""
         assert isinstance(like, DTensor)
-        rows, made = -(-whole.shape[0] // self._ranks.size), cast(DTensor, torch.empty_like(like))
-        made.to_local().copy_(whole[self._ranks.rank * rows : (self._ranks.rank + 1) * rows])
+        made = cast(DTensor, torch.empty_like(like))
+        rows = -(-whole.shape[0] // self._ranks.size)
+        divided = isinstance(whole, DTensor)
+        made.to_local().copy_(
+            whole.to_local() if divided else whole[self._ranks.rank * rows : (self._ranks.rank + 1) * rows]
+        )
         return made
 
-    def save_weights(self, file: Path) -> None:
-        whole = self._gather()
-        if self._ranks.leads:
-            save_model(cast(nn.Module, _Weights(whole)), str(file))
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        names = {id(t): name for name, t in published_parts(self._model)}
+        aliases = {name: names[id(t)] for name, t in self._model.state_dict(keep_vars=True).items()}
+        state = self._weights(copies=copies)
+
+        def write(folder: Path) -> None:
+            """Parts first, and then rank 0 the folder, from a file of whole tensors on the disk."""
+            parts_in = folder.with_name(f".{folder.name}.parts")
+            if self._ranks.leads:
+                shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
+            dist.barrier(self._shards.group)
+            _, parts = take_parts(state, DTensor)
+            self._shards.write_whole(parts_in, parts)
+            if self._ranks.leads:
+                whole = {**state, **whole_tensors(parts_in)}
+                export_model(self._skeleton, processor, folder, {name: whole[own] for name, own in aliases.items()})
+                shutil.rmtree(parts_in)
+
+        return write
+
+    def _weights(self, *, copies: bool) -> dict[str, torch.Tensor]:
+        """This rank's parts by their published names, rounded to the model's dtype."""
+        self.changed()
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in published_parts(self._model):
+            rounded = tensor.detach().to(self._dtypes.get(name, tensor.dtype))
+            found[name] = self._shards.kept(rounded, copies=copies and rounded.dtype == tensor.dtype)
+        return found
+
+    def weights_files(self, name: str, *, copies: bool) -> Write:
+        return self._write_state(self._weights(copies=copies), str(Path(name).with_suffix(".pt")))
 
     @torch.no_grad()
     def load_weights(self, file: Path) -> None:
         self.changed()
         own = self._model.state_dict(keep_vars=True)
+
+        def take(name: str, tensor: torch.Tensor) -> None:
+            target = own[name]
+            target.copy_(self.part(tensor, target) if isinstance(target, DTensor) else tensor)
+
+        if not file.exists():
+            for name, tensor in self.read_state(file.with_suffix(".pt")).items():
+                take(name, tensor)
+            return
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                whole = opened.get_tensor(name)
-                target = own[name]
-                target.copy_(self.part(whole, target) if isinstance(target, DTensor) else whole)
+                take(name, opened.get_tensor(name))
 
-    def to_save(self) -> Any:
-        whole = self._gather()
-        return _Exportable(self._skeleton, whole) if self._ranks.leads else None
+    def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
+        return self._write_state(
+            tree_map_only(torch.Tensor, lambda tensor: self._shards.kept(tensor, copies=copies), state), name
+        )
+
+    def _write_state(self, state: Any, name: str) -> Write:
+        """Rank 0 writes the file, and all write their parts beside it."""
+        record, parts = take_parts(state, DTensor)
+
+        def write(folder: Path) -> None:
+            if parts:
+                self._shards.write((folder / name).with_suffix(""), parts)
+            if self._ranks.leads:
+                torch.save(record, folder / name)
+
+        return write
+
+    def read_state(self, file: Path) -> Any:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        found = {name: self._shards.empty(like) for name, like in missing_parts(state).items()}
+        if found:
+            read_shards(file.with_suffix(""), found)
+        return put_parts(state, found)
 
     def changed(self) -> None:
         cast(FSDPModule, self._model).reshard()
 
-    def _gather(self) -> dict[str, torch.Tensor]:
-        """All weights on the rank that writes, in host memory, under all their names; tied ones are one tensor."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, tensor in self.published():
-            if self._ranks.leads:
-                whole[name] = _in_host_memory(tensor)
-        if not self._ranks.leads:
-            return whole
-        names = {id(t): name for name, t in published_parts(self._model)}
-        return {name: whole[names[id(t)]] for name, t in self._model.state_dict(keep_vars=True).items()}
-
 
 class ShardedMasters(MasterWeights):
-    """The parts themselves, which are fp32. Of a 16-bit model they are saved as the torch engine saves its masters."""
+    """The parts themselves, which are fp32. Those of a 16-bit model are saved under the torch engine's names."""
 
     def __init__(self, sharding: FullySharded, model: nn.Module, dtypes: Mapping[str, torch.dtype]):
         super().__init__(model)
@@ -156,39 +206,13 @@ class ShardedMasters(MasterWeights):
         return self._computed_in
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: self._sharding.kept(p.detach()) for name, p in self._rounded.items()}
+        return {name: p.detach() for name, p in self._rounded.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
         self._check_names(state.keys(), self._rounded.keys(), folder)
         for name, whole in state.items():
             self._rounded[name].copy_(self._sharding.part(whole, self._rounded[name]))
-
-
-class _Weights:
-    """A state that is saved as if it were a module's."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]):
-        self._state = state
-
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        return self._state
-
-
-class _Exportable:
-    """A model without weights, and its weights."""
-
-    def __init__(self, skeleton: Any, state: Mapping[str, torch.Tensor]):
-        self._skeleton, self._state = skeleton, state
-
-    def save_pretrained(self, folder: Path) -> None:
-        self._skeleton.save_pretrained(folder, state_dict=dict(self._state))
-
-
-def _in_host_memory(whole: torch.Tensor) -> torch.Tensor:
-    """The tensor with memory of its own: parts of unequal size are gathered into more than they fill."""
-    host = whole.cpu()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
 
 
 def _call(compute: Callable[[], T]) -> T:

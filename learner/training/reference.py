@@ -18,6 +18,7 @@ from asyncrl.models.output_head import OtherStates
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
+from learner.training.train_engine import Write
 
 WEIGHTS_FILE = "reference.safetensors"
 AVERAGES_FILE = "averages.pt"
@@ -109,19 +110,21 @@ class Reference(TorchEngine):
     def wake(self) -> int:
         return 0 if self._settings.offload else super().wake()
 
-    def save(self, folder: Path) -> None:
+    def files(self, *, copies: bool) -> Write:
+        """Its weights, and the moving averages that they are the rounded values of."""
+        copies = copies or self._settings.offload  # it is on the device no more when they are written
         with self.on_device():
-            super().save(folder)
+            weights = self.sharding.weights_files(WEIGHTS_FILE, copies=copies)
+            averages = self.sharding.state_files(self.masters.state_dict(), AVERAGES_FILE, copies=copies)
 
-    def _save(self, folder: Path) -> None:
-        """Save its weights, and the moving averages that they are the rounded values of."""
-        self.sharding.save_weights(folder / WEIGHTS_FILE)
-        averages = self.masters.state_dict()
-        if self._ranks.leads:
-            torch.save(averages, folder / AVERAGES_FILE)
+        def write(folder: Path) -> None:
+            weights(folder)
+            averages(folder)
+
+        return write
 
     def load(self, folder: Path) -> None:
-        averages = torch.load(folder / AVERAGES_FILE, map_location=self.sharding.load_device, weights_only=True)
+        averages = self.sharding.read_state(folder / AVERAGES_FILE)
         with self.on_device():
             self.sharding.load_weights(folder / WEIGHTS_FILE)
             self.masters.load_state_dict(averages, folder)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors.torch import load_model, save_model
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.sections import LearnerConfig, OptimConfig
+from asyncrl.models.export import export_model
+from asyncrl.models.host_copies import host_copy
 from asyncrl.models.published import load_published, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
+from learner.training.state_file import missing_parts, put_parts
+from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
@@ -54,14 +60,25 @@ class Sharding(Protocol):
         """Copy published tensors into the model. Raises ValueError where names or shapes differ."""
         ...
 
-    def save_weights(self, file: Path) -> None:
-        """Write all weights as safetensors; one rank writes."""
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        """The model as it is now, as a Hugging Face folder."""
         ...
 
-    def load_weights(self, file: Path) -> None: ...
+    def weights_files(self, name: str, *, copies: bool) -> Write:
+        """All weights as they are now; `name` is that of a safetensors file for a whole model."""
+        ...
 
-    def to_save(self) -> Any:
-        """A model that `save_pretrained` can write, on the rank that writes, else None."""
+    def load_weights(self, file: Path) -> None:
+        """Read what the files of this name have, whatever the placement was of the model that they were written of."""
+        ...
+
+    def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
+        """A nested state of tensors and numbers as it is now, in a file of torch; what is divided lies beside it."""
+        ...
+
+    def read_state(self, file: Path) -> Any:
+        """Such a state, in host memory, whatever the placement was: of what is divided whole tensors or this rank's
+        parts."""
         ...
 
     def changed(self) -> None:
@@ -101,23 +118,63 @@ class OneDevice:
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return whole
 
-    def save_weights(self, file: Path) -> None:
-        save_model(self._model, str(file))
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        state = _copied(self._model) if copies else None
+        return lambda folder: export_model(self._model, processor, folder, state)
 
+    def weights_files(self, name: str, *, copies: bool) -> Write:
+        weights = cast(nn.Module, StateOnly(_copied(self._model))) if copies else self._model
+        return lambda folder: save_model(weights, str(folder / name))
+
+    @torch.no_grad()
     def load_weights(self, file: Path) -> None:
-        load_model(self._model, file)
+        if file.exists():
+            load_model(self._model, file)
+            return
+        own = dict(published_tensors(self._model))
+        for name, tensor in self.read_state(file.with_suffix(".pt")).items():
+            own[name].copy_(tensor)
 
-    def to_save(self) -> Any:
-        return self._model
+    def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
+        kept = tree_map_only(torch.Tensor, host_copy, state) if copies else state
+        return lambda folder: torch.save(kept, folder / name)
+
+    def read_state(self, file: Path) -> Any:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        missing = missing_parts(state)
+        if not missing:
+            return state
+        from learner.training.sharded_state import read_shards  # torch.distributed
+
+        found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
+        read_shards(file.with_suffix(""), found)
+        return put_parts(state, found)
 
     def changed(self) -> None:
         pass
+
+
+class StateOnly:
+    """A state that is saved as if it were a module's."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        self._state = state
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return self._state
+
+
+def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all weights in host memory, under all their names; tied ones are one tensor."""
+    copies: dict[int, torch.Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for tensor in state.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = host_copy(tensor)
+    return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
 def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:

@@ -1,12 +1,12 @@
 """The interface of training engines, and facts about their models.
 
-With several ranks each has an engine. `forward`, `backward`, `optimizer_step`, `published_state`, `save_model`, `save`,
-`load` and `export` are collectives: all ranks call them, in the same order, and the files are written by rank 0.
+With several ranks each has an engine. `forward`, `backward`, `optimizer_step`, `published_state`, `model_files`,
+`files`, `load` and `export` are collectives: all ranks call them, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,10 @@ from asyncrl.models.vision_features import frozen_vision
 from learner.training.model_flops import ModelFlops
 from learner.training.packing import MicroBatch, TrainGroup
 from protocol.messages import AdapterSpec
+
+Write = Callable[[Path], None]
+"""Writes files into a folder, later and on any thread; of several ranks all call it, and write their parts. What it
+writes was copied if training goes on meanwhile (`copies`), else it is what the engine has by then."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,13 @@ class TrainEngine(Protocol):
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
-    def save_model(self, processor: Any, folder: Path) -> None: ...
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        """The model as it is now, as a Hugging Face folder."""
+        ...
 
-    def save(self, folder: Path) -> None: ...
+    def files(self, *, copies: bool) -> Write:
+        """What else a restart needs of it: master weights, optimiser and schedule."""
+        ...
 
     def load(self, folder: Path) -> None: ...
 

@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.host_copies import host_copy
+from asyncrl.models.lora import write_adapter_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import base_fingerprint
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.numbers import size
-from learner.checkpoint.storage import LearnerState, check_adapter, restore_engines
+from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
@@ -31,6 +34,7 @@ from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
+from learner.training.train_engine import Write
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +143,35 @@ class Trainer:
             values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
         return batch, values | {"staleness/bound": float(self.bound)}
 
-    def state(self, run_id: str) -> LearnerState:
-        """State for a checkpoint of this step."""
+    def snapshot(self, run_id: str, building: Path, *, copies: bool) -> Snapshot:
+        """What a checkpoint of this step holds, on all ranks, which write it into the folder `building`.
+
+        `copies`: training may go on before it is written.
+        """
+        self.ranks.announce("snapshot", folder=str(building), copies=copies)
+        engine = self.engine
+        if engine.adapter is None:
+            name, model = MODEL_FOLDER, engine.model_files(self.processor.processor, copies=copies)
+        else:
+            name, model = ADAPTER_FOLDER, self._adapter_files()
+        roles = {"": engine, **self.saved_roles}
+        files = {folder: role.files(copies=copies) for folder, role in roles.items()}
+        return Snapshot(self._state(run_id), torch.get_rng_state(), name, model, files)
+
+    def _adapter_files(self) -> Write:
+        """The adapter, which is small, as a PEFT folder; all ranks gather it, and rank 0 writes it."""
+        engine = self.engine
+        assert engine.adapter is not None
+        tensors = [(name, host_copy(tensor)) for name, tensor in engine.sharding.published()]
+        spec, base, source = engine.adapter, self.base, engine.facts.source
+
+        def write(folder: Path) -> None:
+            if self.ranks.leads:
+                write_adapter_folder(folder, spec, tensors, base=base, base_path=source)
+
+        return write
+
+    def _state(self, run_id: str) -> LearnerState:
         adapter = self.engine.adapter
         return LearnerState(
             step=self.progress.step,

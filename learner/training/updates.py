@@ -48,7 +48,7 @@ class Updates(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Masters, moments and the schedule for a file: whole tensors, on the rank that writes."""
+        """Masters, moments and the schedule, for `Sharding.state_files`."""
         ...
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
@@ -70,12 +70,8 @@ class Parts(Protocol):
         """The whole of a tensor of which this rank has a part."""
         ...
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor on the rank that writes it to a file; elsewhere nothing of it is kept."""
-        ...
-
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as `like`, a parameter of its shape, is divided."""
+        """This rank's part of a tensor that was read from a file, as `like`, a parameter of its shape, is divided."""
         ...
 
 
@@ -143,7 +139,7 @@ class MasterUpdates:
     def state(self) -> dict[str, Any]:
         return {
             "masters": self.masters.state_dict(),
-            "optimizer": self._map_optimizer(self.optimizer.state_dict(), lambda value, _: self._parts.kept(value)),
+            "optimizer": self.optimizer.state_dict(),
             "schedule": schedule_state(self.schedule),
             **({"loss_scale": self._scale.state_dict()} if self._scale else {}),
         }
@@ -153,20 +149,18 @@ class MasterUpdates:
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]
         check_same_groups(state["optimizer"]["param_groups"], ours, folder)
-        theirs = self._map_optimizer(state["optimizer"], self._parts.part)
+        theirs = self._parts_of(state["optimizer"])
         self.optimizer.load_state_dict({**theirs, "param_groups": ours})
         self.schedule = make_schedule(self.optimizer, self._optim, self._total_updates, made=state["schedule"])
         if self._scale is not None and "loss_scale" in state:
             self._scale.load_state_dict(state["loss_scale"])
 
-    def _map_optimizer(
-        self, state: dict[str, Any], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> dict[str, Any]:
-        """The optimiser's state with `change(moment, parameter)` in the place of each moment."""
+    def _parts_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimiser's state with this rank's part in the place of each moment."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         changed = {
             number: {
-                name: change(value, parameters[number]) if value.shape == parameters[number].shape else value
+                name: self._parts.part(value, parameters[number]) if value.shape == parameters[number].shape else value
                 for name, value in values.items()
             }
             for number, values in state["state"].items()

@@ -11,10 +11,12 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
@@ -33,23 +35,26 @@ def main(folder: Path) -> None:
     ranks = _join()
     results: dict[str, Any] = {}
     for name, sections in rig["configs"].items():
-        results[name] = take_steps(RunConfig.model_validate(sections), folder / name, ranks, rig.get("steps", 2))
+        start = Path(rig["starts"][name]) if "starts" in rig else None
+        config = RunConfig.model_validate(sections)
+        results[name] = take_steps(config, folder / name, ranks, rig.get("steps", 2), start)
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
 
 
 def _join() -> Ranks:
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if "WORLD_SIZE" not in os.environ:
         return ALONE
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    return Ranks(dist.get_rank(), size, dist.get_rank())
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank())
 
 
-def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dict[str, Any]:
-    """Metrics of each step; weights before and after it, and a checkpoint of the last, are in `folder`."""
+def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int, start: Path | None = None) -> dict[str, Any]:
+    """Metrics of each step; weights before and after it, and a checkpoint of the last, are in `folder`. `start`: such a
+    folder, of as many steps."""
     torch.manual_seed(0)
+    config = config.with_policy(start / "model" if start else None)
     engine = create_engine(config, config.learner.optim, steps, ranks)
     engine.prepare()
     critic = Critic(config, steps, ranks) if "critic" in config.algorithm.needs else None
@@ -57,6 +62,11 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dic
     for role in (critic, reference):
         if role:
             role.prepare()
+    if start:
+        engine.load(start)
+        for role in (critic, reference if config.reference.moves else None):
+            if role:
+                role.load(start / role.role)
     if ranks.leads:
         folder.mkdir(exist_ok=True)
     step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
@@ -64,22 +74,24 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int) -> dic
     batch = made_up_batch(config, processor)
     metrics: list[dict[str, float]] = []
     _save_weights(engine.published_state(), folder / "0.safetensors", ranks)
-    for version in range(3, 3 + steps):
+    first = 3 + steps if start else 3
+    for version in range(first, first + steps):
         try:
             metrics.append(step(batch, version))
         except NotFiniteError as error:
             return {"problem": str(error), "rank": ranks.rank}
-        _save_weights(engine.published_state(), folder / f"{version - 2}.safetensors", ranks)
-    if engine.adapter is None:
-        engine.save_model(processor.processor, folder / "model")
+        _save_weights(engine.published_state(), folder / f"{version - first + 1}.safetensors", ranks)
     if ranks.leads:
         for role in (critic, reference):
             if role:
                 (folder / role.role).mkdir()
-    engine.save(folder)
-    for role in (critic, reference):
-        if role:
-            role.save(folder / role.role)
+    with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
+        if engine.adapter is None:
+            engine.save_model(processor.processor, folder / "model")
+        engine.files(copies=True)(folder)
+        for role in (critic, reference):
+            if role:
+                role.files(copies=True)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
     return {"metrics": metrics}

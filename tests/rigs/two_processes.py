@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from protocol.faults import VARIABLE
+from protocol.faults import SLOW_VARIABLE, VARIABLE
 from tests.rigs.ports import own_port
 from tests.rigs.prefork import RUN_FIRST, Service, fork_module
 from tests.rigs.waiting import exit_codes
@@ -22,11 +22,18 @@ def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConf
 
 
 def start(
-    module: str, config_file: Path, *arguments: str, crash_at: str = "", first: str = "", of_this: bool = False
+    module: str,
+    config_file: Path,
+    *arguments: str,
+    crash_at: str = "",
+    slow_at: str = "",
+    first: str = "",
+    of_this: bool = False,
 ) -> Service:
-    """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `first` is a file that it
-    runs before it begins. `of_this`: a fork of this process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
+    """A service; with `crash_at` it dies by SIGKILL at that place, with `slow_at` it is slow there (see
+    protocol/faults.py). `first` is a file that it runs before it begins. `of_this`: a fork of this process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {VARIABLE: crash_at, SLOW_VARIABLE: slow_at}
     if first:
         environment[RUN_FIRST] = first
     log = config_file.parent / f"{module}.log"

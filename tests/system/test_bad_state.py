@@ -119,7 +119,8 @@ def test_a_reward_that_scores_nothing_stops_the_run_with_its_reason_and_one_that
 def dead_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits_data: Path) -> Path:
     """The directory of a run whose learner was killed in its third step, with a checkpoint of the second."""
     run = tmp_path_factory.mktemp("dead") / "run"
-    file = write_config(with_ports(small(partial(small_config, tiny_model, digits_data, run), trainer=SAVED)), run)
+    trainer = {**SAVED, "save_async": False}  # complete before the next step
+    file = write_config(with_ports(small(partial(small_config, tiny_model, digits_data, run), trainer=trainer)), run)
     learner, server = start("learner", file, crash_at="step.trained:3"), start("rollout_server", file)
     try:
         assert learner.wait(timeout=120) == -9, logs(run)

@@ -79,7 +79,7 @@ def test_a_killed_run_replays_the_same_groups_again(
             "engine_args": {"length_sigma": 0.5, "seconds_per_token": 0.03},
             "max_concurrent_sequences": 8,
         },
-        trainer={"max_steps": 9, "samples_per_step": 4, "save_freq": 4, "keep_samples_gib": 0.0},
+        trainer={"max_steps": 9, "samples_per_step": 4, "save_freq": 4, "save_async": False, "keep_samples_gib": 0.0},
         network={"timeout_s": 5.0},
     )
     file = write_config(with_ports(config), run)

@@ -104,6 +104,7 @@ def test_a_resumed_run_keeps_its_adapter_and_its_base(
 ) -> None:
     run, base = tmp_path / "run", tmp_path / "base"
     config = with_ports(adapted(resume_config(make_config, run)))
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_async": False})})
     shutil.copytree(config.model.path, base)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(base)})})
     file = write_config(config, run)

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from safetensors.torch import load_file
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
+from learner.replay import in_one_process
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
+from tests.conftest import small_config
 from tests.rigs.rank_rig import take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config
@@ -60,36 +63,57 @@ that is 0 up to the rounding of 16 bits has either sign."""
 STEPS = 2
 
 
-def run_ranks(folder: Path, configs: dict[str, RunConfig]) -> dict[str, Any]:
-    """What rank 0 of two finds."""
+def run_ranks(
+    folder: Path, configs: dict[str, RunConfig], starts: dict[str, Path] | None = None, size: int = 2
+) -> dict[str, Any]:
+    """What rank 0 finds. `starts`: folders with the checkpoints to begin at."""
     folder.mkdir()
     dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
-    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS}))
+    begun = {"starts": {name: str(start) for name, start in starts.items()}} if starts else {}
+    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS, **begun}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tests.rigs.rank_rig", str(folder)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
-    assert exit_codes(ranks, 600) == [0, 0]
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
+    assert exit_codes(ranks, 600) == [0] * size
     return json.loads((folder / "results.json").read_text())
 
 
+@dataclass
+class TwoRanks:
+    """Steps of every case on two ranks: their configurations, folders, and what rank 0 has found."""
+
+    configs: dict[str, RunConfig]
+    folder: Path
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits_data: Path) -> TwoRanks:
+    folder = tmp_path_factory.mktemp("ranks") / "two"
+    configs = {
+        name: small_config(tiny_model, digits_data, folder, **{**case, "learner": {**RANKS, **case.get("learner", {})}})
+        for name, case in CASES.items()
+    }
+    return TwoRanks(configs, folder, run_ranks(folder, configs))
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_path: Path) -> None:
-    divided: dict[str, RunConfig] = {}
-    for name, sections in CASES.items():
-        learner = {**RANKS, **sections.get("learner", {})}
-        divided[name] = make_config(**{**sections, "learner": learner})
-    found = run_ranks(tmp_path / "two", divided)
-    for name, config in divided.items():
-        alone = config.model_copy(
-            update={"learner": config.learner.model_copy(update={"engine": "torch", "num_processes": 1})}
-        )
+def test_steps_on_two_ranks_are_the_steps_of_one(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for name, config in two_ranks.configs.items():
+        alone = in_one_process(config)
         expected = take_steps(alone, tmp_path / name, ALONE, STEPS)["metrics"]
         tolerance = TOLERANCE[config.model.dtype]
-        for mine, theirs in zip(expected, found[name]["metrics"], strict=True):
+        for mine, theirs in zip(expected, two_ranks.found[name]["metrics"], strict=True):
             assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), name
-        check_weights(alone, tmp_path / name, tmp_path / "two" / name)
+        check_weights(alone, tmp_path / name, two_ranks.folder / name)
 
 
 def check_weights(config: RunConfig, one: Path, two: Path) -> None:
@@ -140,6 +164,32 @@ def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
     for name, tensor in theirs.items():
         torch.testing.assert_close(tensor, mine[name], rtol=2e-2, atol=1e-3)
     assert any(not torch.equal(tensor, base[name].to(tensor.dtype)) for name, tensor in theirs.items())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    """A checkpoint of two ranks on one and without ranks, and one without ranks on two: masters, moments, critic and a
+    moving reference."""
+    cases = ("critic and reference, bf16", "masked images, moving reference")
+    divided = {name: two_ranks.configs[name] for name in cases}
+    alone = {name: in_one_process(config) for name, config in divided.items()}
+    of_two, of_one = ({name: folder / name for name in cases} for folder in (two_ranks.folder, tmp_path / "one"))
+    for name in cases:
+        assert list((of_two[name] / "engine").glob("shard-00002-*")), "rank 1 has written its parts"
+        of_one[name].parent.mkdir(exist_ok=True)
+        take_steps(alone[name], of_one[name], ALONE, STEPS)
+        assert not (of_one[name] / "engine").exists()
+    found = {
+        "two on one": run_ranks(tmp_path / "two on one", divided, of_two, size=1),
+        "one on two": run_ranks(tmp_path / "one on two", divided, of_one),
+    }
+    for name, config in alone.items():
+        tolerance = TOLERANCE[config.model.dtype]
+        whole = take_steps(config, tmp_path / f"{name}, unbroken", ALONE, 2 * STEPS)["metrics"][STEPS:]
+        found["two on none"] = {name: take_steps(config, tmp_path / name, ALONE, STEPS, of_two[name])}
+        for way, results in found.items():
+            for mine, theirs in zip(whole, results[name]["metrics"], strict=True):
+                assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), f"{name}: {way}"
 
 
 def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

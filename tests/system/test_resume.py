@@ -134,7 +134,8 @@ def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
 ) -> None:
     run = tmp_path / "run"
     config = resume_config(make_config, run, max_staleness=2)
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"max_steps": 12, "save_freq": 4})})
+    trainer = {"max_steps": 12, "save_freq": 4, "save_async": False}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
     file = write_config(with_ports(config), run)
     server = start("rollout_server", file)
     try:

@@ -284,6 +284,11 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             f"at most: {prompts} prompts all of images, of tickets that a server may hold"
             f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
         )
+    if config.trainer.save_async:
+        trained = (model.published if config.model.lora.rank else model.weights) + model.masters + model.moments
+        saved = trained + (model.critic.kept if model.critic else 0) + model.reference * config.reference.moves
+        why = "weights and optimiser state, until they are written (trainer.save_async)"
+        yield Line("copy for a checkpoint", saved, why)
     offloaded = model.reference if config.reference.offload else 0
     if offloaded:
         yield Line("reference policy, offloaded", offloaded, "weights, pinned (reference.offload)")

@@ -76,7 +76,7 @@ def test_a_checkpoint_continues_bit_for_bit(make_config: MakeConfig, tmp_path: P
     for step in range(4):
         if step == 2:
             unbroken.model.save_pretrained(tmp_path / "model")
-            unbroken.save(tmp_path)
+            unbroken.files(copies=False)(tmp_path)
         take_step(unbroken, step)
     again = prepared(make_config, dtype, {"path": str(tmp_path / "model")})
     again.load(tmp_path)
@@ -115,7 +115,7 @@ def test_offload_changes_where_and_not_what(
     check_equal(*sides.values())
     for offload, engine in sides.items():
         (tmp_path / str(offload)).mkdir()
-        engine.save(tmp_path / str(offload))
+        engine.files(copies=False)(tmp_path / str(offload))
     for offload, engine in sides.items():
         engine.load(tmp_path / str(not offload))
         take_step(engine, 9)
@@ -139,7 +139,7 @@ def test_float16_scales_the_loss_skips_what_overflows_and_stops_where_nothing_he
     assert engine.optimizer_step() == {"lr": found["lr"], "loss_scale": 2**15, "skipped_updates": 1}
     assert all(torch.equal(p, before[name]) for name, p in trained(engine).items())
     engine.model.save_pretrained(tmp_path / "model")
-    engine.save(tmp_path)
+    engine.files(copies=False)(tmp_path)
     again = prepared(make_config, "float16", {"path": str(tmp_path / "model")})
     again.load(tmp_path)
     assert again.optimizer_step()["loss_scale"] == 2**15
@@ -161,7 +161,7 @@ def check_equal(one: TorchEngine, other: TorchEngine) -> None:
 def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
     engine = prepared(make_config, "float32")
     take_step(engine, 0)
-    engine.save(tmp_path)
+    engine.files(copies=False)(tmp_path)
     state = torch.load(tmp_path / ENGINE_FILE, weights_only=True)
     assert not state.pop("masters"), "an fp32 weight is its own master"
     torch.save(state, tmp_path / ENGINE_FILE)
@@ -169,7 +169,7 @@ def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: M
     with pytest.raises(UserError, match=r"holds no fp32 master weights of .* which is bfloat16 now.*Set model\.dtype"):
         prepared(make_config, "bfloat16").load(tmp_path)
 
-    prepared(make_config, "bfloat16").save(tmp_path)
+    prepared(make_config, "bfloat16").files(copies=False)(tmp_path)
     with pytest.raises(UserError, match=r"holds fp32 master weights of .* which is float32 now.*Set model\.dtype"):
         prepared(make_config, "float32").load(tmp_path)
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfi
 
     saved = engine(lr=1e-3)
     take_step(saved, 0)
-    saved.save(tmp_path)
+    saved.files(copies=False)(tmp_path)
     for optim in ({"lr": 1e-3}, {"lr": 4e-3, "betas": [0.8, 0.9], "weight_decay": 0.5}):
         loaded = engine(**optim)
         loaded.load(tmp_path)

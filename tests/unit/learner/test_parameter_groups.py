@@ -63,7 +63,7 @@ def test_moments_of_other_groups_are_not_taken(make_config: MakeConfig, tmp_path
     """Moments are kept by place: with other groups they would be other tensors'."""
     engine = prepared(make_config, connector_lr=3e-2)
     moved(engine)
-    engine.save(tmp_path)
+    engine.files(copies=False)(tmp_path)
     other = prepared(make_config, connector_lr=1e-3)
     other.load(tmp_path)
     assert sorted({group["lr"] for group in other.updates.optimizer.param_groups}) == [1e-3, 1e-2]

@@ -63,7 +63,7 @@ def test_a_reference_is_reset_to_the_policy(make_config: MakeConfig, tmp_path: P
     assert not equal(weights(reference), weights(actor))
     step(batch, 1)
     assert equal(weights(reference), weights(actor))
-    reference.save(tmp_path)
+    reference.files(copies=False)(tmp_path)
     again = Reference(config)
     again.prepare()
     again.load(tmp_path)
@@ -81,8 +81,8 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     assert not actor.updates.optimizer.state
     folder = tmp_path / "reference"
     folder.mkdir()
-    actor.save(tmp_path)
-    reference.save(folder)
+    actor.files(copies=False)(tmp_path)
+    reference.files(copies=False)(folder)
     resumed, its_reference, _ = engines(config)
     resumed.model.load_state_dict(actor.model.state_dict())
     resumed.load(tmp_path)
@@ -105,7 +105,7 @@ def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Pat
     for average, found in zip(expected, reference.masters.stepped(), strict=True):
         torch.testing.assert_close(found, average.float(), rtol=1e-6, atol=1e-7)
     assert len(reference.masters.copies()) == (len(expected) if dtype == "bfloat16" else 0)
-    reference.save(tmp_path)
+    reference.files(copies=False)(tmp_path)
     again = Reference(config)
     again.prepare()
     again.load(tmp_path)
@@ -151,7 +151,7 @@ def test_off_the_device_between_its_uses_it_is_the_same(
         assert offload == all(not parameter.numel() for parameter in reference.model.parameters())
         folder = tmp_path / str(offload)
         folder.mkdir()
-        reference.save(folder)
+        reference.files(copies=False)(folder)
         again = Reference(config)
         again.prepare()
         again.load(folder)

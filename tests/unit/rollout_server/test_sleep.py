@@ -154,7 +154,7 @@ def test_asleep_the_training_engine_refuses_everything(make_config: Callable[...
         engine.optimizer_step,
         engine.published_state,
         lambda: engine.forward(None),  # type: ignore[arg-type]
-        lambda: engine.save(tmp_path),
+        lambda: engine.files(copies=False)(tmp_path),
     ]
     for call in calls:
         with pytest.raises(BadStateError, match="the training engine is asleep"):
