@@ -17,6 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.memory_plan.advice import check_plan
+from asyncrl.tools.memory_plan.plan import changed
 from asyncrl.tools.numbers import size
 from learner.checkpoint.storage import LearnerState, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
@@ -75,7 +76,7 @@ class Trainer:
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
-        check_room(config, self.engine.device)
+        check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         self.architecture = self.engine.facts.architecture
         self.critic = Critic(config, updates, ranks) if "critic" in config.algorithm.needs else None
@@ -156,10 +157,11 @@ class Trainer:
         )
 
 
-def check_room(config: RunConfig, device: torch.device) -> None:
+def check_room(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
     said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
-    if device.type == "cuda" and not config.learner.is_divided and not config.gpu_memory.budget_gib:
+    if device.type == "cuda" and not config.gpu_memory.budget_gib:
+        config = changed(config, {"learner.num_processes": ranks})  # torchrun says how many
         plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
         if plan is not None:
             logger.info("planned: at most %s on %s", size(plan.peak), device)

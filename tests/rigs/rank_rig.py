@@ -1,13 +1,16 @@
 """A made-up step on the ranks of one machine, for tests: `python -m tests.rigs.rank_rig FOLDER` in each rank.
 
-FOLDER/rig.json has the configuration and what to do; rank 0 writes metrics, weights and a checkpoint there.
+FOLDER/rig.json has configurations; rank 0 writes metrics, weights and a checkpoint of each there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,27 @@ from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import made_up_batch
+from tests.rigs.waiting import exit_codes
+
+
+def run_ranks(folder: Path, configs: Mapping[str, RunConfig], *, module: str = "rank_rig", **settings: Any) -> Any:
+    """Run a rig on two ranks; returns what rank 0 finds."""
+    folder.mkdir()
+    dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
+    (folder / "rig.json").write_text(json.dumps({"configs": dumped, **settings}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"tests.rigs.{module}", str(folder)]
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
+    assert exit_codes(ranks, 600) == [0, 0]
+    return json.loads((folder / "results.json").read_text())
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
-    ranks = _join()
+    ranks = join()
     results: dict[str, Any] = {}
     for name, sections in rig["configs"].items():
         results[name] = take_steps(RunConfig.model_validate(sections), folder / name, ranks, rig.get("steps", 2))
@@ -38,7 +56,7 @@ def main(folder: Path) -> None:
         (folder / "results.json").write_text(json.dumps(results))
 
 
-def _join() -> Ranks:
+def join() -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return ALONE

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +18,10 @@ from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
-from tests.rigs.rank_rig import take_steps
+from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config
-from tests.rigs.waiting import exit_codes, wait_until
+from tests.rigs.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MakeConfig = Callable[..., RunConfig]
@@ -60,27 +56,13 @@ that is 0 up to the rounding of 16 bits has either sign."""
 STEPS = 2
 
 
-def run_ranks(folder: Path, configs: dict[str, RunConfig]) -> dict[str, Any]:
-    """What rank 0 of two finds."""
-    folder.mkdir()
-    dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
-    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.rigs.rank_rig", str(folder)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
-    assert exit_codes(ranks, 600) == [0, 0]
-    return json.loads((folder / "results.json").read_text())
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_path: Path) -> None:
     divided: dict[str, RunConfig] = {}
     for name, sections in CASES.items():
         learner = {**RANKS, **sections.get("learner", {})}
         divided[name] = make_config(**{**sections, "learner": learner})
-    found = run_ranks(tmp_path / "two", divided)
+    found = run_ranks(tmp_path / "two", divided, steps=STEPS)
     for name, config in divided.items():
         alone = config.model_copy(
             update={"learner": config.learner.model_copy(update={"engine": "torch", "num_processes": 1})}

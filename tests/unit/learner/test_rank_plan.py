@@ -99,7 +99,6 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
     [
         ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
         ({"learner": FSDP2, "trainer": {"mode": "sync"}}, r"fsdp2, but trainer.mode is sync"),
-        ({"learner": FSDP2, "gpu_memory": {"budget_gib": 8}}, r"fsdp2, but gpu_memory.budget_gib is 8"),
         ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
         (
             {"learner": FSDP2, "reference": {"offload": True}, "algorithm": {"kl_loss_coef": 0.1}},
