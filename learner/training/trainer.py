@@ -138,6 +138,7 @@ class Trainer:
         self.progress.version += 1
         if algorithm.replay_buffer_size:
             values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
+        values |= self.step.roles.work.report(self.ranks, self.engine.device)
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def state(self, run_id: str) -> LearnerState:

@@ -31,17 +31,20 @@ from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.waiting import exit_codes
 
 
-def run_ranks(folder: Path, configs: Mapping[str, RunConfig], *, module: str = "rank_rig", **settings: Any) -> Any:
-    """Run a rig on two ranks; returns what rank 0 finds."""
+def run_ranks(
+    folder: Path, configs: Mapping[str, RunConfig], *, module: str = "rank_rig", size: int = 2, **settings: Any
+) -> Any:
+    """Run a rig on `size` ranks; returns what rank 0 finds."""
     folder.mkdir()
     dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
     (folder / "rig.json").write_text(json.dumps({"configs": dumped, **settings}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    store = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, "-m", f"tests.rigs.{module}", str(folder)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(2)]
-    assert exit_codes(ranks, 600) == [0, 0]
+    shared = {**os.environ, **store, "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
+    assert exit_codes(ranks, 600) == [0] * size
     return json.loads((folder / "results.json").read_text())
 
 

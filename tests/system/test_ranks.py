@@ -74,6 +74,21 @@ def test_steps_on_two_ranks_are_the_steps_of_one(make_config: MakeConfig, tmp_pa
         check_weights(alone, tmp_path / name, tmp_path / "two" / name)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_more_ranks_than_a_step_has_rows_make_the_same_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+    """One group of two completions on three ranks: one of them repeats a part, of which nothing counts."""
+    batch = {"prompts_per_step": 1, "group_size": 2, "tokens_per_microbatch": 4096}
+    config = make_config(batch=batch, learner={**RANKS, "num_processes": 3})
+    found = run_ranks(tmp_path / "three", {"one group": config}, steps=STEPS, size=3)["one group"]["metrics"]
+    alone = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"engine": "torch", "num_processes": 1})}
+    )
+    expected = take_steps(alone, tmp_path / "alone", ALONE, STEPS)["metrics"]
+    tolerance = TOLERANCE["float32"]
+    for mine, theirs in zip(expected, found, strict=True):
+        assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
+
+
 def check_weights(config: RunConfig, one: Path, two: Path) -> None:
     """Compare what was published and saved, and load the ranks' checkpoint in one process."""
     lr = config.learner.optim.lr
