@@ -76,9 +76,8 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
     gradients = own_bytes(p.grad for role in trained for p in role.model.parameters() if p.grad is not None)
     for role in trained:
         role.optimizer_step()
-    moments = own_bytes(
-        value for role in trained for s in role.optimizer.state.values() for name, value in s.items() if name != "step"
-    )
+    states: list[Any] = [state for role in trained for state in vars(role.updates)["optimizer"].state.values()]
+    moments = own_bytes(value for state in states for name, value in state.items() if name != "step")
     return {"weights": weights, "gradients": gradients, "moments": moments, "passing": min(passing)}
 
 

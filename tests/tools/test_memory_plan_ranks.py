@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.tools.memory_plan import rank_lines
+from asyncrl.errors import UserError
+from asyncrl.tools.memory_plan import rank_lines, rehearsal
 from asyncrl.tools.memory_plan.advice import advice, check_plan
 from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
 from asyncrl.tools.numbers import GIB
@@ -121,3 +122,14 @@ def test_parts_in_host_memory_are_those_of_all_ranks(make_config: MakeConfig, tm
     (kept,) = (line.nbytes for line in offloaded.host if line.name == "parts, offloaded")
     assert kept == 2 * sum(parts.values())
     assert offloaded.phases[0].nbytes < there.phases[0].nbytes
+
+
+def test_an_engine_whose_placement_is_not_known_is_not_planned_as_another(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "PLANNED_ENGINES", ("torch",))
+    config = make_config(learner=RANKS, gpu_memory={"budget_gib": 1})
+    with pytest.raises(
+        UserError, match=r"learner\.engine=fsdp2, only for torch\. Leave gpu_memory"
+    ):
+        check_plan(config)

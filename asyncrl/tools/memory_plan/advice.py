@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ Change = Mapping[str, object]
 """Values of dotted keys."""
 MOST_RANKS = 8
 """Ranks that are proposed where the GPUs of the machine are not known."""
+_DIVIDING = ("learner.engine", "learner.num_processes")
 _OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes")
 """Settings that change nothing of what was measured of the model."""
 
@@ -96,16 +97,27 @@ def advice(plan: MemoryPlan) -> list[str]:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
     lines += [f"  {_text(change):<42} {size(plan.excess)} -> {size(other.excess)} too much" for change, other in useful]
-    together: dict[str, object] = {}
+    on_one_device = [change for change, _ in useful if not any(key in change for key in _DIVIDING)]
+    everything = [change for change, _ in useful]
     fitting = plan
-    for change, _ in useful:
-        if any(training_engine_problems(changed(fitting.config, change))):
-            continue  # with what was changed before
-        together |= change
-        fitting = _make_other(fitting, change)
+    for changes in (on_one_device, everything) if len(on_one_device) < len(everything) else (everything,):
+        together, fitting = _combine(plan, changes)
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {size(fitting.peak)}"]
     return [*lines, f"All of them together need {size(fitting.peak)}: use a smaller model or a larger device"]
+
+
+def _combine(plan: MemoryPlan, changes: Sequence[Change]) -> tuple[Change, MemoryPlan]:
+    """As many of the changes, in order, as it takes to fit; without those that earlier ones exclude."""
+    together: dict[str, object] = {}
+    for change in changes:
+        if any(training_engine_problems(changed(plan.config, change))):
+            continue
+        together |= change
+        plan = _make_other(plan, change)
+        if not plan.excess:
+            break
+    return together, plan
 
 
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:

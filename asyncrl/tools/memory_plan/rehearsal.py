@@ -38,6 +38,8 @@ from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
+PLANNED_ENGINES: tuple[str, ...] = ("torch", "fsdp2")
+"""Values of learner.engine whose placement of a model is known here."""
 
 
 class NoPlanError(UserError):
@@ -104,6 +106,12 @@ class ModelBytes:
 
 def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
+    if config.learner.engine not in PLANNED_ENGINES:
+        raise NoPlanError(
+            f"memory cannot be planned for learner.engine={config.learner.engine}, only for "
+            f"{' and '.join(PLANNED_ENGINES)}. Leave gpu_memory.budget_gib at 0, and try it with a small "
+            "batch.tokens_per_microbatch"
+        )
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:
         critic = None
