@@ -129,7 +129,5 @@ def test_an_engine_whose_placement_is_not_known_is_not_planned_as_another(
 ) -> None:
     monkeypatch.setattr(rehearsal, "PLANNED_ENGINES", ("torch",))
     config = make_config(learner=RANKS, gpu_memory={"budget_gib": 1})
-    with pytest.raises(
-        UserError, match=r"learner\.engine=fsdp2, only for torch\. Leave gpu_memory"
-    ):
+    with pytest.raises(UserError, match=r"learner\.engine=fsdp2, only for torch\. Leave gpu_memory"):
         check_plan(config)
