@@ -271,6 +271,10 @@ def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
     from asyncrl.launch.inputs import check_inputs
 
     config = _load(arguments)
+    if side == "learner":
+        from learner.ranks.environment import with_given_ranks
+
+        config = with_given_ranks(config)
     check_inputs(config, side)
     return config
 

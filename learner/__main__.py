@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.service_entry import Start, require_fixed_ports, run_service
-from learner.ranks.environment import rank_of_service
+from learner.ranks.environment import rank_of_service, with_given_ranks
 
 if TYPE_CHECKING:
     from learner.service import Learner
 
 
 def main(config: RunConfig, start: Start) -> None:
+    config = with_given_ranks(config)
     if rank_of_service() > 0:
         _follow(config)
         return

@@ -217,12 +217,19 @@ class Learner:
                 self.engine.export(self.processor.processor, self.config.run_path / "export")
                 logger.info("finished: the model is in %s", self.config.run_path / "export")
                 self._end("finished", "finished", FINISHED)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interruption:
+                gone = self._leader.processes.find_gone() if self._leader else None
+                if gone is not None:  # what torchrun interrupts the others for
+                    self._fail(gone)
+                    raise gone from interruption
                 self._end("interrupted", "interrupted", "the learner was interrupted")
                 raise
             except Exception as error:
-                self._fail(error)
-                raise
+                reason = self._leader.reason_of(error) if self._leader else error
+                self._fail(reason)
+                if reason is error:
+                    raise
+                raise reason from error
 
     def _begin(self) -> None:
         """Start the network thread, repeat journaled steps, and publish the first weights."""

@@ -70,9 +70,6 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
         "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the learner's "
         "device": config.rollout.weights_channel in DEVICE_CHANNELS,
-        f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and the plan knows whole models only": bool(
-            config.gpu_memory.budget_gib
-        ),
         "reference.offload is true, which moves a whole model (learner.cpu_offload keeps all parts in host memory)": (
             config.reference.offload
         ),

@@ -1,10 +1,12 @@
 #!/bin/bash
-# What train.sbatch runs on each node: on the first the learner with GPU 0, on every GPU left a rollout server.
+# What train.sbatch runs on each node: on the first the learner with its first LEARNER_GPUS GPUs, one for each rank, and
+# on every GPU left a rollout server.
 set -euo pipefail
 network=(network.host="$LEARNER_NODE" network.control_port="$CONTROL_PORT" network.weights_port="$WEIGHTS_PORT"
   network.keys_dir="$KEYS")
 servers=()
 learner=""
+learner_gpus="${LEARNER_GPUS:-1}"
 serve() { # on GPU $1; again where it waited in vain for a learner that is not up yet (3: a wait ran out)
   local gpu="$1" attempt code=0 server=""
   shift
@@ -25,10 +27,15 @@ serve() { # on GPU $1; again where it waited in vain for a learner that is not u
 trap 'kill -TERM $learner "${servers[@]}" 2>/dev/null || true' TERM INT EXIT
 
 if [ "${SLURM_NODEID:-0}" = 0 ]; then
-  CUDA_VISIBLE_DEVICES=0 "$ASYNCRL" learn "$CONFIG" --unattended "${network[@]}" "$@" &
+  ranks=()
+  if [ "$learner_gpus" -gt 1 ]; then
+    ranks=(learner.engine=fsdp2 learner.num_processes="$learner_gpus")
+  fi
+  CUDA_VISIBLE_DEVICES="$(seq -s, 0 $((learner_gpus - 1)))" \
+    "$ASYNCRL" learn "$CONFIG" --unattended "${network[@]}" "${ranks[@]}" "$@" &
   learner=$!
 fi
-for ((gpu = ${learner:+1}+0; gpu < ${SLURM_GPUS_ON_NODE:-1}; gpu++)); do
+for ((gpu = ${learner:+$learner_gpus}+0; gpu < ${SLURM_GPUS_ON_NODE:-1}; gpu++)); do
   serve "$gpu" "$@" &
   servers+=($!)
 done

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 
+STORE_PORT = "ASYNCRL_RANKS_PORT"
+"""The port of rank 0's store, in the environment of the ranks that it starts."""
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+"""Variables that name rank 0's store to ranks that it has not started."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -20,29 +25,59 @@ class RankEnvironment:
 
 
 def rank_of_service(variables: Mapping[str, str] = os.environ) -> int:
-    """This process's rank; 0 where nothing says so."""
-    return int(variables.get("RANK", "0")) if _size(variables) > 1 else 0
+    """This process's rank; 0 where nothing says so, or nothing that `rank_environment` takes."""
+    try:
+        return _number(variables, "RANK", 0) if _number(variables, "WORLD_SIZE", 1) > 1 else 0
+    except UserError:
+        return 0
+
+
+def with_given_ranks(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RunConfig:
+    """The configuration with the number of ranks that torchrun has started. Raises UserError as `rank_environment`."""
+    size = rank_environment(config, variables).size
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"num_processes": size})})
 
 
 def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Raises UserError where torchrun and the configuration disagree, or the engine cannot be divided."""
+    """Raises UserError where the variables contradict each other or the configuration, or the engine cannot be
+    divided."""
     size = config.learner.num_processes
-    given = _size(variables)
+    given = _number(variables, "WORLD_SIZE", 1)
     if given == 1:  # no torchrun, or one that starts one process
+        if _number(variables, "RANK", 0):
+            raise UserError(
+                f"RANK is {variables['RANK']}, and WORLD_SIZE is {variables.get('WORLD_SIZE', 'not set')}: this would "
+                "be a second learner. Start the ranks by torchrun, or unset RANK"
+            )
         return RankEnvironment(0, size, 0)
     if size not in (1, given):
         raise UserError(
             f"torchrun started {given} processes (WORLD_SIZE), and learner.num_processes is {size}. Leave the latter "
-            f"out, or start {size}"
+            f"out or set it to {given}, or start {size}"
         )
     if not config.learner.is_divided:
         raise UserError(
             f"torchrun started {given} processes, but learner.engine is torch, which trains in one. Set "
             "learner.engine=fsdp2"
         )
-    rank = int(variables.get("RANK", "0"))
-    return RankEnvironment(rank, given, int(variables.get("LOCAL_RANK", rank)), is_given=True)
+    if "RANK" not in variables:
+        raise UserError(f"WORLD_SIZE is {given}, and RANK is not set. Start the ranks by torchrun, which sets both")
+    rank = _number(variables, "RANK", 0)
+    if not 0 <= rank < given:
+        raise UserError(f"RANK is {rank}, and WORLD_SIZE is {given}: ranks are numbered from 0 to {given - 1}")
+    missing = " and ".join(name for name in ADDRESS if not variables.get(name))
+    if missing and STORE_PORT not in variables:
+        raise UserError(
+            f"RANK is {rank} and WORLD_SIZE {given}, without {missing}: the ranks cannot find each other. Start them "
+            "by torchrun, or set rank 0's address and a free port of its machine in all of them"
+        )
+    return RankEnvironment(rank, given, _number(variables, "LOCAL_RANK", rank), is_given=True)
 
 
-def _size(variables: Mapping[str, str]) -> int:
-    return int(variables.get("WORLD_SIZE", "1"))
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(variables.get(name) or default)
+    except ValueError:
+        raise UserError(
+            f"{name} is {variables[name]!r}, not a number. Start the ranks by torchrun, or unset {name}"
+        ) from None

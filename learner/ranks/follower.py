@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from asyncrl.models.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
-from learner.ranks.environment import rank_environment
+from learner.ranks.environment import STORE_PORT, rank_environment
 from learner.ranks.orders import Order, Orders, unpack_groups
-from learner.ranks.processes import check_local_ranks, given_store, join
+from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.trainer import Trainer
 
@@ -26,6 +27,8 @@ def follow(config: RunConfig) -> None:
     """Run to the end. Raises BadStateError when rank 0 has gone."""
     environment = rank_environment(config)
     check_local_ranks(config, environment.local_rank + 1)
+    if STORE_PORT not in os.environ:
+        leave_after_rank_0()
     store, network = given_store(config), config.network
     orders = Orders(PrefixStore("orders", store), leads=False, every_s=network.heartbeat_s, silence_s=network.timeout_s)
     processor = prompt_processor(config)

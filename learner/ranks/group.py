@@ -7,7 +7,7 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +64,14 @@ class Ranks:
         summed = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(summed)
         return float(summed)
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, which has as many as the others, in the order of ranks."""
+        table = torch.zeros(self.size, len(numbers), dtype=torch.float64)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(table)
+        return table.tolist()
 
     def sum_columns(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """[N] columns of which each rank has filled some places, and left the others 0 -> all places."""

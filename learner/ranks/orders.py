@@ -10,12 +10,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import msgpack
 import numpy as np
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from asyncrl.errors import BadStateError
@@ -27,8 +25,9 @@ from protocol.codec import MIB, Limits, decode, encode
 from protocol.messages import Group, Tickets, Wire
 
 ALIVE = "alive"
-POLL_S = 1.0
-"""A waiting rank looks this often whether rank 0 is alive."""
+LONGEST_POLL_S, SHARE_OF_WAIT = 0.05, 0.05
+"""A waiting rank looks for an order after this share of the time that it has waited already, at least so often. The
+store's own wait would log each time that it has ended."""
 LARGEST = Limits(max_message_bytes=1 << 40, max_header_bytes=256 * MIB, max_frames=1 << 20)
 """Groups were within the network's limits when they came in."""
 
@@ -60,7 +59,8 @@ class Orders:
     def take(self) -> Order:
         """Wait for the next order. Raises BadStateError when rank 0 has gone."""
         self._number += 1
-        key, heard, heard_at = _key(self._number), b"", time.monotonic()
+        key, heard, began = _key(self._number), b"", time.monotonic()
+        heard_at = began
         while True:
             try:
                 if self._store.check([key]):
@@ -72,17 +72,9 @@ class Orders:
                 heard, heard_at = alive, time.monotonic()
             elif time.monotonic() - heard_at > self._silence_s:
                 raise BadStateError(f"rank 0 has said nothing for {self._silence_s:g} s (network.timeout_s)")
-            self._wait(key)
+            time.sleep(min(LONGEST_POLL_S, SHARE_OF_WAIT * (time.monotonic() - began)))
         order = msgpack.unpackb(self._store.get(key), strict_map_key=False)
         return Order(order["kind"], order["values"])
-
-    def _wait(self, key: str) -> None:
-        try:
-            self._store.wait([key], timedelta(seconds=POLL_S))
-        except DistStoreError:  # not yet
-            pass
-        except RuntimeError as problem:
-            raise BadStateError(f"rank 0 has gone: {str(problem).partition(chr(10))[0]}") from None
 
     def close(self) -> None:
         self._over.set()

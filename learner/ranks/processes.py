@@ -15,33 +15,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.errors import BadStateError, ExitCode, UserError, WaitTimeoutError
 from asyncrl.launch.processes import die_with_parent
 from asyncrl.models.devices import resolve_device
 from asyncrl.run_folder.failure import read_failure
-from learner.ranks.environment import RankEnvironment
+from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
 from learner.ranks.group import Ranks
 from learner.ranks.orders import Orders
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-STORE_PORT = "ASYNCRL_RANKS_PORT"
-"""The port of rank 0's store, in the environment of the ranks that it starts."""
+PRESENT = "present"
+"""Part of the store in which ranks name their processes."""
 POLL_S = 0.2
 GRACE_S = 10.0
 """Time in which rank 0 may end in order after another one's death; then it is ended."""
@@ -51,11 +53,14 @@ PARTING_S = 5.0
 
 @dataclass
 class RankProcesses:
-    """The other ranks that rank 0 has started; none under torchrun."""
+    """The other ranks."""
 
     processes: dict[int, subprocess.Popen[bytes]]
+    """Those that rank 0 has started; none under torchrun."""
     folder: Path
     """Where they save why they stopped."""
+    given: dict[int, psutil.Process] = field(default_factory=dict)
+    """Those on this machine that torchrun has started."""
     lost: Exception | None = None
     """Why the run cannot go on, once a rank has ended."""
     _are_leaving: bool = False
@@ -69,8 +74,18 @@ class RankProcesses:
         """What ended another rank, if one has ended: a collective fails on its connections before it is seen to be
         gone."""
         deadline = time.monotonic() + 5 * POLL_S
-        while self.processes and self.lost is None and time.monotonic() < deadline:
+        while (self.processes or self.given) and not self.find_gone() and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
+        return self.lost
+
+    def find_gone(self) -> Exception | None:
+        """The same of ranks that are seen to be gone now. torchrun interrupts all where one has died."""
+        for rank, process in self.given.items():
+            if self.lost is None and not _is_running(process):
+                self.lost = RuntimeError(
+                    f"rank {rank} has gone: the learner ends, since its ranks go on together or not at all. Its own "
+                    "lines in the log, or torchrun's report, say why"
+                )
         return self.lost
 
     def watch(self) -> None:
@@ -129,7 +144,19 @@ class Leader:
     def begin(self, **values: object) -> Ranks:
         """Tell the ranks what they are to load, and join them."""
         self.orders.give("begin", **values)
-        return join(self._config, self._store, RankEnvironment(0, self._size, 0), self.orders)
+        environment = RankEnvironment(0, self._size, 0)
+        ranks = join(self._config, self._store, environment, self.orders, self.processes.check)
+        if not self.processes.processes:
+            self.processes.given = _ranks_here(self._store, self._size)
+        return ranks
+
+    def reason_of(self, error: Exception) -> Exception:
+        """The death of another rank where that was the cause of the error, else the error itself."""
+        if isinstance(error, UserError | BadStateError):
+            return error
+        if self.processes.given:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the same cause: this rank ends already
+        return self.processes.find_lost() or error
 
 
 @contextmanager
@@ -157,6 +184,9 @@ def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]
             orders.give("end")
             processes.leave()
         except (UserError, BadStateError):
+            raise
+        except KeyboardInterrupt:
+            orders.give("end")
             raise
         except Exception as error:
             if lost := processes.find_lost():
@@ -191,18 +221,39 @@ def _own_store(config: RunConfig) -> tuple[Store, int]:
 
 
 def given_store(config: RunConfig) -> Store:
-    """The store of torchrun, or of the rank 0 that has started this process."""
-    if port := os.environ.get(STORE_PORT):
-        return TCPStore(LOOPBACK, int(port), is_master=False, wait_for_workers=False, timeout=_deadline(config))
-    store, _, _ = next(rendezvous("env://", timeout=_deadline(config)))
-    return store
+    """The store of torchrun, or of the rank 0 that has started this process. Raises WaitTimeoutError where it does not
+    answer within learner.wait_timeout_s."""
+    deadline = _deadline(config)
+    try:
+        if port := os.environ.get(STORE_PORT):
+            return TCPStore(LOOPBACK, int(port), is_master=False, wait_for_workers=False, timeout=deadline)
+        store, _, _ = next(rendezvous("env://", timeout=deadline))
+    except DistError as problem:
+        address = ":".join(os.environ.get(name, "") for name in ADDRESS)
+        raise WaitTimeoutError(
+            f"rank 0's store at {address} (MASTER_ADDR, MASTER_PORT) was not reached within "
+            f"{deadline.total_seconds():g} s (learner.wait_timeout_s): {_first_line(problem)}"
+        ) from problem
+    # torchrun keeps its store when it starts the ranks again: what those before have said there is not for these.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def join(config: RunConfig, store: Store, environment: RankEnvironment, orders: Orders) -> Ranks:
-    """Join the process group. Every collective has learner.wait_timeout_s: then it raises on all ranks."""
+def join(
+    config: RunConfig,
+    store: Store,
+    environment: RankEnvironment,
+    orders: Orders,
+    check: Callable[[], None] = lambda: None,
+) -> Ranks:
+    """Join the process group. Every collective has learner.wait_timeout_s: then it raises on all ranks.
+
+    Raises WaitTimeoutError with the numbers of ranks that have not come within that time, or what `check` raises while
+    they are waited for.
+    """
     device = resolve_device(config.learner.device, "learner.device")
     if device.type == "cuda":
         torch.cuda.set_device(device if environment.size == 1 else environment.local_rank)
+    _wait_for_all(config, PrefixStore(PRESENT, store), environment, check)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("group", store),
@@ -213,14 +264,64 @@ def join(config: RunConfig, store: Store, environment: RankEnvironment, orders: 
     return Ranks(environment.rank, environment.size, environment.local_rank, orders)
 
 
+def _wait_for_all(config: RunConfig, present: Store, environment: RankEnvironment, check: Callable[[], None]) -> None:
+    keys, began = [str(rank) for rank in range(environment.size)], time.monotonic()
+    try:
+        present.set(keys[environment.rank], f"{socket.gethostname()} {os.getpid()}")
+        while missing := [key for key in keys if not present.check([key])]:
+            check()
+            if time.monotonic() - began > config.learner.wait_timeout_s:
+                raise WaitTimeoutError(
+                    f"rank {', '.join(missing)} of {environment.size} has not come within "
+                    f"{config.learner.wait_timeout_s:g} s (learner.wait_timeout_s): its own log says why"
+                )
+            time.sleep(POLL_S)
+    except DistError as problem:
+        raise BadStateError(f"rank 0 has gone: {_first_line(problem)}") from problem
+
+
+def _ranks_here(store: Store, size: int) -> dict[int, psutil.Process]:
+    """The other ranks that run on this machine."""
+    found: dict[int, psutil.Process] = {}
+    for rank in range(1, size):
+        host, _, pid = PrefixStore(PRESENT, store).get(str(rank)).decode().rpartition(" ")
+        if host == socket.gethostname() and psutil.pid_exists(int(pid)):
+            found[rank] = psutil.Process(int(pid))
+    return found
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def leave_after_rank_0() -> None:
+    """Let signals that torchrun sends to all end a rank other than 0 later: rank 0 ends in order first, and takes a
+    rank that is gone for what the signal was sent for."""
+
+    def leave(*_: object) -> None:
+        late = threading.Timer(GRACE_S, os._exit, (ExitCode.INTERRUPTED,))
+        late.daemon = True
+        late.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).partition("\n")[0]
+
+
 def check_local_ranks(config: RunConfig, count: int) -> None:
     """Raise UserError where this machine has fewer GPUs than ranks."""
     device = resolve_device(config.learner.device, "learner.device")
     if device.type == "cuda" and torch.cuda.device_count() < count:
+        gpus = torch.cuda.device_count()
         raise UserError(
-            f"learner.num_processes is {count}, and this process sees {torch.cuda.device_count()} GPU(s): each rank "
-            f"needs one of its own. Set learner.num_processes={max(1, torch.cuda.device_count())}, or "
-            "learner.device=cpu"
+            f"{count} ranks of the learner are on this machine, which shows {gpus} GPU(s) to them: each rank needs one "
+            f"of its own. Set learner.num_processes={max(1, gpus)} (torchrun: --nproc-per-node), or learner.device=cpu"
         )
 
 

@@ -162,6 +162,22 @@ METRICS = (
         "below a few steps, an evaluation and a checkpoint",
     ),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
+    # ranks of a learner of several processes
+    _gauge(
+        "rank_busy_seconds",
+        "seconds",
+        "Part of the last step in which a rank computed micro-batches of its own.",
+        "as long on all ranks",
+        "rank",
+    ),
+    _gauge("rank_tokens", "tokens", "Tokens that a rank packed for its passes in the last step.", "alike", "rank"),
+    _gauge(
+        "rank_peak_bytes",
+        "bytes",
+        "Peak of a rank's memory: of tensors on its GPU in the last step, or else resident so far.",
+        "flat after the first steps, alike",
+        "rank",
+    ),
     # the ledger and the journal
     _gauge(
         "groups",
@@ -275,6 +291,13 @@ GAUGE_OF_RECORD = {
 
 GAUGE_OF_STALENESS_RECORD = {name: f"{gauge}_by_staleness" for name, gauge, *_ in _BY_STALENESS}
 """Name in metrics.jsonl after `staleness_<bucket>/` -> gauge with the label `staleness`."""
+
+GAUGE_OF_RANK_RECORD = {
+    "rank_busy_s": ("rank_busy_seconds", 1),
+    "rank_tokens": ("rank_tokens", 1),
+    "rank_peak_gib": ("rank_peak_bytes", 2**30),
+}
+"""Name in metrics.jsonl before `/<rank>` -> gauge with the label `rank`, and its unit's factor."""
 
 PERCENTILE_OF_RECORD = {f"ratio/{name}": name for name in QUANTILES}
 """Name in metrics.jsonl -> label `percentile` of the gauge `ratio`. (`quantile` is reserved for summaries.)"""

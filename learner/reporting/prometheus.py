@@ -19,7 +19,13 @@ from asyncrl.models.devices import memory_by_state, peak_flops
 from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.thread import NetworkThread
-from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, PERCENTILE_OF_RECORD
+from learner.reporting.metric_table import (
+    GAUGE_OF_RANK_RECORD,
+    GAUGE_OF_RECORD,
+    GAUGE_OF_STALENESS_RECORD,
+    METRICS,
+    PERCENTILE_OF_RECORD,
+)
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY
@@ -104,6 +110,9 @@ class LearnerExporter:
             if section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
+            elif section in GAUGE_OF_RANK_RECORD:
+                gauge, factor = GAUGE_OF_RANK_RECORD[section]
+                m[gauge].labels(rank=part).set(value * factor)
             elif section == "reward" and part != "std":
                 m["reward"].labels(component=part).set(value)
             elif section == "checkpoint":

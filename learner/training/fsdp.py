@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.sections import OptimConfig
 from asyncrl.models.export import export_model
+from asyncrl.models.gathered_units import gathered_units, is_adapted
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
@@ -58,11 +59,11 @@ class FullySharded:
     def shard(self, model: Any) -> None:
         self._model = model
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        adapted = hasattr(model, "peft_config")  # PEFT leaves it there; models without adapters do not import PEFT
-        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not adapted else None
+        whole = hasattr(model, "save_pretrained") and not is_adapted(model)
+        self._skeleton = _without_weights(model) if whole else None
         mesh = init_device_mesh(self._device.type, (self._ranks.size,))
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cpu_offload else OffloadPolicy()
-        for module, dtype in list(_shard_order(model, adapted)):
+        for module, dtype in list(gathered_units(model)):
             # Inputs stay as the layers before have made them: casts of rotary tables would cost bits.
             kept = MixedPrecisionPolicy(cast_forward_inputs=False)
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -228,16 +229,3 @@ def _without_weights(model: Any) -> Any:
     skeleton.generation_config = model.generation_config
     skeleton._weight_conversions = getattr(model, "_weight_conversions", None)  # names in the files that it came from
     return skeleton
-
-
-def _shard_order(model: Any, adapted: bool) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
-    """Modules that are gathered by themselves, inner ones first, and the dtype that they compute in: layers, what keeps
-    fp32 in a 16-bit model (a value head), and last the model with all the rest. None: each weight computes in the dtype
-    that it has, as those of an adapted model do."""
-    layers = set(model._no_split_modules or ())  # with those of the vision tower
-    for module in reversed(list(model.modules())):
-        own = [p.dtype for p in module.parameters(recurse=False)]
-        if module is model or type(module).__name__ in layers:
-            yield module, None if adapted else model.dtype
-        elif not adapted and torch.float32 in own and model.dtype != torch.float32:
-            yield module, torch.float32

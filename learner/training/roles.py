@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from asyncrl.config.sections import LearnerConfig
 from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.plan import plan_shares
+from learner.ranks.work import RankWork
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
@@ -53,6 +54,7 @@ class Roles:
     """One with weights of its own."""
     ranks: Ranks = ALONE
     """The processes that the models are in parts on."""
+    work: RankWork = field(default_factory=RankWork)
 
     @property
     def reference(self) -> Reference | WithoutAdapters:
@@ -108,6 +110,9 @@ class Roles:
 
     def micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
         """Build this rank's, one at a time: only one micro-batch's pixels are on the device."""
+        return self.work.of(self._micro_batches(groups, tokens_per_microbatch))
+
+    def _micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
         for shares in plan_shares(groups, tokens_per_microbatch, self.ranks.size):
             share = shares[self.ranks.rank]
             micro_batch = self.actor.pack(share.groups)

@@ -20,6 +20,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.tools.memory_plan.advice import check_plan
+from asyncrl.tools.memory_plan.plan import changed
 from asyncrl.tools.numbers import size
 from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
@@ -79,7 +80,7 @@ class Trainer:
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
-        check_room(config, self.engine.device)
+        check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         self.architecture = self.engine.facts.architecture
         self.critic = Critic(config, updates, ranks) if "critic" in config.algorithm.needs else None
@@ -141,6 +142,7 @@ class Trainer:
         self.progress.version += 1
         if algorithm.replay_buffer_size:
             values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
+        values |= self.step.roles.work.report(self.ranks, self.engine.device)
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def snapshot(self, run_id: str, building: Path, *, copies: bool) -> Snapshot:
@@ -187,10 +189,11 @@ class Trainer:
         )
 
 
-def check_room(config: RunConfig, device: torch.device) -> None:
+def check_room(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
     said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
-    if device.type == "cuda" and not config.learner.is_divided and not config.gpu_memory.budget_gib:
+    if device.type == "cuda" and not config.gpu_memory.budget_gib:
+        config = changed(config, {"learner.num_processes": ranks})  # torchrun says how many
         plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
         if plan is not None:
             logger.info("planned: at most %s on %s", size(plan.peak), device)

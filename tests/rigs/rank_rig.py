@@ -1,13 +1,16 @@
 """A made-up step on the ranks of one machine, for tests: `python -m tests.rigs.rank_rig FOLDER` in each rank.
 
-FOLDER/rig.json has the configuration and what to do; rank 0 writes metrics, weights and a checkpoint there.
+FOLDER/rig.json has configurations; rank 0 writes metrics, weights and a checkpoint of each there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,30 @@ from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import made_up_batch
+from tests.rigs.waiting import exit_codes
+
+
+def run_ranks(
+    folder: Path, configs: Mapping[str, RunConfig], *, module: str = "rank_rig", size: int = 2, **settings: Any
+) -> Any:
+    """Run a rig on `size` ranks; returns what rank 0 finds."""
+    folder.mkdir()
+    dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
+    (folder / "rig.json").write_text(json.dumps({"configs": dumped, **settings}, default=str))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    store = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", f"tests.rigs.{module}", str(folder)]
+    shared = {**os.environ, **store, "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
+    assert exit_codes(ranks, 600) == [0] * size
+    return json.loads((folder / "results.json").read_text())
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
-    ranks = _join()
+    ranks = join()
     results: dict[str, Any] = {}
     for name, sections in rig["configs"].items():
         start = Path(rig["starts"][name]) if "starts" in rig else None
@@ -42,8 +63,9 @@ def main(folder: Path) -> None:
         (folder / "results.json").write_text(json.dumps(results))
 
 
-def _join() -> Ranks:
-    if "WORLD_SIZE" not in os.environ:
+def join() -> Ranks:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
         return ALONE
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))

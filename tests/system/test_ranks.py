@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +21,10 @@ from learner.replay import in_one_process
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from tests.conftest import small_config
-from tests.rigs.rank_rig import take_steps
+from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config
-from tests.rigs.waiting import exit_codes, wait_until
+from tests.rigs.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MakeConfig = Callable[..., RunConfig]
@@ -63,29 +59,6 @@ that is 0 up to the rounding of 16 bits has either sign."""
 STEPS = 2
 
 
-def run_ranks(
-    folder: Path, configs: dict[str, RunConfig], starts: dict[str, Path] | None = None, size: int = 2
-) -> dict[str, Any]:
-    """What rank 0 finds. `starts`: folders with the checkpoints to begin at."""
-    folder.mkdir()
-    dumped = {name: json.loads(config.model_dump_json()) for name, config in configs.items()}
-    begun = {"starts": {name: str(start) for name, start in starts.items()}} if starts else {}
-    (folder / "rig.json").write_text(json.dumps({"configs": dumped, "steps": STEPS, **begun}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.rigs.rank_rig", str(folder)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
-    assert exit_codes(ranks, 600) == [0] * size
-    return json.loads((folder / "results.json").read_text())
-
-
 @dataclass
 class TwoRanks:
     """Steps of every case on two ranks: their configurations, folders, and what rank 0 has found."""
@@ -102,7 +75,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits
         name: small_config(tiny_model, digits_data, folder, **{**case, "learner": {**RANKS, **case.get("learner", {})}})
         for name, case in CASES.items()
     }
-    return TwoRanks(configs, folder, run_ranks(folder, configs))
+    return TwoRanks(configs, folder, run_ranks(folder, configs, steps=STEPS))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -114,6 +87,18 @@ def test_steps_on_two_ranks_are_the_steps_of_one(two_ranks: TwoRanks, tmp_path: 
         for mine, theirs in zip(expected, two_ranks.found[name]["metrics"], strict=True):
             assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), name
         check_weights(alone, tmp_path / name, two_ranks.folder / name)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_more_ranks_than_a_step_has_rows_make_the_same_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+    """One group of two completions on three ranks: one of them repeats a part, of which nothing counts."""
+    batch = {"prompts_per_step": 1, "group_size": 2, "tokens_per_microbatch": 4096}
+    config = make_config(batch=batch, learner={**RANKS, "num_processes": 3})
+    found = run_ranks(tmp_path / "three", {"one group": config}, steps=STEPS, size=3)["one group"]["metrics"]
+    expected = take_steps(in_one_process(config), tmp_path / "alone", ALONE, STEPS)["metrics"]
+    tolerance = TOLERANCE["float32"]
+    for mine, theirs in zip(expected, found, strict=True):
+        assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
 
 
 def check_weights(config: RunConfig, one: Path, two: Path) -> None:
@@ -180,8 +165,8 @@ def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(two_ranks:
         take_steps(alone[name], of_one[name], ALONE, STEPS)
         assert not (of_one[name] / "engine").exists()
     found = {
-        "two on one": run_ranks(tmp_path / "two on one", divided, of_two, size=1),
-        "one on two": run_ranks(tmp_path / "one on two", divided, of_one),
+        "two on one": run_ranks(tmp_path / "two on one", divided, steps=STEPS, starts=of_two, size=1),
+        "one on two": run_ranks(tmp_path / "one on two", divided, steps=STEPS, starts=of_one),
     }
     for name, config in alone.items():
         tolerance = TOLERANCE[config.model.dtype]

@@ -201,3 +201,15 @@ def test_the_dockerfile_has_no_findings() -> None:
         pytest.skip("hadolint is not installed")
     done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@needs_compose
+def test_the_pages_learner_of_two_ranks_has_two_gpus(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docker" / "README.md").read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if "learner_gpu" in block)
+    override = tmp_path / "docker-compose.override.yml"
+    override.write_text(block)
+    files = f"{ROOT / 'docker-compose.yml'}:{override}"
+    learner = resolved("gpu", COMPOSE_FILE=files)["services"]["learner_gpu"]
+    devices = learner["deploy"]["resources"]["reservations"]["devices"]
+    assert sorted(number for device in devices for number in device["device_ids"]) == ["0", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import pytest
 import yaml
 
 from asyncrl.config.keys import all_keys
+from asyncrl.config.load import load_config
 from asyncrl.errors import ExitCode
+from tests.rigs.tiny import GRPO
 from tests.rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +119,21 @@ def test_the_first_node_has_the_learner_and_its_exit_code(tmp_path: Path) -> Non
     }
 
 
+def test_a_learner_of_several_ranks_has_as_many_gpus(tmp_path: Path) -> None:
+    code, calls = run_node(tmp_path, 0, LEARNER_GPUS="2", SERVER_CODE="0")
+    assert code == 0
+    (learner,) = (call for call in calls if " learn " in call)
+    assert learner.startswith("0,1 learn my.yaml --unattended ")
+    assert learner.endswith(" learner.engine=fsdp2 learner.num_processes=2 run_dir=runs/mine")
+    assert {call.split()[0] for call in calls if " rollout " in call} <= {"2"}
+
+
+def test_the_manifests_ranks_are_words_that_a_learner_takes() -> None:
+    words = re.findall(r"^ *# - (learner\.\S+)$", KUBERNETES.read_text(), re.MULTILINE)
+    learner = load_config(GRPO, words).learner
+    assert (learner.engine, learner.num_processes) == ("fsdp2", 4)
+
+
 def test_other_nodes_have_a_server_per_gpu(tmp_path: Path) -> None:
     code, calls = run_node(tmp_path, 1, SERVER_CODE="1")
     assert code == 0, "a server that crashes is missed by nobody"
@@ -156,5 +174,5 @@ def test_slurm_scripts_are_bash_and_name_keys_that_exist() -> None:
         subprocess.run(["bash", "-n", str(script)], check=True)
         for word in script.read_text().split():
             name, equals, _ = word.lstrip("(").partition("=")
-            if equals and name.startswith(("network.", "telemetry.")):
+            if equals and name.startswith(("network.", "telemetry.", "learner.")):
                 assert name in all_keys(), word

@@ -42,17 +42,17 @@ from asyncrl.tools.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.trainer import Trainer
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.engine import HFEngine
+from tests.rigs.full_micro_batch import full_micro_batch, image_prompt
 
 MakeConfig = Callable[..., RunConfig]
 
-PROMPT, RESPONSE, GROUP, GROUPS = 64, 32, 4, 2
+PROMPT, RESPONSE, GROUP, GROUPS = SHAPE = 64, 32, 4, 2
 ABOVE = 1.6
 """A plan is for the worst micro-batch (every token's logits, images in the place of every prompt token): at most so
 many times what a usual one takes, and never below it."""
@@ -81,26 +81,6 @@ def planned(make_config: MakeConfig, folder: Path, **sections: dict[str, Any]) -
     return make_config(**base)
 
 
-def image_prompt(model: Any, length: int = PROMPT) -> EncodedPrompt:
-    """All image but its first and last tokens."""
-    config = model.config
-    ids = np.full(length, config.image_token_id, np.int32)
-    ids[0], ids[-4:] = config.vision_start_token_id, 5
-    count = length - 5
-    patch = 3 * 2 * config.vision_config.patch_size**2
-    grid = np.array([[1, 2, 2 * count]], np.int32)
-    types, pixels = (ids == ids[1]).astype(np.int32), torch.zeros(4 * count, patch)
-    return EncodedPrompt("row", ids, types, grid, ("h",), pixel_values=pixels)
-
-
-def full_micro_batch(model: Any) -> MicroBatch:
-    completions = tuple(
-        Completion(i, np.full(RESPONSE, 7, np.int32), np.ones(RESPONSE, np.int32)) for i in range(GROUP)
-    )
-    groups = [TrainGroup(image_prompt(model), completions) for _ in range(GROUPS)]
-    return build_micro_batch(model, groups, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("dtype", "checkpointing", "frozen"),
     [("float32", False, False), ("float32", True, True), ("bfloat16", False, True), ("bfloat16", True, False)],
@@ -117,7 +97,7 @@ def test_an_update_takes_what_was_planned(
     engine.prepare()
     trained = engine.unwrap_model()
     weights = [*trained.parameters(), *trained.buffers()]
-    micro_batch = full_micro_batch(trained)
+    micro_batch = full_micro_batch(trained, SHAPE)
     for _ in range(2):
         engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     gradients = [p.grad for p in trained.parameters() if p.grad is not None]
@@ -142,7 +122,7 @@ def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig
     engine = TorchEngine(config, config.learner.optim, 10)
     engine.prepare()
     model = engine.unwrap_model()
-    micro_batch = full_micro_batch(model)
+    micro_batch = full_micro_batch(model, SHAPE)
     engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
         engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
@@ -167,7 +147,7 @@ def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config:
         config = planned(make_config, small, learner={"gradient_checkpointing": checkpointing})
         engine = TorchEngine(config, config.learner.optim, 10)
         engine.prepare()
-        engine.backward(engine.forward(full_micro_batch(engine.unwrap_model())).logprobs.sum())
+        engine.backward(engine.forward(full_micro_batch(engine.unwrap_model(), SHAPE)).logprobs.sum())
         gradients.append([p.grad for p in engine.unwrap_model().parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -180,7 +160,7 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
     model: Any = load_model(plan.config.model, device=torch.device("cpu")).eval().requires_grad_(False)
     assert plan.model.weights == nbytes([*model.parameters(), *model.buffers()])
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
-    requests = [GenerationRequest(i, image_prompt(model), GROUP, i, sampling) for i in range(2)]
+    requests = [GenerationRequest(i, image_prompt(model, PROMPT), GROUP, i, sampling) for i in range(2)]
     batch = DecodeBatch(model, (), torch.device("cpu"))
     with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
         batch.join(batch.prefill(requests, 0))
@@ -201,7 +181,7 @@ def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -
     critic = Critic(config, 10)
     critic.prepare()
     weights = [*critic.model.parameters(), *critic.model.buffers()]
-    micro_batch = full_micro_batch(critic.model)
+    micro_batch = full_micro_batch(critic.model, SHAPE)
     critic.backward(critic.values(micro_batch).sum())
     gradients = [p.grad for p in critic.model.parameters() if p.grad is not None]
     with LiveBytes("cpu", known=[*weights, *gradients]) as live:

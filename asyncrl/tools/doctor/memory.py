@@ -17,6 +17,7 @@ from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
 from asyncrl.tools.memory_plan.advice import advice, check_shared_memory
+from asyncrl.tools.memory_plan.lines import Phase
 from asyncrl.tools.memory_plan.plan import PIXELS, MemoryPlan, changed, make_plan
 from asyncrl.tools.numbers import GIB, size
 
@@ -43,25 +44,18 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     }
     plan = make_plan(changed(config, {key: name for key, name in meant.items() if name == "cpu"}))
     assigned = assign_gpus(config, len(devices))
-    for side, gpus in (("learner", assigned.learner), ("rollout", assigned.servers[0])):
-        if gpus:
-            meant[f"{side}.device"] = f"cuda:{gpus[0]}"
     on_host = [0]
     for phase in plan.phases:
-        name = meant["rollout.device" if phase.name.startswith("engine") else "learner.device"]
-        index = int(name.partition(":")[2] or 0) if name.startswith("cuda") else len(devices)
-        if index >= len(devices):
-            on_host.append(phase.nbytes)
+        is_servers = phase.name.startswith("engine")
+        name = meant["rollout.device" if is_servers else "learner.device"]
+        numbers = assigned.servers[0][:1] if is_servers else assigned.learner
+        if not numbers and name.startswith("cuda"):
+            numbers = (int(name.partition(":")[2] or 0),)
+        if not numbers or max(numbers) >= len(devices):
+            on_host.append(phase.nbytes * (1 if is_servers else config.learner.num_processes))
             continue
-        device = devices[index]
-        what, value = f"memory cuda:{index}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
-        if phase.nbytes > device.total:
-            yield _too_large(plan, what, value, device.total)
-        elif phase.nbytes > device.free:
-            value += f", of which {size(device.free)} are free now"
-            yield Finding(what, value, "warning", "end what holds the rest: nvidia-smi lists the processes")
-        else:
-            yield Finding(what, value)
+        for number in numbers:
+            yield _on_gpu(plan, phase, devices[number], number)
     asleep = sum(line.nbytes for line in plan.host)
     pixels = sum(line.nbytes for line in plan.host if line.name == PIXELS)
     needed = asleep + (sum(on_host) if plan.sharing == "apart" else max(on_host))
@@ -82,6 +76,16 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     except UserError as error:
         yield problem("room to publish", error)
     return plan
+
+
+def _on_gpu(plan: MemoryPlan, phase: Phase, device: Device, number: int) -> Finding:
+    what, value = f"memory cuda:{number}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
+    if phase.nbytes > device.total:
+        return _too_large(plan, what, value, device.total)
+    if phase.nbytes > device.free:
+        value += f", of which {size(device.free)} are free now"
+        return Finding(what, value, "warning", "end what holds the rest: nvidia-smi lists the processes")
+    return Finding(what, value)
 
 
 def _too_large(plan: MemoryPlan, what: str, value: str, room: int) -> Finding:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
+from asyncrl.config.engine_rules import training_engine_problems
 from asyncrl.config.schema import RunConfig, why_not_offloaded
 from asyncrl.errors import UserError
+from asyncrl.models.devices import visible_gpus
 from asyncrl.tools.memory_plan.plan import (
     MemoryPlan,
     changed,
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 Change = Mapping[str, object]
 """Values of dotted keys."""
+MOST_RANKS = 8
+"""Ranks that are proposed where the GPUs of the machine are not known."""
+_DIVIDING = ("learner.engine", "learner.num_processes")
+_OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes")
+"""Settings that change nothing of what was measured of the model."""
 
 
 def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
@@ -81,7 +88,7 @@ def refusal(plan: MemoryPlan, limit: str) -> str:
 def advice(plan: MemoryPlan) -> list[str]:
     """List single changes by effect, and a combination that fits, if one does."""
     tried: list[tuple[Change, MemoryPlan]] = []
-    for change in _levers(plan.config):
+    for change in _levers(plan):
         with suppress(UserError):  # what the model does not allow, such as adapters where there is no linear layer
             tried.append((change, _make_other(plan, change)))
     useful = [(change, other) for change, other in tried if other.excess < plan.excess]
@@ -90,30 +97,45 @@ def advice(plan: MemoryPlan) -> list[str]:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
     lines += [f"  {_text(change):<42} {size(plan.excess)} -> {size(other.excess)} too much" for change, other in useful]
-    together: dict[str, object] = {}
+    on_one_device = [change for change, _ in useful if not any(key in change for key in _DIVIDING)]
+    everything = [change for change, _ in useful]
     fitting = plan
-    for change, _ in useful:
-        together |= change
-        fitting = _make_other(fitting, change)
+    for changes in (on_one_device, everything) if len(on_one_device) < len(everything) else (everything,):
+        together, fitting = _combine(plan, changes)
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {size(fitting.peak)}"]
     return [*lines, f"All of them together need {size(fitting.peak)}: use a smaller model or a larger device"]
 
 
+def _combine(plan: MemoryPlan, changes: Sequence[Change]) -> tuple[Change, MemoryPlan]:
+    """As many of the changes, in order, as it takes to fit; without those that earlier ones exclude."""
+    together: dict[str, object] = {}
+    for change in changes:
+        if any(training_engine_problems(changed(plan.config, change))):
+            continue
+        together |= change
+        plan = _make_other(plan, change)
+        if not plan.excess:
+            break
+    return together, plan
+
+
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
     """Make the plan after a change, of the same devices, measuring the model again only where it matters."""
-    same_model = all(key.startswith(("rollout.", "trainer.", "reference.offload")) for key in change)
+    same_model = all(key.startswith(_OF_THE_SAME_MODEL) for key in change)
     other = make_plan(changed(plan.config, change), plan.model if same_model else None)
     return replace(other, phases=other.phases[: len(plan.phases)]) if other.sharing == plan.sharing else other
 
 
-def _levers(config: RunConfig) -> Iterator[Change]:
+def _levers(plan: MemoryPlan) -> Iterator[Change]:
     """Yield candidate setting changes, none of which changes the task."""
+    config = plan.config
     batch, rollout = config.batch, config.rollout
     other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
     if other_channel:
         yield other_channel
-    if device_sharing(config) == "together":
+    yield from _divisions(plan)
+    if device_sharing(config) == "together" and not config.learner.is_divided:
         yield {"trainer.mode": "sync", **other_channel}  # neither this nor the next goes with a device channel
     if not config.model.lora.rank:
         yield {"model.lora.rank": 16, **other_channel}
@@ -121,7 +143,7 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"model.dtype": "bfloat16"}
     if not config.model.freeze_vision_tower and not config.model.lora.rank:
         yield {"model.freeze_vision_tower": True}
-    if not config.reference.offload and not why_not_offloaded(config):
+    if not config.reference.offload and not config.learner.is_divided and not why_not_offloaded(config):
         yield {"reference.offload": True}
     if not config.learner.cpu_offload:
         yield {"learner.cpu_offload": True}
@@ -134,6 +156,31 @@ def _levers(config: RunConfig) -> Iterator[Change]:
     for key, (value, least) in smaller.items():
         if max(least, value // 4) < value:
             yield {key: max(least, value // 4)}
+
+
+def _divisions(plan: MemoryPlan) -> Iterator[Change]:
+    """Yield more ranks, each on a device of its own: as few as fit by themselves."""
+    config = plan.config
+    learner = config.learner
+    engine: dict[str, object] = {}
+    if not learner.is_divided:
+        engine = {"learner.engine": "fsdp2"}
+        if config.rollout.weights_channel in DEVICE_CHANNELS:
+            engine["rollout.weights_channel"] = "shm"
+        if config.reference.offload:
+            engine["reference.offload"] = False
+    if learner.device == "cpu" or any(training_engine_problems(changed(config, engine))):
+        return
+    own = {"learner.device": "cuda"} if ":" in learner.device else {}
+    gpus = min(len(visible_gpus()) or MOST_RANKS, MOST_RANKS)
+    counts = [ranks for ranks in (2, 4, 8) if learner.num_processes < ranks <= gpus]
+    divided = plan
+    for ranks in counts:
+        divided = _make_other(divided, {**engine, **own, "learner.num_processes": ranks})
+        if not divided.excess:
+            break
+    if counts:
+        yield {**engine, **own, "learner.num_processes": divided.config.learner.num_processes}
 
 
 def _text(change: Change) -> str:

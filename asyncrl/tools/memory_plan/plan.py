@@ -15,6 +15,8 @@ from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import resolve_dtype, visible_gpus
+from asyncrl.tools.memory_plan.lines import STEPPING, Line, Phase, allocator, count
+from asyncrl.tools.memory_plan.rank_lines import host_lines_of_ranks, rank_lines
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.tools.numbers import GIB
 
@@ -22,8 +24,6 @@ CONTEXT_BYTES = 5 * GIB // 8
 """CUDA's context and the libraries' workspaces of a process that has used the device: 619 MiB on an H100 (CUDA 13)."""
 GRAPHS_BYTES, GRAPHS_LEFT_BYTES = 2 * GIB, GIB // 2
 """vLLM's CUDA graphs (1 to 3 GiB), and what CUDA itself keeps of them when vLLM takes them to the host. Estimates."""
-ALLOCATOR_SHARE = 0.05
-"""Share of the tensors that come and go which torch's allocator loses to rounding and gaps. An estimate."""
 OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
 """Argument of vLLM, on in sync mode unless rollout.engine_args say otherwise: graphs sleep in host memory, too."""
 SENT_VERSIONS = 2
@@ -38,25 +38,6 @@ SAMPLING_BYTES, TRUNCATION_BYTES = 28, 60
 
 Sharing = Literal["turns", "together", "apart"]
 """How learner and engine share a device: one after the other (sync mode), at the same time, or not at all."""
-
-
-@dataclass(frozen=True)
-class Line:
-    name: str
-    nbytes: int
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Peak memory of one device in one phase."""
-
-    name: str
-    lines: tuple[Line, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(line.nbytes for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,8 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     config = resolve_dtype(config)
     model = model or rehearse(config)
     sharing = device_sharing(config)
-    learning = Phase("learner awake", tuple(_learner_lines(model, config)))
+    each = f", each of {config.learner.num_processes} ranks" if config.learner.num_processes > 1 else ""
+    learning = Phase(f"learner awake{each}", tuple(_learner_lines(model, config)))
     phases = [learning]
     if config.rollout.engine != "scripted":  # which has no model
         sampling = Phase("engine awake", (*_engine_lines(model, config), *_arriving_lines(model, config)))
@@ -155,13 +137,24 @@ def _graphs_left(config: RunConfig) -> list[Line]:
 
 
 def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
+    what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
+    if config.learner.is_divided:
+        yield from rank_lines(model, config, what)
+    else:
+        yield from _whole_lines(model, config, what)
+    yield from _context(config.learner.device, "learner")
+    channel = config.rollout.weights_channel
+    if channel in DEVICE_CHANNELS:  # docs/decisions/013
+        why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
+        yield Line("weights that are sent", SENT_VERSIONS * model.published, why)
+        yield from _nccl(config, "learner", config.rollout.servers)
+
+
+def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
     offloads = config.learner.offloads_masters
     working = max(passing, 0 if offloads else max(engine.stepping for engine in engines))
-    what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
-    if working > passing:
-        what = "the optimiser's update, one copy of what is trained"
     yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
     if not offloads:
         yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
@@ -179,14 +172,8 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
             held = max(0, held - (0 if offloads else model.gradients))
             why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
         yield Line("reference policy", held, why)
-    yield Line("working memory", working, what)
-    yield _allocator(working)
-    yield from _context(config.learner.device, "learner")
-    channel = config.rollout.weights_channel
-    if channel in DEVICE_CHANNELS:  # docs/decisions/013
-        why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
-        yield Line("weights that are sent", SENT_VERSIONS * model.published, why)
-        yield from _nccl(config, "learner", config.rollout.servers)
+    yield Line("working memory", working, STEPPING if working > passing else what)
+    yield allocator(working)
 
 
 def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
@@ -206,17 +193,8 @@ def _nccl(config: RunConfig, process: str, servers: int) -> list[Line]:
     return [Line(f"NCCL of the {process}", servers * NCCL_BYTES, "an estimate" + _servers(servers))]
 
 
-def _allocator(working: int) -> Line:
-    return Line("allocator", int(ALLOCATOR_SHARE * working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate")
-
-
 def _servers(count: int) -> str:
     return f", {count} servers" if count > 1 else ""
-
-
-def count(parameters: int) -> str:
-    """`3.98 billion`"""
-    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
 
 def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
@@ -243,7 +221,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(copies))
     yield Line("KV cache", copies * sequences * columns * model.cache_per_token // parts, why)
     yield Line("working memory", most, working)
-    yield _allocator(most)
+    yield allocator(most)
     yield from _graphs(config, copies)
     yield from _context(rollout.device, "rollout server", copies)
 
@@ -284,6 +262,8 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             f"at most: {prompts} prompts all of images, of tickets that a server may hold"
             f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
         )
+    if config.learner.is_divided:
+        yield from host_lines_of_ranks(config, model)
     if config.trainer.save_async:
         trained = (model.published if config.model.lora.rank else model.weights) + model.masters + model.moments
         saved = trained + (model.critic.kept if model.critic else 0) + model.reference * config.reference.moves

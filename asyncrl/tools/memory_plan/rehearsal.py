@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
+from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.masked_attention import window_of
@@ -30,11 +32,14 @@ from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.models.value_head import add_value_head
+from asyncrl.tools.memory_plan.divided import DividedModel, divide
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
 logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
+PLANNED_ENGINES: tuple[str, ...] = ("torch", "fsdp2")
+"""Values of learner.engine whose placement of a model is known here."""
 
 
 class NoPlanError(UserError):
@@ -72,6 +77,11 @@ class ModelBytes:
     """The critic's own, where the algorithm needs one."""
     reference: int = 0
     """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
+    in_layers: int = 0
+    """Most of `passing` once the last hidden states have their gradient."""
+    divided: DividedModel | None = None
+    """The same model over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
+    divided_reference: DividedModel | None = None
 
     @property
     def moments(self) -> int:
@@ -96,12 +106,19 @@ class ModelBytes:
 
 def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
+    if config.learner.engine not in PLANNED_ENGINES:
+        raise NoPlanError(
+            f"memory cannot be planned for learner.engine={config.learner.engine}, only for "
+            f"{' and '.join(PLANNED_ENGINES)}. Leave gpu_memory.budget_gib at 0, and try it with a small "
+            "batch.tokens_per_microbatch"
+        )
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:
         critic = None
         if "critic" in config.algorithm.needs:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
-        return replace(_rehearse(config), critic=critic, reference=_reference_bytes(config))
+        reference, divided = _reference_bytes(config)
+        return replace(_rehearse(config), critic=critic, reference=reference, divided_reference=divided)
     except UserError:
         raise
     except Exception as problem:
@@ -128,17 +145,22 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sums = [torch.empty_like(parameter, dtype=torch.float32) for parameter in trained]
-    leaving: deque[object] = deque(maxlen=GRADIENTS_IN_FLIGHT)
-    for parameter, gradient in zip(trained, sums, strict=True):
-        parameter.grad_dtype = torch.float32
-        if config.learner.offloads_masters:
-            parameter.register_post_accumulate_grad_hook(partial(_take, leaving))
-        else:  # those of an earlier micro-batch are there, as they are from the second one on
-            parameter.grad = gradient
     weights = [*model.parameters(), *model.buffers()]
+    divided = divide(model) if config.learner.is_divided else None
+    sums = [torch.empty_like(parameter, dtype=torch.float32) for parameter in trained]
+    if divided:
+        _forget_gradients_of_layers(model)
+    else:
+        _accumulate(trained, sums, offloads=config.learner.offloads_masters)
+    heads_peak: list[int] = []
     with LiveBytes("meta", known=[*weights, *sums]) as training, cuda_kernels():
-        train_pass(model.train(), config, META, critic=critic)
+
+        def head_is_done(_: torch.Tensor) -> None:
+            if not heads_peak:
+                heads_peak.append(training.peak)
+                training.peak = training.live
+
+        train_pass(model.train(), config, META, critic=critic, head_is_done=head_is_done)
     prompt = config.data.max_prompt_length
     with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
         _hidden(model.eval(), make_layout([(prompt, ())], META, model.dtype, window=window_of(model.config)), prompt)
@@ -157,27 +179,27 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
             if parameter.dtype != torch.float32 or config.learner.offloads_masters
         ),
         arriving=GRADIENTS_IN_FLIGHT * max(parameter.nbytes for parameter in trained),
-        passing=training.peak,
+        passing=max(heads_peak[0], training.peak),
         published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         prefill=prefill.peak,
         cache_per_token=text.num_hidden_layers * layer_cache,
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
         pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
+        in_layers=training.peak,
+        divided=divided,
     )
 
 
-def _reference_bytes(config: RunConfig) -> int:
-    if config.reference_model is None:
-        return 0
-    model = skeleton(config.reference_model)
-    freeze_parts(model, config.model)
-    averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
-    averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
-    return nbytes([*model.parameters(), *model.buffers()]) + averages
-
-
-# --- passes --------------------------------------------------------------------------------------
+def _accumulate(trained: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor], *, offloads: bool) -> None:
+    """Let gradients be added to `sums`, which are there from the second micro-batch on, or leave the device."""
+    leaving: deque[object] = deque(maxlen=GRADIENTS_IN_FLIGHT)
+    for parameter, gradient in zip(trained, sums, strict=True):
+        parameter.grad_dtype = torch.float32
+        if offloads:
+            parameter.register_post_accumulate_grad_hook(partial(_take, leaving))
+        else:
+            parameter.grad = gradient
 
 
 def _take(leaving: deque[object], parameter: torch.Tensor) -> None:
@@ -187,9 +209,43 @@ def _take(leaving: deque[object], parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: bool = False) -> None:
+def _forget_gradients_of_layers(model: torch.nn.Module) -> None:
+    """Free the gradients of layers, which `DividedModel.working` counts; those of all that belongs to no layer stay to
+    the end of the pass."""
+
+    def forget(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for module, _ in gathered_units(model):
+        for parameter in module.parameters() if module is not model else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(forget)
+
+
+def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None]:
+    if config.reference_model is None:
+        return 0, None
+    model = skeleton(config.reference_model)
+    freeze_parts(model, config.model)
+    averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
+    averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
+    divided = divide(model) if config.learner.is_divided else None
+    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided
+
+
+# --- passes --------------------------------------------------------------------------------------
+
+
+def train_pass(
+    model: Any,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    critic: bool = False,
+    head_is_done: Callable[[torch.Tensor], None] | None = None,
+) -> None:
     """Forward and backward over a full micro-batch: every token's logits, or its value, and images in the place of
-    every prompt."""
+    every prompt. `head_is_done` is called with the gradient of the states that the head takes."""
     tokens, data = config.batch.tokens_per_microbatch, config.data
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
@@ -198,6 +254,8 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     layout = make_layout(groups, device, model.dtype, window=window_of(model.config))
     packed = torch.arange(tokens, device=device)
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
+    if head_is_done:
+        chosen_from.register_hook(head_is_done)
     if critic:
         model.value_head(chosen_from.float()).sum().backward()
         return
@@ -211,6 +269,8 @@ def train_pass(model: Any, config: RunConfig, device: torch.device, *, critic: b
     loss = outputs.logprobs.sum() - outputs.entropies.sum()
     if papo:  # the pass with masked images is there at the same time
         masked = _hidden(model, layout, image_tokens)[0, packed]
+        if head_is_done:
+            masked.register_hook(head_is_done)
         found = head(masked, torch.zeros_like(packed), entropy="gradient" if papo.entropy_coeff else "none")
         loss = loss + found.logprobs.sum() + (0.0 if found.entropies is None else found.entropies.sum())
     loss.backward()

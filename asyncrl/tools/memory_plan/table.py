@@ -12,13 +12,18 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import MemoryPlan, Phase, changed, count, make_plan
+from asyncrl.tools.memory_plan.lines import Phase, count
+from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
 from asyncrl.tools.numbers import GIB, size
 
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",
     "together": "one device, both at the same time",
     "apart": "two devices",
+}
+_SERVERS_BESIDE_RANKS = {
+    "together": "and servers on the ranks' devices at the same time",
+    "apart": "and servers on other devices",
 }
 
 
@@ -47,7 +52,7 @@ def describe(plan: MemoryPlan) -> str:
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
     text = [
         f"{config.model.path}: {count(plan.model.parameters)} parameters in {config.model.dtype}{adapted}"
-        f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
+        f"; engine {config.rollout.engine}; {_devices(plan)}"
     ]
     unit, divisor = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
     for part in (*plan.phases, Phase("host memory", plan.host)):
@@ -56,6 +61,13 @@ def describe(plan: MemoryPlan) -> str:
         if part in plan.phases:
             text.append(f"  {'= at most':<36}{part.nbytes / divisor:>9.2f}")
     return "\n".join([*map(str.rstrip, text), "", *_verdict(plan)])
+
+
+def _devices(plan: MemoryPlan) -> str:
+    ranks = plan.config.learner.num_processes
+    if ranks == 1:
+        return _SHARING[plan.sharing]
+    return f"{ranks} ranks of {plan.config.learner.engine}, {_SERVERS_BESIDE_RANKS[plan.sharing]}"
 
 
 def _verdict(plan: MemoryPlan) -> list[str]:

@@ -163,6 +163,7 @@ TIMES = {"step_s": 4.0, "wait_s": 1.0, "learn_s": 2.0, "publish_s": 0.2}
 def record(**changed: float) -> dict[str, float]:
     values = VALUES | TIMES | {f"staleness_2/{name}": value for name, value in STALE.items()}
     values |= {"tokens": 640.0, "rows/finished": 7.0, "rows/error": 1.0, "reward/mean": 0.5, "reward/short": 0.75}
+    values |= {"rank_busy_s/0": 1.5, "rank_busy_s/1": 1.25, "rank_tokens/1": 320.0, "rank_peak_gib/1": 0.5}
     return values | {"ratio/p01": 0.8, "ratio/p50": 1.01, "ratio/p99": 1.3} | changed
 
 
@@ -193,6 +194,11 @@ def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch:
     assert {name: values[name, ""] for name in counted} == counted
     assert values["mfu", ""] == pytest.approx(VALUES["model_flops_per_s"] / 200)
     assert by_label(values, "reward") == {"component=mean": 0.5, "component=short": 0.75}
+    assert by_label(values, "rank_busy_seconds") == {"rank=0": 1.5, "rank=1": 1.25}
+    assert (by_label(values, "rank_tokens"), by_label(values, "rank_peak_bytes")) == (
+        {"rank=1": 320},
+        {"rank=1": 2**29},
+    )
     for name in ("rows", "trajectories_total"):
         assert by_label(values, name) == {"status=finished": 7, "status=error": 1}
     for name in ("step", "wait", "learn", "publish"):

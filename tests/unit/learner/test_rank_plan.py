@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, WaitTimeoutError
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from learner.ranks.environment import RankEnvironment, rank_environment
+from learner.ranks.environment import RankEnvironment, rank_environment, with_given_ranks
 from learner.ranks.orders import pack_groups, unpack_groups
 from learner.ranks.plan import plan_shares
+from learner.ranks.processes import check_local_ranks, given_store, join
 from learner.training.batch import make_batch
 from learner.training.packing import Completion, TrainGroup, plan_micro_batches
 from tests.rigs.made_up_batch import made_up_batch
@@ -99,7 +102,6 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
     [
         ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
         ({"learner": FSDP2, "trainer": {"mode": "sync"}}, r"fsdp2, but trainer.mode is sync"),
-        ({"learner": FSDP2, "gpu_memory": {"budget_gib": 8}}, r"fsdp2, but gpu_memory.budget_gib is 8"),
         ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
         (
             {"learner": FSDP2, "reference": {"offload": True}, "algorithm": {"kl_loss_coef": 0.1}},
@@ -121,12 +123,84 @@ def test_each_rank_has_a_gpu_of_its_own(make_config: MakeConfig) -> None:
         check_assignment(config, ["0"])
 
 
-def test_torchrun_and_the_configuration_must_agree(make_config: MakeConfig) -> None:
-    under_torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+UNDER_TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun_says_how_many_ranks_there_are(make_config: MakeConfig) -> None:
     config = make_config(learner={"engine": "fsdp2"})
-    assert rank_environment(config, under_torchrun) == RankEnvironment(3, 4, 1, is_given=True)
+    assert rank_environment(config, UNDER_TORCHRUN) == RankEnvironment(3, 4, 1, is_given=True)
+    assert with_given_ranks(config, UNDER_TORCHRUN).learner.num_processes == 4
     assert rank_environment(make_config(learner=FSDP2), {"WORLD_SIZE": "1"}) == RankEnvironment(0, 2, 0)
-    with pytest.raises(UserError, match=r"4 processes \(WORLD_SIZE\), and learner.num_processes is 2"):
-        rank_environment(make_config(learner=FSDP2), under_torchrun)
-    with pytest.raises(UserError, match=r"learner\.engine is torch"):
-        rank_environment(make_config(), under_torchrun)
+    assert rank_environment(make_config(learner=FSDP2), {}) == RankEnvironment(0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("learner", "variables", "says"),
+    [
+        (
+            FSDP2,
+            {},
+            r"4 processes \(WORLD_SIZE\), and learner.num_processes is 2\. Leave .* or set it to 4, or start 2",
+        ),
+        ({}, {}, r"4 processes, but learner\.engine is torch.*Set learner\.engine=fsdp2"),
+        (
+            {"engine": "fsdp2"},
+            {"MASTER_ADDR": ""},
+            r"RANK is 3 and WORLD_SIZE 4, without MASTER_ADDR: .*by torchrun",
+        ),
+        ({"engine": "fsdp2"}, {"MASTER_ADDR": "", "MASTER_PORT": ""}, r"without MASTER_ADDR and MASTER_PORT: "),
+        ({"engine": "fsdp2"}, {"RANK": "4"}, r"RANK is 4, and WORLD_SIZE is 4: ranks are numbered from 0 to 3"),
+        ({"engine": "fsdp2"}, {"RANK": None}, r"WORLD_SIZE is 4, and RANK is not set"),
+        ({"engine": "fsdp2"}, {"WORLD_SIZE": None}, r"RANK is 3, and WORLD_SIZE is not set: this would be a second"),
+        ({"engine": "fsdp2"}, {"WORLD_SIZE": "four"}, r"WORLD_SIZE is 'four', not a number"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(
+    make_config: MakeConfig, learner: dict[str, Any], variables: dict[str, str | None], says: str
+) -> None:
+    changed = {name: value for name, value in {**UNDER_TORCHRUN, **variables}.items() if value is not None}
+    with pytest.raises(UserError, match=says):
+        rank_environment(make_config(learner=learner), changed)
+
+
+def test_fewer_gpus_than_ranks_are_refused_with_the_number_that_fits(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    config = make_config(learner={"engine": "fsdp2", "num_processes": 4, "device": "cuda"})
+    with pytest.raises(UserError, match=r"4 ranks .* on this machine, which shows 3 GPU.*num_processes=3"):
+        check_local_ranks(config, 4)
+    check_local_ranks(config, 3)
+
+
+def test_a_rank_that_does_not_come_is_named(make_config: MakeConfig) -> None:
+    config = make_config(learner={**FSDP2, "wait_timeout_s": 0.5})
+    store: Any = HashStore()
+    with pytest.raises(WaitTimeoutError, match=r"rank 1 of 2 has not come within 0\.5 s \(learner\.wait_timeout_s\)"):
+        join(config, store, RankEnvironment(0, 2, 0), orders=None)  # type: ignore[arg-type]
+
+
+def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_config: MakeConfig) -> None:
+    def ended() -> None:
+        raise UserError("rank 1: no such folder")
+
+    store: Any = HashStore()
+    with pytest.raises(UserError, match="rank 1: no such folder"):
+        join(make_config(learner=FSDP2), store, RankEnvironment(0, 2, 0), None, ended)  # type: ignore[arg-type]
+
+
+def test_a_store_that_does_not_answer_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    config = make_config(learner={"engine": "fsdp2", "wait_timeout_s": 1.0})
+    with pytest.raises(WaitTimeoutError, match=rf"rank 0's store at 127\.0\.0\.1:{port} .* within 1 s"):
+        given_store(config)

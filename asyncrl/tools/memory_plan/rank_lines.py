@@ -1,0 +1,68 @@
+"""Lines of the plan for a learner whose model is divided over ranks (learner.engine)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.schema import RunConfig
+from asyncrl.tools.memory_plan.divided import DividedModel
+from asyncrl.tools.memory_plan.lines import STEPPING, Line, allocator, count
+from asyncrl.tools.memory_plan.rehearsal import ModelBytes
+
+
+def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
+    """Memory of one rank of a divided learner; all have as much."""
+    ranks, offloads = config.learner.num_processes, offloads_parts(config)
+    if not offloads:
+        yield from _part_lines(model, config, ranks)
+    passing = working = stepping = 0
+    scored: list[DividedModel] = [model.divided_reference] if model.divided_reference else []
+    for engine in (model, model.critic) if model.critic else (model,):
+        assert engine.divided is not None
+        passing = max(passing, engine.passing)
+        found = engine.divided.working(ranks, engine.passing, engine.in_layers, cpu_offload=offloads)
+        working = max(working, found)
+        stepping = stepping if offloads else max(stepping, engine.divided.trained_part(ranks))
+        scored += [engine.divided] if engine is not model else []
+    gathered = working - passing + sum(role.scored(ranks) for role in scored)
+    why = "whole weights of two layers, of embeddings and output layer, and a layer's gradients"
+    yield Line("gathered layers", gathered, why)
+    yield Line("working memory", max(passing, stepping), STEPPING if stepping > passing else what)
+    yield allocator(max(working, stepping))
+    if ranks > 1 and config.learner.device != "cpu":
+        yield Line("NCCL of the ranks", NCCL_BYTES, "an estimate")
+
+
+def _part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[Line]:
+    """What outlasts a micro-batch, of one rank."""
+    assert model.divided is not None
+    trained = model.divided.trained_part(ranks)
+    frozen = "" if model.trained == model.parameters else f", what is frozen in {config.model.dtype}"
+    kind = f"1/{ranks} of {count(model.parameters)}: what is trained in float32{frozen}"
+    yield Line("parts of the weights", model.divided.part(ranks), kind)
+    yield Line("parts of the gradients", trained, f"1/{ranks} of {count(model.trained)} that are trained, in float32")
+    yield Line("parts of AdamW's moments", 2 * trained, "two averages of each")
+    if model.critic and model.critic.divided:
+        critic = model.critic.divided
+        what = f"1/{ranks} of {count(model.critic.parameters)} with optimiser state"
+        yield Line("parts of the critic", critic.part(ranks) + 3 * critic.trained_part(ranks), what)
+    if reference := model.divided_reference:
+        what = f"1/{ranks} of its weights, in float32 what is trained of the policy"
+        yield Line("parts of the reference policy", reference.part(ranks), what)
+
+
+def offloads_parts(config: RunConfig) -> bool:
+    """True where parts are in host memory, and the device is another one."""
+    return config.learner.cpu_offload and config.learner.device != "cpu"
+
+
+def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
+    """Of all ranks, as if they were on one machine."""
+    ranks = config.learner.num_processes
+    if offloads_parts(config):
+        each = sum(line.nbytes for line in _part_lines(model, config, ranks))
+        yield Line("parts, offloaded", ranks * each, "of all ranks, pinned (learner.cpu_offload)")
+    engines = (model, model.critic) if model.critic else (model,)
+    loading = ranks * max(*(engine.weights for engine in engines), model.reference)
+    yield Line("whole models", loading, f"for a while, as each of {ranks} ranks loads one")

@@ -1,0 +1,103 @@
+"""Memory of a rank while it trains: `python -m tests.rigs.rank_memory FOLDER` in each rank.
+
+What the CPU's allocator gives and takes back is recorded by torch's profiler: also what kernels take for a moment, and
+storages that FSDP empties and fills again, which no dispatch mode sees.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models import sampling_distribution
+from asyncrl.tools.memory_plan.live_bytes import nbytes
+from learner.ranks.group import Ranks
+from learner.training.critic import Critic
+from learner.training.engine import create_engine
+from learner.training.reference import Reference
+from tests.rigs.full_micro_batch import full_micro_batch
+from tests.rigs.rank_rig import join
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    sampling_distribution.CACHED_VALUES = 2**40  # in one piece, as on the GPU that is planned
+    rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
+    ranks = join()
+    results = {
+        name: measure(RunConfig.model_validate(sections), ranks, rig["shapes"][name])
+        for name, sections in rig["configs"].items()
+    }
+    if ranks.leads:
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
+    """Bytes of this rank, of all roles together; peaks are what is added to the bytes before."""
+    actor = create_engine(config, config.learner.optim, 4, ranks)
+    actor.prepare()
+    critic = Critic(config, 4, ranks) if "critic" in config.algorithm.needs else None
+    reference = Reference(config, ranks) if config.reference_model else None
+    for role in (critic, reference):
+        if role:
+            role.prepare()
+    trained = [role for role in (actor, critic) if role]
+    micro_batch = full_micro_batch(actor.model, shape)
+
+    def score_and_train() -> None:
+        with torch.no_grad():
+            actor.forward(micro_batch)
+            if critic:
+                critic.values(micro_batch)
+            if reference:
+                reference.logprobs(micro_batch)
+        actor.backward(actor.forward(micro_batch, entropy="value").logprobs.sum())
+        if critic:
+            critic.backward(critic.values(micro_batch).sum())
+
+    for _ in range(2):
+        score_and_train()
+    roles = [role for role in (actor, critic, reference) if role]
+    passing: list[int] = []
+    for _ in range(3):  # a collective's thread may hold a buffer of the pass before for a moment longer
+        for role in roles:
+            role.sharding.changed()
+        passing.append(peak_of(score_and_train))
+    weights = own_bytes(t for role in roles for t in (*role.model.parameters(), *role.model.buffers()))
+    gradients = own_bytes(p.grad for role in trained for p in role.model.parameters() if p.grad is not None)
+    for role in trained:
+        role.optimizer_step()
+    states: list[Any] = [state for role in trained for state in vars(role.updates)["optimizer"].state.values()]
+    moments = own_bytes(value for state in states for name, value in state.items() if name != "step")
+    return {"weights": weights, "gradients": gradients, "moments": moments, "passing": min(passing)}
+
+
+def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return nbytes(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    profiler: Any = recorded.profiler
+    events = profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""A learner whose ranks torchrun starts: a run from its first group to the export, across the death of a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from tests.rigs.ports import own_port
+from tests.rigs.prefork import Service
+from tests.rigs.small_runs import assert_every_prompt_trained_once, small
+from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize("restarts", [0, 1], ids=["started again by hand", "started again by torchrun"])
+def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
+    make_config: Callable[..., RunConfig], tmp_path: Path, restarts: int
+) -> None:
+    config = with_ports(
+        small(
+            make_config,
+            learner={"engine": "fsdp2", "max_staleness": 1},
+            trainer={"max_steps": STEPS, "save_freq": 1},
+            network={"timeout_s": 10.0, "reconnect_timeout_s": 120.0},
+        )
+    )
+    run, log, file = Path(config.run_dir), tmp_path / "torchrun.log", write_config(config, tmp_path)
+    server = start("rollout_server", file)
+    learner = start_ranks(file, log, restarts)
+    try:
+        wait_until(lambda: steps_of(run) >= 2, "two steps of two ranks", tmp_path, timeout_s=180)
+        (second,) = ranks_of(learner, "1")
+        second.kill()
+        if not restarts:
+            assert learner.wait(timeout=120) == 1
+            assert "rank      : 1 (local_rank: 1)" in log.read_text(), "torchrun names the first that failed"
+            assert "rank 1 has gone: the learner ends" in log.read_text()
+            learner = start_ranks(file, log, restarts)
+        assert learner.wait(timeout=240) == 0, log.read_text()[-6000:]
+        assert server.wait(timeout=60) == 0
+    finally:
+        end(learner, server)
+    assert_every_prompt_trained_once(run, STEPS)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert all(
+            line[f"{name}/{rank}"] > 0 for name in ("rank_busy_s", "rank_tokens", "rank_peak_gib") for rank in "01"
+        )
+    assert (run / "export" / "model.safetensors").is_file()
+
+
+def start_ranks(
+    file: Path, log: Path, restarts: int, place: Sequence[str] = ("--standalone", "--nproc-per-node=2")
+) -> subprocess.Popen[bytes]:
+    command = [*TORCHRUN, *place, f"--max-restarts={restarts}", "-m", "asyncrl", "learn", str(file), "--unattended"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with log.open("ab") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def end(*processes: Service) -> None:
+    """Kill what is still there, with the ranks of a torchrun."""
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def ranks_of(torchrun: subprocess.Popen[bytes], rank: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == rank]
+
+
+def steps_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_ranks_of_two_torchruns_make_one_learner(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """As on two machines: each has one rank, whose local rank is 0."""
+    config = with_ports(small(make_config, learner={"engine": "fsdp2"}, trainer={"max_steps": 2}))
+    file, logs = write_config(config, tmp_path), [tmp_path / "node-0.log", tmp_path / "node-1.log"]
+    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
+    server = start("rollout_server", file)
+    nodes = [start_ranks(file, log, 0, [*place, f"--node-rank={number}"]) for number, log in enumerate(logs)]
+    try:
+        assert [node.wait(timeout=240) for node in nodes] == [0, 0], [log.read_text()[-4000:] for log in logs]
+        assert server.wait(timeout=60) == 0
+    finally:
+        end(*nodes, server)
+    assert "rank 1 of 2 has joined" in logs[1].read_text()
+    assert_every_prompt_trained_once(Path(config.run_dir), 2)

@@ -1,0 +1,133 @@
+"""The plan of a learner of several ranks against what two of them take on the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.tools.memory_plan import rank_lines, rehearsal
+from asyncrl.tools.memory_plan.advice import advice, check_plan
+from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
+from asyncrl.tools.numbers import GIB
+from benchmarks import random_models
+from benchmarks.random_models import make_model
+from tests.rigs.full_micro_batch import Shape
+from tests.rigs.rank_rig import run_ranks
+from tests.tools.test_memory_plan import SHAPE, planned
+
+MakeConfig = Callable[..., RunConfig]
+ABOVE = 1.6
+"""A plan is for the worst micro-batch: at most so many times what a usual one takes, and never below it."""
+RANKS: dict[str, Any] = {"engine": "fsdp2", "num_processes": 2}
+FEW: Shape = (16, 4, 2, 1)
+"""A micro-batch beside whose activations the gathered weights of `heavy` are large."""
+BF16 = {"dtype": "bfloat16"}
+CHECKPOINTED = {"gradient_checkpointing": True}
+HEAVY = {
+    "text": {"hidden": 256, "inter": 1024, "layers": 6, "heads": 4, "kv": 2, "vocabulary": 8000},
+    "vision": {"hidden": 128, "inter": 256, "depth": 4, "heads": 4},
+}
+CASES: dict[str, tuple[str, Shape, dict[str, Any]]] = {
+    "fp32": ("tiny", SHAPE, {}),
+    "bf16, frozen tower": ("tiny", SHAPE, {"model": {**BF16, "freeze_vision_tower": True}}),
+    "bf16, adapter, checkpointing": ("tiny", SHAPE, {"model": {**BF16, "lora": {"rank": 4}}, "learner": CHECKPOINTED}),
+    "bf16, critic and reference": (
+        "tiny",
+        SHAPE,
+        {"model": BF16, "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}},
+    ),
+    "heavy, fp32": ("heavy", FEW, {}),
+    "heavy, bf16, checkpointing": ("heavy", FEW, {"model": BF16, "learner": CHECKPOINTED}),
+    "heavy, bf16, critic and reference": (
+        "heavy",
+        FEW,
+        {"model": BF16, "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}},
+    ),
+}
+
+
+def config_of(make_config: MakeConfig, folder: Path, shape: Shape, sections: dict[str, Any]) -> RunConfig:
+    prompt, response, group, groups = shape
+    base: dict[str, dict[str, Any]] = {
+        "model": {"freeze_vision_tower": False},
+        "learner": RANKS,
+        "data": {"max_prompt_length": prompt, "max_response_length": response},
+        "batch": {"group_size": group, "tokens_per_microbatch": groups * (prompt + group * response)},
+    }
+    given = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    return planned(make_config, folder, **given)
+
+
+def lines(plan: MemoryPlan) -> dict[str, int]:
+    """Those of the learner, which come before the engine's."""
+    return {line.name: line.nbytes for line in reversed(plan.phases[0].lines)}
+
+
+def test_two_ranks_take_what_was_planned(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
+    folders = {size: make_model(tmp_path / size, size) for size in ("tiny", "heavy")}
+    configs = {name: config_of(make_config, folders[size], shape, more) for name, (size, shape, more) in CASES.items()}
+    shapes = {name: shape for name, (_, shape, _) in CASES.items()}
+    found = run_ranks(tmp_path / "two", configs, module="rank_memory", shapes=shapes)
+    for name, config in configs.items():
+        plan, measured = make_plan(config), found[name]
+        of_rank = lines(plan)
+        parts = sum(nbytes for line, nbytes in of_rank.items() if line.startswith("parts of"))
+        assert parts == measured["weights"] + measured["gradients"] + measured["moments"], name
+        passing = of_rank["gathered layers"] + of_rank["working memory"]
+        assert measured["passing"] <= passing <= ABOVE * measured["passing"], name
+
+
+def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice names as few ranks as fit by themselves, and what they need beside."""
+    monkeypatch.setattr(rank_lines, "NCCL_BYTES", 0)  # more than the whole model here
+    monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
+    heavy = make_model(tmp_path / "heavy", "heavy")
+    whole = changed(
+        config_of(make_config, heavy, FEW, {"learner": {"engine": "torch", "num_processes": 1}}),
+        {"learner.device": "cuda:0", "rollout.device": "cuda:1"},
+    )
+    divided = {"learner.engine": "fsdp2", "learner.device": "cuda", "learner.num_processes": 4}
+    needed = make_plan(changed(whole, divided)).phases[0].nbytes
+    tight = make_plan(changed(whole, {"gpu_memory.budget_gib": (needed + 1) / GIB}))
+    assert tight.excess
+    said = "\n".join(advice(tight))
+    assert re.search(
+        r"learner\.engine=fsdp2 learner\.device=cuda learner\.num_processes=4 .* -> 0.0 MiB too much", said
+    )
+    fits = changed(whole, {**divided, "gpu_memory.budget_gib": tight.budget / GIB})
+    assert not make_plan(fits).excess
+    assert check_plan(RunConfig.model_validate(fits.model_dump())) is not None, "a budget is accepted of ranks"
+
+
+def test_parts_in_host_memory_are_those_of_all_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
+    small = make_model(tmp_path / "tiny", "tiny")
+    on_gpus = planned(make_config, small, learner=RANKS)
+    on_gpus = changed(on_gpus, {"learner.device": "cuda", "rollout.device": "cuda:2"})
+    model = make_plan(on_gpus).model
+    there, offloaded = make_plan(on_gpus, model), make_plan(changed(on_gpus, {"learner.cpu_offload": True}), model)
+    parts = {name: nbytes for name, nbytes in lines(there).items() if name.startswith("parts of")}
+    assert len(parts) == 3
+    assert not parts.keys() & lines(offloaded).keys()
+    (kept,) = (line.nbytes for line in offloaded.host if line.name == "parts, offloaded")
+    assert kept == 2 * sum(parts.values())
+    assert offloaded.phases[0].nbytes < there.phases[0].nbytes
+
+
+def test_an_engine_whose_placement_is_not_known_is_not_planned_as_another(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "PLANNED_ENGINES", ("torch",))
+    config = make_config(learner=RANKS, gpu_memory={"budget_gib": 1})
+    with pytest.raises(UserError, match=r"learner\.engine=fsdp2, only for torch\. Leave gpu_memory"):
+        check_plan(config)
