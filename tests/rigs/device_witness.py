@@ -22,7 +22,7 @@ from typing import Any
 
 from protocol.weights import Publication
 
-LEARNER_USES = ("prepare", "forward", "backward", "optimizer_step", "save", "sleep", "wake")
+LEARNER_USES = ("prepare", "forward", "backward", "optimizer_step", "files", "sleep", "wake")
 SERVER_USES = ("_load", "_load_weights", "_fall_asleep", "_wake_up")
 USES_FILE = "uses.jsonl"
 BATCH_USES = ("prefill", "join", "step", "rebuild_cache")

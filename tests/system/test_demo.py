@@ -76,7 +76,10 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
     sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
     pages = (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*"))
-    for folder, pattern in (*pages, *((f"{kind}/overlays", "*.yaml") for kind in ("algorithms", "tasks"))):
+    for folder, pattern in (
+        *pages,
+        *((name, "*.yaml") for name in ("algorithms/overlays", "tasks/overlays", "tasks/agents")),
+    ):
         others |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
     others |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
     assert {name for name in names if "dist-info" not in name} == sources | others

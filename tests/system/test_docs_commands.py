@@ -29,7 +29,7 @@ COMMANDS = {
 SECTIONS = set(RunConfig.model_fields)
 WITH_COMMANDS = [page for page in PAGES if blocks(page)]
 ALL = [block for page in WITH_COMMANDS for block in blocks(page)]
-FREE_MAPPINGS = ("rollout.engine_args",)
+FREE_MAPPINGS = ("rollout.engine_args", "environment.config")
 README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 
 
