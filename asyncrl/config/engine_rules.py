@@ -63,22 +63,26 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
         if learner.num_processes > 1:
             yield (
                 f"learner.num_processes is {learner.num_processes}, but learner.engine is torch, which keeps the whole "
-                "model on one device. Set learner.engine=fsdp2, or leave learner.num_processes out"
+                "model on one device. Set learner.engine=fsdp2 or deepspeed, or leave learner.num_processes out"
             )
         return
     problems = {
         "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
-        f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the learner's "
-        "device": config.rollout.weights_channel in DEVICE_CHANNELS,
-        "reference.offload is true, which moves a whole model (learner.cpu_offload keeps all parts in host memory)": (
-            config.reference.offload
-        ),
+        f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
+        "learner that is one process": config.rollout.weights_channel in DEVICE_CHANNELS,
+        "reference.offload is true, which moves a whole model (where the weights are divided, learner.cpu_offload "
+        "keeps all parts in host memory)": config.reference.offload,
         f"algorithm.kl_estimator is {config.algorithm.kl_estimator}, which needs the output layers of two models at "
         "once": config.algorithm.kl_estimator == "full",
     }
     for problem, is_so in problems.items():
         if is_so:
-            yield f"learner.engine is fsdp2, but {problem}. Set learner.engine=torch, or change the latter"
+            yield f"learner.engine is {learner.engine}, but {problem}. Set learner.engine=torch, or change the latter"
+    if learner.engine == "deepspeed" and config.model.dtype == "float16":
+        yield (
+            "model.dtype is float16, whose loss scale learner.engine=deepspeed does not have. Set model.dtype=bfloat16 "
+            "or learner.engine=fsdp2"
+        )
     if learner.num_processes > 1 and ":" in learner.device:
         yield (
             f"learner.device is {learner.device}, one GPU, and learner.num_processes is {learner.num_processes}: each "

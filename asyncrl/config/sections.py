@@ -422,15 +422,19 @@ class LearnerConfig(Section):
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
-    engine: Literal["torch", "fsdp2"] = "torch"
+    engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
-    it on each of num_processes."""
+    it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: what is divided over num_processes: 1 AdamW's state with its masters, 2 gradients, too, 3 the weights,
+    too."""
     num_processes: int = Field(default=1, gt=0)
     """Ranks: processes that train together, each on a GPU of its own, or on the CPU. The learner starts them on its
     machine; under torchrun its processes are the ranks."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimiser state in host memory, and step there: a GPU holds 2 bytes of a
-    bfloat16 parameter in the place of 18. With fsdp2 the weights, too: the GPU has one layer's at a time."""
+    bfloat16 parameter in the place of 18. With fsdp2, and deepspeed at stage 3, the weights, too: the GPU has one
+    layer's at a time."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,14 +55,25 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
     Raises ValueError if names or shapes differ from the model's: a partial update would be silent corruption.
     """
     own = dict(published_tensors(model))
-    given: set[str] = set()
     with torch.no_grad():
-        for name, tensor in tensors:
-            if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-                have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
-                raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
+        for name, tensor in fitting(own, tensors):
             copy_into(own[name], tensor)
-            given.add(name)
+
+
+def fitting(
+    own: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors one by one, each compared with the model's `own` of its name, of which none may be left out.
+
+    Raises ValueError where names, shapes or dtypes differ.
+    """
+    given: set[str] = set()
+    for name, tensor in tensors:
+        if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+            have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
+            raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
+        yield name, tensor
+        given.add(name)
     missing = own.keys() - given
     if missing:
         raise ValueError(f"{len(missing)} tensors were not published, such as {sorted(missing)[:3]}")

@@ -16,10 +16,17 @@ SCORE_HEADS = ("score", "v_head.summary")
 """Heads in weight files to begin with: those of transformers' sequence classifiers, and of TRL's value models."""
 
 
+class ValueHead(torch.nn.Linear):
+    """A linear layer to one number that computes in fp32, whatever its weights are stored in."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
+
+
 def add_value_head(model: Any, device: torch.device) -> torch.nn.Linear:
     """Give the model a `value_head` of zeros in fp32, and take its output layer out of training."""
     text: Any = getattr(model.config, "text_config", None) or model.config
-    head = torch.nn.Linear(text.hidden_size, 1, device=device)
+    head = ValueHead(text.hidden_size, 1, device=device)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     model.value_head = head
@@ -31,7 +38,7 @@ def add_value_head(model: Any, device: torch.device) -> torch.nn.Linear:
 
 def values(model: Any, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
     """[n] fp32 value of the states at these places of one packed sequence."""
-    return model.value_head(hidden_states(model, inputs)[places].float())[:, 0]
+    return model.value_head(hidden_states(model, inputs)[places])[:, 0]
 
 
 @torch.no_grad()

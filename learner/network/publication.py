@@ -27,9 +27,9 @@ def open_publication(run_id: str) -> Publication:
 def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
     """Create the copies of versions in device memory, for transfers between devices.
 
-    None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, where no
-    device has the whole model (learner.engine=fsdp2), and where a plan of the device's memory (gpu_memory.budget_gib)
-    has no room for the versions.
+    None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, where
+    learner.engine divides the model, and where a plan of the device's memory (gpu_memory.budget_gib) has no room for
+    the versions.
     """
     if config.trainer.mode == "sync" or config.learner.is_divided or engine.adapter is not None:
         return None

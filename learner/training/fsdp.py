@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,6 +41,7 @@ from learner.training.sharded_state import Shards, read_shards, whole_tensors
 from learner.training.state_file import missing_parts, put_parts, take_parts
 from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
+from learner.training.whole_files import without_weights
 
 T = TypeVar("T")
 _RUN = "compute_with_whole_weights"
@@ -60,7 +60,7 @@ class FullySharded:
         self._model = model
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         whole = hasattr(model, "save_pretrained") and not is_adapted(model)
-        self._skeleton = _without_weights(model) if whole else None
+        self._skeleton = without_weights(model) if whole else None
         mesh = init_device_mesh(self._device.type, (self._ranks.size,))
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cpu_offload else OffloadPolicy()
         for module, dtype in list(gathered_units(model)):
@@ -219,13 +219,3 @@ class ShardedMasters(MasterWeights):
 def _call(compute: Callable[[], T]) -> T:
     """Views are copied: FSDP warns of hooks that an in-place operation on them would lose."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor._base is not None else tensor, compute())
-
-
-def _without_weights(model: Any) -> Any:
-    """The same model on the meta device: it knows how its family's files are written."""
-    config = copy(model.config)
-    with torch.device("meta"):
-        skeleton = type(model)._from_config(config, dtype=model.dtype)
-    skeleton.generation_config = model.generation_config
-    skeleton._weight_conversions = getattr(model, "_weight_conversions", None)  # names in the files that it came from
-    return skeleton

@@ -75,14 +75,22 @@ class MasterWeights:
         return {name: parameter.dtype for name, parameter in self._trained.items()}
 
     def _check_names(self, theirs: Collection[str], ours: Collection[str], folder: Path) -> None:
-        differing = sorted(set(theirs) ^ set(ours))
-        if differing:
-            kind = "no fp32 master weights" if differing[0] in ours else "fp32 master weights"
-            dtypes = self._dtypes()
-            now = str(dtypes[differing[0]]).removeprefix("torch.") if differing[0] in self._trained else ""
-            raise UserError(
-                f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "
-                f"{now or 'not trained'} now: it was written with another model.dtype, or by a version of asyncrl "
-                "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
-                f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
-            )
+        trained = {name: dtype for name, dtype in self._dtypes().items() if name in self._trained}
+        check_masters(theirs, ours, trained, folder)
+
+
+def check_masters(
+    theirs: Collection[str], ours: Collection[str], trained: Mapping[str, torch.dtype], folder: Path
+) -> None:
+    """Raise UserError unless the checkpoint in `folder` has masters of the same parameters as the model here, whose
+    trained ones have such dtypes."""
+    differing = sorted(set(theirs) ^ set(ours))
+    if differing:
+        kind = "no fp32 master weights" if differing[0] in ours else "fp32 master weights"
+        now = str(trained[differing[0]]).removeprefix("torch.") if differing[0] in trained else ""
+        raise UserError(
+            f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "
+            f"{now or 'not trained'} now: it was written with another model.dtype, or by a version of asyncrl "
+            "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
+            f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
+        )

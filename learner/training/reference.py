@@ -100,7 +100,7 @@ class Reference(TorchEngine):
         if ema:
             with self.on_device():
                 for mine, policys in zip(self.masters.stepped(), actor.updates.stepped(), strict=True):
-                    mine.lerp_(policys, 1 - ema)
+                    mine.lerp_(policys.to(mine.device), 1 - ema)
                 self.masters.round_into_parameters()
 
     def sleep(self) -> int:

@@ -1,4 +1,4 @@
-"""The placement of a model's weights: whole on one device, or in parts on all ranks (fsdp.py)."""
+"""The placement of a model's weights: whole on one device, or in parts on all ranks (fsdp.py, zero.py)."""
 
 from __future__ import annotations
 
@@ -143,15 +143,7 @@ class OneDevice:
         return lambda folder: torch.save(kept, folder / name)
 
     def read_state(self, file: Path) -> Any:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        missing = missing_parts(state)
-        if not missing:
-            return state
-        from learner.training.sharded_state import read_shards  # torch.distributed
-
-        found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
-        read_shards(file.with_suffix(""), found)
-        return put_parts(state, found)
+        return read_whole_state(file)
 
     def changed(self) -> None:
         pass
@@ -165,6 +157,19 @@ class StateOnly:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return self._state
+
+
+def read_whole_state(file: Path) -> Any:
+    """A state of whole tensors, also where parts of them lie beside the file."""
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    missing = missing_parts(state)
+    if not missing:
+        return state
+    from learner.training.sharded_state import read_shards  # torch.distributed
+
+    found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
+    read_shards(file.with_suffix(""), found)
+    return put_parts(state, found)
 
 
 def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -181,6 +186,12 @@ def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> 
     """The placement of `learner.engine`."""
     if config.engine == "torch":
         return OneDevice(device, cpu_offload=config.cpu_offload)
+    if config.engine == "deepspeed":
+        from learner.training.zero import ZeroParted, ZeroWhole
+        from learner.training.zero_engine import ZeroSettings
+
+        settings = ZeroSettings.of(config, device)
+        return ZeroParted(settings, ranks) if settings.stage == 3 else ZeroWhole(settings, ranks)
     from learner.training.fsdp import FullySharded  # torch.distributed: not for a learner of one process
 
     return FullySharded(device, ranks, cpu_offload=config.cpu_offload)

@@ -29,7 +29,8 @@ class TokenBudget:
         """`compute(tokens)`, from its beginning with half of the tokens where it raises torch.OutOfMemoryError.
 
         Gradients of what was computed before are dropped: nothing counts twice. Raises BadStateError where every
-        micro-batch is a single row already, and with several ranks, which are in the middle of the same layer then.
+        micro-batch is a single row already, where the engine cannot begin a pass again, and with several ranks, which
+        are in the middle of the same layer then.
         """
         while True:
             try:
@@ -55,9 +56,9 @@ class TokenBudget:
         plan = plan_micro_batches(groups, self.tokens)
         largest = max(sum(group.num_tokens for group in part) for part in plan)
         said = f"{where}: no memory for micro-batches of up to {largest} tokens ({problem})"
-        if self._roles.ranks.size > 1:
+        if self._roles.ranks.size > 1 or not self._roles.actor.updates.begins_again:
             raise BadStateError(
-                f"{said}. Ranks compute layer by layer together, and cannot begin again. Resume with "
+                f"{said}. Ranks, which compute layer by layer together, and DeepSpeed cannot begin again. Resume with "
                 f"batch.tokens_per_microbatch={max(1, largest // 2)}, learner.gradient_checkpointing=true or more ranks"
             )
         if all(sum(len(group.completions) for group in part) == 1 for part in plan):

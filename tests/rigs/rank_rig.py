@@ -18,14 +18,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
-from learner.ranks.group import ALONE, Ranks
+from learner.ranks.group import Ranks
+from learner.training import zero_engine
 from learner.training.critic import Critic
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine, create_engine
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
@@ -52,31 +53,37 @@ def run_ranks(
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    zero_engine.PERSISTENT = 500  # else every tensor of a tiny model stays whole
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()
     results: dict[str, Any] = {}
     for name, sections in rig["configs"].items():
-        start = Path(rig["starts"][name]) if "starts" in rig else None
-        config = RunConfig.model_validate(sections)
-        results[name] = take_steps(config, folder / name, ranks, rig.get("steps", 2), start)
+        start = rig.get("starts", {}).get(name)
+        results[name] = take_steps(
+            RunConfig.model_validate(sections),
+            folder / name,
+            ranks,
+            rig.get("steps", 2),
+            Path(start) if start else None,
+            poisoned=name in rig.get("poisoned", []),
+        )
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
 
 
 def join() -> Ranks:
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return ALONE
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank())
 
 
-def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int, start: Path | None = None) -> dict[str, Any]:
+def take_steps(
+    config: RunConfig, folder: Path, ranks: Ranks, steps: int, start: Path | None = None, *, poisoned: bool = False
+) -> dict[str, Any]:
     """Metrics of each step; weights before and after it, and a checkpoint of the last, are in `folder`. `start`: such a
-    folder, of as many steps."""
+    folder, of as many steps. `poisoned`: the last rank's gradients are not finite."""
     torch.manual_seed(0)
-    config = config.with_policy(start / "model" if start else None)
+    config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = create_engine(config, config.learner.optim, steps, ranks)
     engine.prepare()
     critic = Critic(config, steps, ranks) if "critic" in config.algorithm.needs else None
@@ -85,12 +92,16 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int, start:
         if role:
             role.prepare()
     if start:
+        if engine.adapter:
+            engine.load_published(load_file(start / f"{steps}.safetensors").items())
         engine.load(start)
         for role in (critic, reference if config.reference.moves else None):
             if role:
                 role.load(start / role.role)
     if ranks.leads:
         folder.mkdir(exist_ok=True)
+    if poisoned and ranks.rank == ranks.size - 1:
+        engine.backward = lambda loss: TorchEngine.backward(engine, loss * float("inf"))
     step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
     processor = PromptProcessor(config.model)
     batch = made_up_batch(config, processor)
@@ -101,7 +112,10 @@ def take_steps(config: RunConfig, folder: Path, ranks: Ranks, steps: int, start:
         try:
             metrics.append(step(batch, version))
         except NotFiniteError as error:
-            return {"problem": str(error), "rank": ranks.rank}
+            folder.mkdir(exist_ok=True)
+            (folder / f"problem-{ranks.rank}").write_text(str(error))
+            _save_weights(engine.published_state(), folder / "after.safetensors", ranks)
+            return {}
         _save_weights(engine.published_state(), folder / f"{version - first + 1}.safetensors", ranks)
     if ranks.leads:
         for role in (critic, reference):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,16 @@ def test_steps_after_a_checkpoint_are_the_same_on_any_number_of_ranks(two_ranks:
 
 
 def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    check_run_with_a_killed_rank(make_config, tmp_path, RANKS, steps=10)
+
+
+def check_run_with_a_killed_rank(
+    make_config: MakeConfig, tmp_path: Path, learner: Mapping[str, Any], *, steps: int
+) -> None:
+    """Kill rank 1 after three steps: each sample is trained once, and one process goes on from the last checkpoint."""
     config = make_config(
-        learner={**RANKS, "max_staleness": 1},
-        trainer={"max_steps": 10, "save_freq": 2, "samples_per_step": 1},
+        learner={**learner, "max_staleness": 1},
+        trainer={"max_steps": steps, "save_freq": 2, "samples_per_step": 1},
         launch={"restart_delay_s": 0.1},
         network={"timeout_s": 10.0},
     )
@@ -198,14 +205,14 @@ def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: 
     assert "learner 1" in log.read_text(), "started again once"
     with sqlite3.connect(run / JOURNAL_FILE) as db:
         rows = db.execute("SELECT step, ticket_id FROM consumption").fetchall()
-    assert len({ticket for _, ticket in rows}) == len(rows) == 10 * config.batch.prompts_per_step
+    assert len({ticket for _, ticket in rows}) == len(rows) == steps * config.batch.prompts_per_step
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     # Without ranks, from the same checkpoint.
-    alone = ("learner.engine=torch", "learner.num_processes=1", "trainer.max_steps=11")
+    alone = ("learner.engine=torch", "learner.num_processes=1", f"trainer.max_steps={steps + 1}")
     again = start_command("train", str(run / "config.yaml"), "--resume", *alone, log=log)
     assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
-    assert steps_of(run) == 11
+    assert steps_of(run) == steps + 1
 
 
 def steps_of(run: Path) -> int:

@@ -29,6 +29,7 @@ from asyncrl.tools.import_config.trl_rules import TRL_DEFAULTS, TRL_RULES
 from asyncrl.tools.import_config.verl_keys import VERL_DEFAULTS
 
 _DIVIDED = "learner.engine=fsdp2 learner.num_processes=N divides the model, without settings of how"
+_ZERO = "learner.engine=deepspeed learner.zero_stage=2 learner.num_processes=N is ZeRO, without other settings of how"
 _WHOLE_SEQUENCES = "a sequence is computed by one rank"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
 _CRITIC = "the critic is as the policy in all else"
@@ -95,7 +96,7 @@ OTHER_NAME = {
 }
 """Keys with our meaning and unit under another name."""
 NO_COUNTERPART = """
-actor.strategy | learner.engine=fsdp2 learner.num_processes=N divides the model
+actor.strategy | learner.engine=fsdp2 (or deepspeed) learner.num_processes=N divides the model
 data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
@@ -243,7 +244,7 @@ SECTIONS: Mapping[str, Rule] = {
         lost("nothing of this name is known, and it may be another algorithm") if value else no_setting("off there")
     ),
     "actor.fsdp.": absent(_DIVIDED),
-    "actor.deepspeed.": absent(_DIVIDED),
+    "actor.deepspeed.": absent(_ZERO),
     "actor.offload.": absent("in sync mode everything leaves the device in turn; otherwise it stays there"),
     "actor.checkpoint.": absent("a checkpoint holds all that a restart needs"),
     "actor.policy_loss.": absent(PLUGIN),

@@ -108,6 +108,8 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
             r"fsdp2, but reference.offload is true",
         ),
         ({"learner": {**FSDP2, "device": "cuda:1"}}, r"learner.device is cuda:1, one GPU"),
+        ({"learner": {"engine": "deepspeed"}, "trainer": {"mode": "sync"}}, r"deepspeed, but trainer.mode is sync"),
+        ({"learner": {"engine": "deepspeed"}, "model": {"dtype": "float16"}}, r"dtype is float16, whose loss scale"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(make_config: MakeConfig, sections: dict[str, Any], says: str) -> None:

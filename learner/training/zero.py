@@ -1,0 +1,193 @@
+"""Weights under DeepSpeed's ZeRO (arXiv 1910.02054, 2101.06840): whole on each rank at stages 1 and 2, where the
+optimiser's state, or also gradients, are divided; in parts at stage 3, gathered for each module while it computes.
+
+Trained weights have one dtype there: the value head of a 16-bit critic is rounded like the rest, and its fp32 master is
+what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from asyncrl.config.sections import OptimConfig
+from asyncrl.models.published import fitting, load_published, published_parts, published_tensors
+from learner.ranks.group import Ranks
+from learner.training.loss_scale import LossScale
+from learner.training.master_weights import MasterWeights
+from learner.training.updates import Updates
+from learner.training.whole_files import WholeFiles
+from learner.training.zero_engine import ZeroEngine, ZeroSettings, load_deepspeed
+from learner.training.zero_updates import ZeroUpdates, part_for, shape_of
+
+T = TypeVar("T")
+
+
+class ZeroWhole(WholeFiles):
+    """Stages 1 and 2: each rank has the whole weights, and steps its part of the masters."""
+
+    def __init__(self, settings: ZeroSettings, ranks: Ranks):
+        super().__init__(ranks)
+        load_deepspeed(settings)
+        self._settings = settings
+        self._updates: ZeroUpdates | None = None
+        self.load_device = settings.device
+
+    def shard(self, model: Any) -> None:
+        self.take(model)
+        if not self._is_adapted:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(model.dtype)
+
+    def run(self, compute: Callable[[], T]) -> T:
+        if self._updates is None or not torch.is_grad_enabled():
+            return compute()
+        return self._updates.engine.run(compute)
+
+    def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
+        assert scale is None, "learner.engine=deepspeed refuses float16"
+        self._updates = ZeroUpdates(self._model, self._settings, optim, total_updates, self._ranks, self)
+        return self._updates
+
+    def masters(self, model: Any) -> MasterWeights:
+        return WholeMasters(self, model)
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return published_tensors(self._model)
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As published; what has been rounded here, as it was loaded."""
+        parts = dict(published_parts(self._model))
+        for name, tensor in self.published():
+            rounded = self._updates is not None and self.dtypes.get(name, tensor.dtype) != tensor.dtype
+            yield name, self._updates.master(parts[name]) if self._updates is not None and rounded else tensor
+
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load_published(self._model, self._mastered(tensors))
+
+    def _mastered(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        parts = dict(published_parts(self._model))
+        for name, tensor in tensors:
+            yield name, tensor
+            self._set_master(parts[name], tensor)
+
+    @torch.no_grad()
+    def load_weights(self, file: Path) -> None:
+        self.changed()
+        own = self._model.state_dict(keep_vars=True)
+        found = load_file(file) if file.exists() else self.read_state(file.with_suffix(".pt"))
+        for name, whole in found.items():
+            self._set(own[name], whole)
+            self._set_master(own[name], whole)
+
+    def _set(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        tensor.copy_(whole)
+
+    def _set_master(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        if self._updates is not None and tensor.requires_grad:
+            self._updates.set_master(tensor, whole)
+
+    def changed(self) -> None:
+        pass
+
+
+class ZeroParted(ZeroWhole):
+    """Stage 3: each rank has a part of every weight."""
+
+    def __init__(self, settings: ZeroSettings, ranks: Ranks):
+        super().__init__(settings, ranks)
+        self.load_device = torch.device("cpu")
+        self._engine: ZeroEngine | None = None
+
+    def shard(self, model: Any) -> None:
+        super().shard(model)
+        zero = load_deepspeed(self._settings).zero
+        zero.Init(module=model, config_dict_or_path=self._settings.as_deepspeed(0.0))  # one parameter at a time
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self._settings.device)
+
+    def run(self, compute: Callable[[], T]) -> T:
+        if self._updates is not None:
+            return self._updates.engine.run(compute)
+        if self._engine is None:  # a model that is only read, such as a reference
+            self._engine = ZeroEngine(self._model, self._settings)
+        return self._engine.run(compute)
+
+    def masters(self, model: Any) -> MasterWeights:
+        return PartMasters(self, model)
+
+    def local(self, parameter: Any) -> torch.Tensor:
+        return parameter.ds_tensor
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        gathered = load_deepspeed(self._settings).zero.GatheredParameters
+        for name, tensor in published_parts(self._model):
+            with gathered([tensor]):
+                yield name, tensor.detach()
+
+    def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.changed()
+        parts = dict(published_parts(self._model))
+        outlines = {n: torch.empty(shape_of(p), dtype=p.dtype, device="meta") for n, p in parts.items()}
+        for name, whole in fitting(outlines, tensors):
+            self._set(parts[name], whole)
+            self._set_master(parts[name], whole)
+
+    @torch.no_grad()
+    def _set(self, tensor: Any, whole: torch.Tensor) -> None:
+        if hasattr(tensor, "ds_tensor"):
+            tensor.ds_tensor.copy_(part_for(tensor, whole, self._ranks))
+        else:  # a buffer
+            tensor.copy_(whole)
+
+    def changed(self) -> None:
+        """Weights that stay whole between steps are gathered again, too."""
+        engine = self._updates.engine if self._updates is not None else self._engine
+        if engine is not None:
+            engine.deepspeed.empty_partition_cache()
+
+    def whole(self, part: torch.Tensor, parameter: Any) -> torch.Tensor:
+        """The whole tensor of the ranks' parts, of a parameter's shape."""
+        found = torch.empty(part.numel() * self._ranks.size, dtype=part.dtype, device=self._settings.device)
+        dist.all_gather_single(found, part.to(self._settings.device))
+        return found[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+class WholeMasters(MasterWeights):
+    """fp32 copies of 16-bit parameters, the same on all ranks."""
+
+    def __init__(self, sharding: ZeroWhole, model: nn.Module):
+        super().__init__(model)
+        self._sharding = sharding
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {n: self._sharding.kept(copy) for n, copy in self._copies.items()}
+
+
+class PartMasters(MasterWeights):
+    """fp32 copies of this rank's parts of 16-bit parameters."""
+
+    def __init__(self, sharding: ZeroParted, model: nn.Module):
+        self._sharding, self._parameters = sharding, dict(model.named_parameters())
+        self._trained = {n: sharding.local(p) for n, p in self._parameters.items() if p.requires_grad}
+        self._copies = {n: part.float() for n, part in self._trained.items() if part.dtype != torch.float32}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        whole = self._sharding.whole
+        return {n: self._sharding.kept(whole(copy, self._parameters[n])) for n, copy in self._copies.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        self._check_names(state.keys(), self._copies.keys(), folder)
+        for name, whole in state.items():
+            self._copies[name].copy_(part_for(self._parameters[name], whole, self._sharding._ranks))

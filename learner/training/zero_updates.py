@@ -1,0 +1,258 @@
+"""Updates by DeepSpeed's ZeRO optimisers: torch's AdamW on this rank's part of the fp32 masters.
+
+DeepSpeed flattens each parameter group into one tensor and steps that. Parts of a model that a batch may not reach (a
+vision tower in a batch of text) are groups of their own, so that they can be left out, as AdamW leaves out a parameter
+without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.sections import OptimConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models.parts import part_of
+from learner.ranks.group import Ranks
+from learner.training.master_weights import check_masters
+from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.updates import make_schedule, schedule_state
+from learner.training.whole_files import WholeFiles
+from learner.training.zero_engine import ZeroEngine, ZeroSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroUpdates:
+    """The trained parameters of a model in the hands of ZeRO."""
+
+    begins_again = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        settings: ZeroSettings,
+        optim: OptimConfig,
+        total_updates: int,
+        ranks: Ranks,
+        files: WholeFiles,
+    ):
+        """`files` are the model's, which knows it as it was loaded."""
+        self._optim, self._total_updates, self._ranks = optim, total_updates, ranks
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._dtypes = {name: files.dtypes[name] for name in self._trained}
+        self._kept = files.kept
+        groups, self._in_file = _groups(self._trained, optim)
+        on_cpu = settings.cpu_offload or settings.device.type == "cpu"
+        self._optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=on_cpu)
+        self._reached: set[int] = set()
+        self._left_out: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        for group in groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(lambda _, n=group["number"]: self._reached.add(n))
+        self._group_of = {id(p): group["number"] for group in groups for p in group["params"]}
+        self.engine = ZeroEngine(model, settings, self._optimizer, optim.max_grad_norm)
+        self._zero: Any = self.engine.deepspeed.optimizer
+        self._is_parted = settings.stage == 3
+        self._flat = self._flat_masters()
+        self._begin_moments()
+        self.schedule = make_schedule(self._optimizer, optim, total_updates)
+        self._check: Callable[[float], None] = lambda _: None
+        self._optimizer.register_step_pre_hook(self._before_group)
+        self._optimizer.register_step_post_hook(self._after_group)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Ranks are averaged there.
+        self.engine.deepspeed.backward(loss * self._ranks.size, scale_wrt_gas=False)
+
+    def step(self, check: Callable[[float], None]) -> dict[str, float]:
+        lr = float(self.schedule.get_last_lr()[0])
+        self._check = check
+        self.engine.deepspeed.step()
+        grad_norm = float(self.engine.deepspeed.get_global_grad_norm())
+        if not self.engine.deepspeed.was_step_applied():  # it looks at fp32 gradients itself
+            check(grad_norm)
+            raise BadStateError(f"DeepSpeed has made no step, and the gradient norm is {grad_norm}")
+        self.schedule.step()
+        self._reached.clear()
+        self._clear_buffers()
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    def _before_group(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Look at the norm before the first group is stepped, and leave out groups that no gradient has reached."""
+        self._check(float(self._zero._global_grad_norm))
+        self._left_out = [(g, g["params"]) for g in optimizer.param_groups if g["number"] not in self._reached]
+        for group, _params in self._left_out:
+            group["params"] = []
+
+    def _after_group(self, *_: Any) -> None:
+        for group, params in self._left_out:
+            group["params"] = params
+
+    @torch.no_grad()
+    def _clear_buffers(self) -> None:
+        """Set to zero what DeepSpeed keeps gradients in between steps: where a parameter is not reached by a step's
+        first micro-batch, it would add later ones to what is there."""
+        buffers = [p.grad for flats in self._flat.values() for p in flats if p.grad is not None]
+        if self._is_parted:
+            buffers.append(self._zero.grad_partitions_flat_buffer)
+        buffers += getattr(self._zero, "accumulated_grads_in_cpu", {}).values()
+        for buffer in buffers:
+            buffer.zero_()
+
+    def drop_gradients(self) -> None:
+        """Nothing to do: where gradients are to be dropped, the run ends (`begins_again`)."""
+
+    def _flat_masters(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's masters, flattened, by the number of their group."""
+        if not self._is_parted:
+            return {group["number"]: list(group["params"]) for group in self._optimizer.param_groups}
+        found: dict[int, list[torch.Tensor]] = {group["number"]: [] for group in self._optimizer.param_groups}
+        for place, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            number = self._optimizer.param_groups[self._zero.sub_group_to_group_id[place]]["number"]
+            found[number].append(flat)
+        return found
+
+    def _begin_moments(self) -> None:
+        """Make AdamW's state now, where it would be made in the first step: a checkpoint is read into it, and DeepSpeed
+        links parameters of stages 1 and 2 to it when the first of the groups is stepped."""
+        from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+
+        for flats in self._flat.values():
+            for flat in flats:
+                step_on = flat.device if self._optimizer.defaults["fused"] else torch.device("cpu")
+                self._optimizer.state[flat] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=step_on),
+                    **{name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS},
+                }
+        if not self._is_parted:
+            for parameters, flat in zip(self._zero.bit16_groups, self._flat.values(), strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat[0], self._optimizer.state)
+
+    @torch.no_grad()
+    def forget_moments(self) -> None:
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        for parameter in self._trained.values():
+            yield safe_get_local_fp32_param(parameter) if self._is_parted else _full(parameter)
+
+    def copies(self) -> Iterator[torch.Tensor]:
+        for flats in self._flat.values():
+            yield from flats
+        for state in self._optimizer.state.values():
+            yield from state.values()
+
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole master of a trained parameter."""
+        return _full(parameter)
+
+    @torch.no_grad()
+    def set_master(self, parameter: torch.Tensor, whole: torch.Tensor, moment: str | None = None) -> None:
+        """Set the master of a trained parameter, or one of its moments."""
+        from deepspeed import utils
+
+        if self._is_parted:
+            part = part_for(parameter, whole.float(), self._ranks)
+            if moment is None:
+                utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, part, moment)
+        elif moment is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, moment)
+
+    def state(self) -> dict[str, Any]:
+        """As torch's optimiser has it, whose state is numbered by the places of parameters in the groups of
+        `parameter_groups`."""
+        masters = {n: self._kept(self.master(p)) for n, p in self._rounded().items()}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for number, name in enumerate(self._in_file.names):
+            parameter = self._trained[name]
+            step = self._steps(parameter)[0]
+            if step:
+                moments = {m: self._kept(_full(parameter, m)) for m in MOMENTS}
+                state[number] = {"step": step.cpu().clone(), **moments}
+        optimizer = {"state": state, "param_groups": self._in_file.param_groups}
+        return {"masters": masters, "optimizer": optimizer, "schedule": schedule_state(self.schedule)}
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        masters, optimizer = state.get("masters", {}), state["optimizer"]
+        check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
+        check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
+        for name, whole in masters.items():
+            self.set_master(self._trained[name], whole)
+        self.forget_moments()
+        for number, saved in optimizer["state"].items():
+            parameter = self._trained[self._in_file.names[number]]
+            for moment in MOMENTS:
+                self.set_master(parameter, saved[moment], moment)
+            for step in self._steps(parameter):
+                step.fill_(max(float(step), float(saved["step"])))  # one of each group, whose parameters step together
+        self.schedule = make_schedule(self._optimizer, self._optim, self._total_updates, made=state["schedule"])
+
+    def _rounded(self) -> dict[str, torch.Tensor]:
+        """Trained parameters that were loaded as 16 bits."""
+        return {name: p for name, p in self._trained.items() if self._dtypes[name] != torch.float32}
+
+    def _steps(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Counts of the steps of a parameter's group."""
+        return [self._optimizer.state[flat]["step"] for flat in self._flat[self._group_of[id(parameter)]]]
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """The optimiser of a whole model, as a checkpoint has it."""
+
+    names: list[str]
+    """Of the parameters, by their numbers."""
+    param_groups: list[dict[str, Any]]
+
+
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole, also where stage 3 has taken it apart."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def part_for(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """This rank's part of a whole tensor as stage 3 divides the parameter: elements in order, zeros behind the last."""
+    size = parameter.ds_tensor.numel()
+    part = whole.new_zeros(size)
+    mine = whole.reshape(-1)[ranks.rank * size : (ranks.rank + 1) * size]
+    part[: len(mine)] = mine
+    return part
+
+
+def _full(parameter: torch.Tensor, moment: str | None = None) -> torch.Tensor:
+    """The whole fp32 master of a trained parameter, or one of its moments, on all ranks."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
+    assert found is not None
+    return found
+
+
+def _groups(trained: dict[str, torch.nn.Parameter], optim: OptimConfig) -> tuple[list[dict[str, Any]], _InFile]:
+    """The groups of `parameter_groups`, each divided by the parts of a model, with numbers; and as a file has them."""
+    outlines = {name: torch.empty(shape_of(p), device="meta") for name, p in trained.items()}
+    names = {id(outline): name for name, outline in outlines.items()}
+    whole = torch.optim.AdamW(parameter_groups(list(outlines), list(outlines.values()), optim), betas=optim.betas)
+    groups: list[dict[str, Any]] = []
+    for group in whole.param_groups:
+        parts: dict[str, list[torch.nn.Parameter]] = {}
+        for outline in group["params"]:
+            name = names[id(outline)]
+            parts.setdefault(part_of(name.split(".")), []).append(trained[name])
+        common = {key: group[key] for key in ("lr", "weight_decay")}
+        groups += [{**common, "params": params, "number": len(groups) + i} for i, params in enumerate(parts.values())]
+    in_order = [names[id(outline)] for group in whole.param_groups for outline in group["params"]]
+    return groups, _InFile(in_order, whole.state_dict()["param_groups"])
