@@ -67,7 +67,7 @@ class WholeFiles:
 
 
 def _host_copy(whole: torch.Tensor) -> torch.Tensor:
-    """Of the tensor alone: parts of unequal size are gathered into more memory than they fill."""
+    """A copy of the tensor alone: parts of unequal size are gathered into more memory than they fill."""
     return torch.empty(whole.shape, dtype=whole.dtype).copy_(whole.detach())
 
 

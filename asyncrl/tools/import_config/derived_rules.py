@@ -155,7 +155,7 @@ _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-
 
 
 def estimator(value: str, theirs: Values) -> Outcome:
-    """By the table of names. Their gpg scales by the rows with a score other than 0."""
+    """Our name in the table of names. Their gpg scales by the rows with a score other than 0."""
     if value == "gpg":
         settings = {"algorithm.adv_estimator": value, "algorithm.gpg_valid": "nonzero_score"}
         return becomes(settings, "scaled by the rows of a score other than 0, as there; the paper has gpg_valid=spread")

@@ -58,7 +58,7 @@ def offloads_parts(config: RunConfig) -> bool:
 
 
 def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
-    """Of all ranks, as if they were on one machine."""
+    """Host memory of all ranks, as if they were on one machine."""
     ranks = config.learner.num_processes
     if offloads_parts(config):
         each = sum(line.nbytes for line in _part_lines(model, config, ranks))
