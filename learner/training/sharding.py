@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,7 +19,7 @@ from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
-from learner.training.state_file import missing_parts, put_parts
+from learner.training.state_file import StateOnly, read_whole_state
 from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
 
@@ -147,29 +147,6 @@ class OneDevice:
 
     def changed(self) -> None:
         pass
-
-
-class StateOnly:
-    """A state that is saved as if it were a module's."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]):
-        self._state = state
-
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        return self._state
-
-
-def read_whole_state(file: Path) -> Any:
-    """A state of whole tensors, also where parts of them lie beside the file."""
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    missing = missing_parts(state)
-    if not missing:
-        return state
-    from learner.training.sharded_state import read_shards  # torch.distributed
-
-    found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
-    read_shards(file.with_suffix(""), found)
-    return put_parts(state, found)
 
 
 def _copied(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ path in the state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,29 @@ def put_parts(state: Any, parts: Mapping[str, torch.Tensor]) -> Any:
     """The state with these tensors in their places."""
     leaves, spec = tree_flatten_with_path(state)
     return tree_unflatten([parts.get(_name(path), value) for path, value in leaves], spec)
+
+
+class StateOnly:
+    """A state that is saved as if it were a module's."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        self._state = state
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return self._state
+
+
+def read_whole_state(file: Path) -> Any:
+    """A state of whole tensors, also where parts of them lie beside the file."""
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    missing = missing_parts(state)
+    if not missing:
+        return state
+    from learner.training.sharded_state import read_shards  # torch.distributed
+
+    found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
+    read_shards(file.with_suffix(""), found)
+    return put_parts(state, found)
 
 
 def _named(state: Any) -> Iterator[tuple[str, Any]]:

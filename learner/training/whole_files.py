@@ -16,7 +16,7 @@ from asyncrl.models.export import export_model
 from asyncrl.models.gathered_units import is_adapted
 from asyncrl.models.published import published_parts
 from learner.ranks.group import Ranks
-from learner.training.sharding import StateOnly, read_whole_state
+from learner.training.state_file import StateOnly, read_whole_state
 from learner.training.train_engine import Write
 
 
