@@ -32,6 +32,8 @@ from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
 GROUP_SIZE = 8
 SAMPLE = 8192
+TURNS = 4
+"""Of each trajectory."""
 
 
 def made_up(rows: int, tokens: int) -> Trajectories:
@@ -54,6 +56,9 @@ def made_up(rows: int, tokens: int) -> Trajectories:
         entropies=uniform(),
         squared_probabilities=uniform(),
         values=uniform(),
+        turn=(torch.arange(rows * tokens) % tokens) * TURNS // tokens,
+        turn_rewards=torch.zeros(rows * tokens),
+        state=torch.zeros(rows * tokens, dtype=torch.long),
     )
 
 
@@ -69,11 +74,22 @@ def work_of(method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
     assert t.proximal_logprobs is not None
     target = (t.proximal_logprobs + 0.01).requires_grad_()
     marked = torch.zeros(len(t.row), dtype=torch.bool)
-    of = PolicyTokens(target, t.proximal_logprobs, t.behaviour_logprobs, credit.advantages, t.row, marked)
+    expert = (t.row % GROUP_SIZE == 0) if "demonstrations" in method.needs else None
+    of = PolicyTokens(
+        target,
+        t.proximal_logprobs,
+        t.behaviour_logprobs,
+        credit.advantages,
+        t.row,
+        marked,
+        expert=expert,
+        entropies=t.entropies,
+        scores=t.scores[t.row],
+    )
 
     def step() -> None:
         token_loss = function(of, config).token_loss
-        weights = token_weights(t.row, config.loss_agg_mode, max_response_length=tokens)
+        weights = token_weights(t.row, config.loss_agg_mode, max_response_length=tokens, group=t.group[t.row])
         correction = correct(of, config.correction)
         loss = (weights * torch.where(correction.masked, 0.0, correction.weights * token_loss)).sum()
         torch.autograd.grad(loss, target)
