@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +36,15 @@ def update(learner: TorchEngine, groups: Sequence[TrainGroup], tokens: int) -> d
         took["forward"] += clock.lap()
         learner.backward(-outputs.logprobs.mean())
         took["backward"] += clock.lap()
-    learner.masters.take_gradients()
-    torch.nn.utils.clip_grad_norm_(learner.masters.stepped(), 1.0)
+    updates: Any = learner.updates  # torch's on fp32 masters
+    updates.masters.take_gradients()
+    torch.nn.utils.clip_grad_norm_(updates.masters.stepped(), 1.0)
     took["clip"] = clock.lap()
-    learner.optimizer.step()
+    updates.optimizer.step()
     took["AdamW"] = clock.lap()
-    learner.masters.round_into_parameters()
+    updates.masters.round_into_parameters()
     took["weights back"] = clock.lap()
-    learner.optimizer.zero_grad(set_to_none=True)
+    updates.optimizer.zero_grad(set_to_none=True)
     return took
 
 

@@ -89,7 +89,7 @@ class _Draft:
             return
         for kind, key in METHOD_KEYS.items():
             with suppress(ValueError):  # a wrong decorator, which the check reports
-                self._forget_defaults(algorithm, method_of(kind, str(algorithm.get(key))), math.inf)
+                self._forget_defaults(algorithm, method_of(kind, str(algorithm.get(key))), BY_HAND)
         self._replaced.clear()
         for name, value in replaced.items():
             place = tuple(str(name).split("."))

@@ -53,7 +53,8 @@ def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
     training = Trainer(config, processor, writer.num_train_rows)
     bare_engine = create_engine(config, config.learner.optim, steps)
     bare_engine.prepare()
-    bare = BareLoop(bare_engine.unwrap_model(), bare_engine.optimizer)
+    updates: Any = bare_engine.updates  # torch's AdamW
+    bare = BareLoop(bare_engine.unwrap_model(), updates.optimizer)
     seconds: dict[str, list[float]] = {"learn": [], "publish": [], "bare": []}
     with ExitStack() as resources:
         publication = resources.enter_context(open_publication("bare-loop"))

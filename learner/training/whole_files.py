@@ -14,6 +14,7 @@ from torch import nn
 
 from asyncrl.models.export import export_model
 from asyncrl.models.gathered_units import is_adapted
+from asyncrl.models.host_copies import host_copy
 from asyncrl.models.published import published_parts
 from learner.ranks.group import Ranks
 from learner.training.state_file import StateOnly, read_whole_state
@@ -54,7 +55,7 @@ class WholeFiles:
 
     def kept(self, whole: torch.Tensor) -> torch.Tensor:
         """A copy in the host memory of the rank that writes; elsewhere nothing of it is kept."""
-        return _host_copy(whole) if self._ranks.leads else torch.empty(0)
+        return host_copy(whole) if self._ranks.leads else torch.empty(0)
 
     def _written(self, write: Write) -> Write:
         return write if self._ranks.leads else lambda _: None
@@ -64,11 +65,6 @@ class WholeFiles:
         whole = {name: self.kept(tensor) for name, tensor in self.whole_weights()}
         names = {id(t): name for name, t in published_parts(self._model)}
         return {name: whole[names[id(t)]] for name, t in self._model.state_dict(keep_vars=True).items()}
-
-
-def _host_copy(whole: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor alone: parts of unequal size are gathered into more memory than they fill."""
-    return torch.empty(whole.shape, dtype=whole.dtype).copy_(whole.detach())
 
 
 def without_weights(model: Any) -> Any:
