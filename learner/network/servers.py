@@ -33,7 +33,7 @@ from protocol.messages import (
     Wire,
 )
 from protocol.peers import Muted
-from protocol.sockets import Delivery
+from protocol.sockets import Delivery, Encoded
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ class Servers:
         """The version that is being evaluated: servers that have it are told of no newer one."""
         self.last_turn_at = float("inf")
         """Monotonic time of the last iteration of the network thread."""
+        self._by_identity: dict[bytes, str] = {}
+        self._by_session: dict[str, str] = {}
         self._device = device
         self._network = config.network
         self._mode = config.trainer.mode
@@ -107,6 +109,8 @@ class Servers:
         self._ledger = ledger
         self._facts = facts
         self._beat_at = 0.0
+        self._encoded: tuple[WeightManifest, Encoded] | None = None
+        """The manifest that was sent last, for the next server."""
 
     @property
     def aligned(self) -> dict[str, ServerState]:
@@ -115,7 +119,11 @@ class Servers:
 
     def at(self, identity: bytes) -> str | None:
         """Server id of a connection, or None."""
-        return next((i for i, s in self.connected.items() if s.identity == identity), None)
+        return self._by_identity.get(identity)
+
+    def of_session(self, session: str) -> str | None:
+        """Server id of a welcomed server by the session of its hello, which only the server itself knows; or None."""
+        return self._by_session.get(session)
 
     # --- hello and welcome ------------------------------------------------------------------------
 
@@ -146,7 +154,10 @@ class Servers:
         brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
         logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
+        if known is not None:
+            self._by_identity.pop(known.identity, None)
         self.connected[hello.server_id] = ServerState(hello, identity)
+        self._by_identity[identity] = self._by_session[hello.session] = hello.server_id
         if not self.send(hello.server_id, self._welcome()):
             return
         evaluates = self._ledger.out.held_of_kind(hello.server_id, is_training=False) > 0  # and goes on with it
@@ -177,7 +188,7 @@ class Servers:
 
     # --- messages and heartbeats --------------------------------------------------------------------
 
-    def send(self, server_id: str, message: Wire) -> bool:
+    def send(self, server_id: str, message: Wire | Encoded) -> bool:
         """Return False, and disconnect the server, if it could not be reached."""
         delivery = self._sockets.control.send(self.connected[server_id].identity, message)
         if delivery is not Delivery.SENT:
@@ -185,8 +196,9 @@ class Servers:
         return delivery is Delivery.SENT
 
     def send_to_all(self, message: Wire) -> None:
+        encoded = self._sockets.control.encode(message)
         for server_id in list(self.connected):
-            self.send(server_id, message)
+            self.send(server_id, encoded)
 
     def announce(self, manifest: WeightManifest) -> None:
         """Tell every server of this version, before any ticket that needs it; those that evaluate hear of it later."""
@@ -197,7 +209,9 @@ class Servers:
                 self._tell(server_id, manifest)
 
     def _tell(self, server_id: str, manifest: WeightManifest) -> None:
-        if self.send(server_id, manifest):
+        if self._encoded is None or self._encoded[0] is not manifest:
+            self._encoded = manifest, self._sockets.control.encode(manifest)
+        if self.send(server_id, self._encoded[1]):
             self.connected[server_id].told = manifest.version
 
     @property
@@ -284,7 +298,9 @@ class Servers:
 
     def lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
         """Disconnect a server and requeue its tickets."""
-        del self.connected[server_id]
+        server = self.connected.pop(server_id)
+        self._by_identity.pop(server.identity, None)
+        self._by_session.pop(server.hello.session, None)
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)
         level = logging.INFO if expected and not held else logging.WARNING

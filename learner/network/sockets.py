@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -29,6 +30,11 @@ class LearnerSockets:
     weights: LearnerSocket
     authenticator: CurveAuthenticator | None
     """None without keys."""
+
+    @property
+    def known_keys(self) -> Callable[[], Collection[bytes]] | None:
+        """Reads the public keys of the servers that may connect; None without keys."""
+        return self.authenticator.authorised if self.authenticator else None
 
     def take_rejections(self) -> Counter[str]:
         """Connections rejected since the last call, by kind."""

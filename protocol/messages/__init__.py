@@ -56,6 +56,9 @@ from protocol.messages.weights import (
     ChunkRequest,
     CudaMemory,
     DeviceSource,
+    Source,
+    SourceFailure,
+    SourceRequest,
     TensorEntry,
     TransferEnd,
     TransferRequest,
@@ -69,6 +72,6 @@ ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoad
 ControlFromLearner = (
     Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | LeaseGrant | LeaseRecall | Goodbye | Error
 )
-WeightsFromServer = ChunkRequest | TransferRequest | TransferEnd
-WeightsFromLearner = Chunk | TransferStart | Error
+WeightsFromServer = SourceRequest | ChunkRequest | TransferRequest | TransferEnd
+WeightsFromLearner = Source | Chunk | TransferStart | Error
 Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner
