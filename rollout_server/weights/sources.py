@@ -54,12 +54,17 @@ class WeightSources:
         relay = self._listen()
         if relay is not None:
             relay.offer(download)
+        before = dict(self.received_bytes)
         try:
             await self._from_any(socket, download)
         except BaseException:
             if relay is not None:
                 relay.withdraw(download)
             raise
+        learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
+        logger.debug(
+            "version %d: bytes from the learner: %d, from other servers: %d", manifest.version, learner, server
+        )
 
     def _listen(self) -> Relay | None:
         """Open the endpoint where others fetch from here, with the first version; None where it cannot be opened."""

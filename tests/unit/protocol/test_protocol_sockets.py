@@ -133,13 +133,7 @@ def test_check_hello():
     reconnected = {"server-0": HELLO.session, "server-1": "another"}
     assert check(fitting, reconnected) is None
     for changes, live, code, values, fix in (
-        (
-            {"protocol_major": 1},
-            {},
-            ErrorCode.PROTOCOL_VERSION,
-            (f"1.{PROTOCOL_MINOR}", f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"),
-            "server",
-        ),
+        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, versions, "server"),
         ({"model_fingerprint": "mb"}, {}, ErrorCode.MODEL_MISMATCH, ("mb", HELLO.model_fingerprint), "model path"),
         ({"base_fingerprint": "b2"}, {}, ErrorCode.MODEL_MISMATCH, ("b2", "b1"), "*.safetensors"),
         ({"base_fingerprint": ""}, {}, ErrorCode.MODEL_MISMATCH, ("unknown", "b1"), "*.safetensors"),
