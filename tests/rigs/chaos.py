@@ -328,7 +328,8 @@ def run_chaos(
         tell(
             f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
             f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
-            f"{result.dropped} dropped, {result.relayed} versions relayed, ledger sound {result.checks} times, {result.seconds:.0f} s"
+            f"{result.dropped} dropped, {result.relayed} versions relayed, ledger sound {result.checks} times, "
+            f"{result.seconds:.0f} s"
         )
     return rounds
 
