@@ -38,8 +38,8 @@ ATTEMPTS = 2
 RETRY_S = 2.0
 """Seconds without any chunk after which requests are sent again."""
 _NOTHING = xxhash.xxh3_64_intdigest(b"")
-SILENT_RETRIES = 2
-"""So many of them without a word from a server that sends to others, and it counts as silent."""
+SILENT_RETRIES, SILENT_SHARE = 2, 1 / 3
+"""So many of them, or this share of the deadline, without a word from a server, and it counts as silent."""
 
 
 FailureReason = Literal["checksum", "silent", "slow", "gone"]
@@ -156,7 +156,7 @@ class Download:
         Requests without an answer are sent again when nothing has arrived for `retry_s`, and only those. Raises
         ProtocolError VERSION_GONE if the learner has moved on, MALFORMED for tensors that stay wrong, and TimeoutError
         if nothing arrives for `timeout_s`. Where a server of the name `relay` sends, raises SourceFailed in their
-        place: it also is at fault when it says nothing for two `retry_s`, or needs more than `within_s` (0: no limit).
+        place: it also is at fault when it says nothing for long, or needs more than `within_s` (0: no limit).
         """
         pull = _Pull(self, socket, timeout_s, window, min(retry_s, timeout_s), relay, within_s)
         while self._unverified:
@@ -330,6 +330,8 @@ class _Pull:
             try:
                 await self._socket.send(request, timeout_s=self._retry_s)
             except SendTimeout as problem:
+                if self._relay:
+                    raise SourceFailed("silent", f"no connection to {self._relay}: {problem}") from problem
                 logger.warning("%s; trying again", problem)
                 return
             self._asked[self._waiting.popleft()] = None
@@ -348,7 +350,7 @@ class _Pull:
                 raise TimeoutError(f"no weights arrived for {self._timeout_s:g} s {where}")
             return
         silent_s = now - self._heard_at
-        if silent_s >= SILENT_RETRIES * self._retry_s:
+        if silent_s >= max(SILENT_RETRIES * self._retry_s, SILENT_SHARE * self._timeout_s):
             raise SourceFailed("silent", f"not a word for {silent_s:.1f} s {where}")
         if late_s >= self._timeout_s:
             raise SourceFailed("slow", f"no weights arrived for {late_s:.1f} s {where}")

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 SLOWEST_TURN_S = 2.0
 """Longest regular time between two iterations; what is beyond it counts as the learner's silence, not the servers'."""
+IDLE_AGAIN = 0.75
+"""An idle server without tickets counts as idle for this share of network.timeout_s when it has been looked at."""
 MAX_ERROR_KINDS = 64
 MAX_ERROR_KIND_LENGTH = 100
 
@@ -66,7 +68,7 @@ class ServerState:
     told: int = -1
     """Version that it was told to load last; -1: none yet."""
     idle_since: float | None = None
-    """Time from which on it has reported no work while holding tickets."""
+    """Time from which on it has reported no work."""
     aligned: bool = False
     """Its engine computes what the learner computes, or no check is configured: it may have work."""
     refused: bool = False
@@ -160,8 +162,9 @@ class Servers:
         self._by_identity[identity] = self._by_session[hello.session] = hello.server_id
         if not self.send(hello.server_id, self._welcome()):
             return
-        evaluates = self._ledger.out.held_of_kind(hello.server_id, is_training=False) > 0  # and goes on with it
-        manifest = self._kept if evaluates and self._kept is not None else self.manifest
+        manifest = self.manifest
+        if self._kept is not None and self._ledger.out.held_of_kind(hello.server_id, is_training=False):
+            manifest = self._kept  # it evaluates, and goes on with it
         if manifest is not None:
             self._tell(hello.server_id, manifest)
 
@@ -265,15 +268,17 @@ class Servers:
 
     def take_heartbeat(self, server_id: str, beat: ServerHeartbeat) -> None:
         """Record a heartbeat; disconnect a server that ignores its tickets (reports no work for network.timeout_s)."""
-        server = self.connected[server_id]
+        server, now, limit_s = self.connected[server_id], time.monotonic(), self._network.timeout_s
         server.heartbeat = beat
-        idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
-        if not idle or not self._ledger.out.held_by(server_id):
+        if beat.groups_queued or beat.groups_running or beat.groups_unacknowledged:
             server.idle_since = None
         elif server.idle_since is None:
-            server.idle_since = time.monotonic()
-        elif time.monotonic() - server.idle_since > self._network.timeout_s:
-            self.lose(server_id, "it holds tickets, but has reported no work for network.timeout_s")
+            server.idle_since = now
+        elif now - server.idle_since > limit_s:
+            if self._ledger.out.holds_since(server_id, now - limit_s):
+                self.lose(server_id, "it holds tickets, but has reported no work for network.timeout_s")
+            else:
+                server.idle_since = now - IDLE_AGAIN * limit_s  # looking costs: not at each heartbeat of each server
 
     # --- failures and the end -----------------------------------------------------------------------
 

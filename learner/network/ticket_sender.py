@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers, ServerState
@@ -19,6 +18,8 @@ from protocol.messages import Tickets
 
 logger = logging.getLogger(__name__)
 
+LATE_EVERY_S = 0.1
+"""Seconds between two looks for tickets that a server is late with: each goes through all of a thousand servers'."""
 SLICE_S = 0.2
 """Longest time that writing tickets takes at a stretch."""
 
@@ -35,6 +36,8 @@ class TicketSender:
     """Version for which the ledger is asked for training tickets."""
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
     """Tickets still to be written, and those written, of each order."""
+    _looked_at: float = float("-inf")
+    """When tickets were looked for that a server is late with, in monotonic seconds."""
 
     @property
     def is_busy(self) -> bool:
@@ -47,6 +50,10 @@ class TicketSender:
     def prepare(self, tickets: Iterable[PreparedTicket]) -> None:
         """Write these tickets, and issue them all at once when the last is written."""
         self._preparing.append((iter(tickets), []))
+
+    def look_again(self) -> None:
+        """Look in the next iteration for late tickets, and not only when it is time: another server can take them."""
+        self._looked_at = float("-inf")
 
     def work(self) -> None:
         """Run one iteration: write some of the admissible or ordered tickets, and send those that wait."""
@@ -77,6 +84,9 @@ class TicketSender:
         wait for those weights, and would give up.
         """
         servers, out = self.servers.aligned, self.ledger.out
+        if not out.has_waiting and time.monotonic() - self._looked_at < LATE_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
         stalled = out.stalled()
         able = {server_id: server for server_id, server in servers.items() if server_id not in stalled}
         late = out.overdue() if able and len(servers) > 1 else []
@@ -98,13 +108,20 @@ class TicketSender:
     ) -> dict[str, list[PreparedTicket]]:
         out, items, servers = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}, self.servers.aligned
 
-        def may_try(ticket_id: int, server_id: str) -> bool:
-            able = [other for other, server in servers.items() if _has_version_for(items[ticket_id], server)]
-            return server_id in able and out.may_try(ticket_id, server_id, able)
+        # By version, not for each pair: a thousand servers have thousands of tickets.
+        able = {
+            item.slot.version: {other for other, server in servers.items() if _has_version_for(item, server)}
+            for item in {item.slot.version: item for item in waiting}.values()
+        }
 
+        def may_try(ticket_id: int, server_id: str) -> bool:
+            others = able[items[ticket_id].slot.version]
+            return server_id in others and out.may_try(ticket_id, server_id, others)
+
+        held = out.held(is_training=is_training)
         return share_tickets(
             waiting,
-            held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in takers},
+            held={server_id: held[server_id] for server_id in takers},
             most={server_id: server.hello.max_groups for server_id, server in takers.items()},
             may_try=may_try,
         )
@@ -138,15 +155,16 @@ def share_tickets(
     `held` and `most` count groups by server id; `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no
     server can take is in no share.
     """
-    left = list(waiting)
+    left = deque(waiting)
     shares: dict[str, list[PreparedTicket]] = {}
     servers = sorted(held, key=lambda server_id: held[server_id])
     for place, server_id in enumerate(servers):
         share = min(most[server_id] - held[server_id], -(-len(left) // (len(servers) - place)))
-        suitable = (item for item in left if may_try(item.ticket.ticket_id, server_id))
-        chosen = list(islice(suitable, max(0, share)))
-        taken = {item.ticket.ticket_id for item in chosen}
-        left = [item for item in left if item.ticket.ticket_id not in taken]
+        chosen, passed = [], []
+        while left and len(chosen) < share:
+            item = left.popleft()
+            (chosen if may_try(item.ticket.ticket_id, server_id) else passed).append(item)
+        left.extendleft(reversed(passed))
         if chosen:
             shares[server_id] = chosen
     return shares

@@ -41,6 +41,9 @@ class Ledger:
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         return 0
 
+    def holds_since(self, server_id: str, moment: float) -> bool:
+        return False
+
     def forgive(self, seconds: float) -> None:
         pass
 

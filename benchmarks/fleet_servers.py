@@ -1,0 +1,131 @@
+"""The rollout servers of `benchmarks.fleet`: whole ones but for model, tokenizer and rewards, many in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.published import fingerprint_of
+from benchmarks.staleness.sockets import ModelFreeServer
+from benchmarks.staleness.workload import ModelFreeEngine, Workload
+from protocol.messages import Chunk, Wire
+from protocol.sockets import Delivery, Encoded, LearnerSocket
+from protocol.weights import Tensor
+from rollout_server.weights import relay
+
+TENSORS = 32
+"""Tensors of a version, of equal size: as many steps as it can be sent on in."""
+TICK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one row of the table is of."""
+
+    servers: int
+    mib: int
+    tokens: int
+    fan_out: int
+    link_mib_s: float = 0.0
+    """Bytes that each sender may send in a second, learner and server alike; 0: what this machine can."""
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            servers=self.servers,
+            bound=1,
+            prompts_per_step=max(32, 2 * self.servers),
+            group_size=4,
+            sequences=16 * self.servers,
+            median_length=float(self.tokens),
+            length_sigma=0.0,
+            longest=self.tokens,
+            seconds_per_token=0.0,
+        )
+
+    def config(self, control_port: int, weights_port: int) -> RunConfig:
+        config = self.workload.config(
+            control_port=control_port, weights_port=weights_port, timeout_s=60.0, weights_fan_out=self.fan_out
+        )
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"weights_channel": "zmq"})})
+
+    @property
+    def model(self) -> str:
+        """The model's fingerprint."""
+        return fingerprint_of((f"w{n}", "torch.uint8", (self.tensor_bytes,)) for n in range(TENSORS))
+
+    @property
+    def tensor_bytes(self) -> int:
+        return (self.mib << 20) // TENSORS
+
+    def weights(self, version: int) -> list[Tensor]:
+        random = np.random.default_rng(version)
+        return [
+            Tensor(f"w{n}", "uint8", (self.tensor_bytes,), memoryview(random.bytes(self.tensor_bytes)))
+            for n in range(TENSORS)
+        ]
+
+
+def narrow(mib_s: float) -> None:
+    """Let every weights socket of this process send chunks at this rate. They wait in it, as in a network card."""
+    send, turn = LearnerSocket.send, LearnerSocket.turn
+    queues: dict[LearnerSocket, tuple[deque[tuple[bytes, Chunk]], list[float]]] = {}
+
+    def flush(self: LearnerSocket) -> None:
+        waiting, free_at = queues.setdefault(self, (deque(), [0.0]))
+        now = time.monotonic()
+        free_at[0] = max(free_at[0], now - 0.15)  # what the last look was too late for
+        while waiting and free_at[0] <= now:
+            identity, chunk = waiting.popleft()
+            send(self, identity, chunk)
+            free_at[0] += chunk.data.nbytes / (mib_s * (1 << 20))
+
+    def narrow_send(self: LearnerSocket, identity: bytes, message: Wire | Encoded) -> Delivery:
+        if not isinstance(message, Chunk):
+            return send(self, identity, message)
+        flush(self)
+        queues[self][0].append((identity, message))
+        return Delivery.SENT
+
+    def narrow_turn(self: LearnerSocket):  # type: ignore[no-untyped-def]
+        flush(self)
+        yield from turn(self)
+
+    LearnerSocket.send, LearnerSocket.turn = narrow_send, narrow_turn  # type: ignore[method-assign]
+    relay.LOOK_EVERY_S = TICK_S
+
+
+class FleetServer(ModelFreeServer):
+    fingerprint = ""
+
+    async def _fingerprint(self) -> str:
+        engine = self.engine
+        assert isinstance(engine, ModelFreeEngine)
+        engine._fingerprint = self.fingerprint
+        return self.fingerprint
+
+
+def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
+    """Run so many servers until the learner says goodbye. Tells the pipe what they have sent each other, in bytes."""
+    logging.disable(logging.WARNING)
+    FleetServer.fingerprint = cell.model
+    if cell.link_mib_s:
+        narrow(cell.link_mib_s)
+    servers = [FleetServer(config) for _ in range(number)]
+
+    async def all_of_them() -> list[BaseException | None]:
+        return await asyncio.gather(*(server.run() for server in servers), return_exceptions=True)
+
+    ended = asyncio.run(all_of_them())
+    problems = [repr(problem) for problem in ended if problem is not None]
+    receivers = [server.receiver.sources for server in servers if hasattr(server, "receiver")]
+    received = {who: sum(each.received_bytes[who] for each in receivers) for who in ("learner", "server")}
+    failures = sum(sum(each.failures.values()) for each in receivers)
+    pipe.send((problems, received, failures))
