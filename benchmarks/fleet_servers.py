@@ -41,7 +41,7 @@ class Cell:
         return Workload(
             servers=self.servers,
             bound=1,
-            prompts_per_step=max(32, 2 * self.servers),
+            prompts_per_step=max(32, self.servers),
             group_size=4,
             sequences=16 * self.servers,
             median_length=float(self.tokens),

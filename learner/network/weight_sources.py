@@ -152,9 +152,11 @@ class WeightSources:
         if node.parent in (None, LEARNER) or node.parent != failure.server_id:
             return  # the answer has crossed the question
         source, reason = failure.server_id, failure.reason
-        logger.warning("%s got no weights from %s (%s)", server_id, source, reason)
-        self._servers.count_error(f"relay_{reason}")
-        self._failures[server_id] += 1
+        level = logging.INFO if reason == "gone" else logging.WARNING
+        logger.log(level, "%s got no weights from %s (%s)", server_id, source, reason)
+        if reason != "gone":  # it has gone on to newer versions, which is no fault
+            self._servers.count_error(f"relay_{reason}")
+            self._failures[server_id] += 1
         node.failed.add(source)
         self._release(tree, server_id, node)
         node.parent = None
