@@ -44,7 +44,7 @@ from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.weights import Publication
 
 PROCESSES = 4
-LONGEST_S = 600.0
+LONGEST_S = 900.0
 PUBLICATIONS = 2
 TOTAL_GROUPS = 10_000_000
 
@@ -66,11 +66,11 @@ class Learner:
             prompts_per_step=workload.prompts_per_step,
             bound=1,
             total_groups=TOTAL_GROUPS,
-            deadline=TicketDeadline(least_s=60.0, unmeasured_s=LONGEST_S),
+            deadline=TicketDeadline(least_s=120.0, unmeasured_s=LONGEST_S),
         )
         self.publication = Publication("fleet", self.folder)
         config = self.cell.config(*self.ports)
-        self.ledger.recover(workload.write_ticket, withhold_s=60.0)
+        self.ledger.recover(workload.write_ticket, withhold_s=120.0)
         self.ledger.advance(self.version)
         self.network = NetworkThread(
             config,
@@ -167,7 +167,7 @@ def measure(cell: Cell, folder: Path, seconds: float) -> dict[str, float]:
         processes.append(process)
     row: dict[str, float] = {"servers": cell.servers}
     try:
-        learner.wait(learner.all_connected, "the servers")
+        row["joined s"] = learner.wait(learner.all_connected, "the servers")
         learner.publish()  # sockets between servers are made
         measured = []
         for _ in range(PUBLICATIONS):

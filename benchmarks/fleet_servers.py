@@ -15,6 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.published import fingerprint_of
 from benchmarks.staleness.sockets import ModelFreeServer
 from benchmarks.staleness.workload import ModelFreeEngine, Workload
+from protocol import sockets
 from protocol.messages import Chunk, Wire
 from protocol.sockets import Delivery, Encoded, LearnerSocket
 from protocol.weights import Tensor
@@ -23,6 +24,8 @@ from rollout_server.weights import relay
 TENSORS = 32
 """Tensors of a version, of equal size: as many steps as it can be sent on in."""
 TICK_S = 0.02
+POLL_S = 1.0
+"""Longest wait of a socket, in the place of a tenth of it: hundreds of servers in one process would only look."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,12 @@ class Cell:
 
     def config(self, control_port: int, weights_port: int) -> RunConfig:
         config = self.workload.config(
-            control_port=control_port, weights_port=weights_port, timeout_s=60.0, weights_fan_out=self.fan_out
+            control_port=control_port,
+            weights_port=weights_port,
+            weights_fan_out=self.fan_out,
+            heartbeat_s=5.0,
+            timeout_s=120.0,
+            start_timeout_s=1800.0,
         )
         return config.model_copy(update={"rollout": config.rollout.model_copy(update={"weights_channel": "zmq"})})
 
@@ -115,6 +123,7 @@ class FleetServer(ModelFreeServer):
 def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
     """Run so many servers until the learner says goodbye. Tells the pipe what they have sent each other, in bytes."""
     logging.disable(logging.WARNING)
+    sockets.POLL_S = POLL_S
     FleetServer.fingerprint = cell.model
     if cell.link_mib_s:
         narrow(cell.link_mib_s)
