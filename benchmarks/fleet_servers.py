@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
+import zmq
+import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.published import fingerprint_of
@@ -24,6 +26,8 @@ from rollout_server.weights import relay
 TENSORS = 32
 """Tensors of a version, of equal size: as many steps as it can be sent on in."""
 TICK_S = 0.02
+MOST_SOCKETS = 65_536
+"""Of all servers of a process together: libzmq's own limit of a context, 1,023, is for one."""
 POLL_S = 1.0
 """Longest wait of a socket, in the place of a tenth of it: hundreds of servers in one process would only look."""
 
@@ -124,13 +128,22 @@ def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
     """Run so many servers until the learner says goodbye. Tells the pipe what they have sent each other, in bytes."""
     logging.disable(logging.WARNING)
     sockets.POLL_S = POLL_S
+    zmq.asyncio.Context.instance().set(zmq.MAX_SOCKETS, MOST_SOCKETS)
     FleetServer.fingerprint = cell.model
     if cell.link_mib_s:
         narrow(cell.link_mib_s)
     servers = [FleetServer(config) for _ in range(number)]
 
+    async def run(server: FleetServer) -> BaseException | None:
+        try:
+            await server.run()
+        except Exception as problem:
+            print(f"a server ended: {problem!r}", flush=True)  # now: the learner waits for it
+            return problem
+        return None
+
     async def all_of_them() -> list[BaseException | None]:
-        return await asyncio.gather(*(server.run() for server in servers), return_exceptions=True)
+        return await asyncio.gather(*(run(server) for server in servers))
 
     ended = asyncio.run(all_of_them())
     problems = [repr(problem) for problem in ended if problem is not None]
