@@ -179,6 +179,7 @@ def measure(cell: Cell, folder: Path, seconds: float) -> dict[str, float]:
         row["publish, ms of training"] *= 1000
         if not cell.link_mib_s:
             row |= _train(learner, seconds)
+            print(f"{cell.servers} servers: {row}", flush=True)
             row |= _restart(learner)
     finally:
         learner.stop("the benchmark is over")
@@ -309,7 +310,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 16, 128, 1024])
     parser.add_argument("--seconds", type=float, default=10.0, help="of training in each cell")
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
-    parser.add_argument("--tokens", type=int, default=128, help="of a completion; 4 are a group")
+    parser.add_argument("--tokens", type=int, default=128, help="of a completion; 2 are a group")
     parser.add_argument("--fan-out", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--link-mib-s", type=float, default=0.0, help="MiB per second that a sender can send")
     parser.add_argument("--folder", type=Path, default=None, help="of the journal; on the disk that runs would use")

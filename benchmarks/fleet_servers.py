@@ -48,9 +48,9 @@ class Cell:
         return Workload(
             servers=self.servers,
             bound=1,
-            prompts_per_step=max(32, self.servers),
-            group_size=4,
-            sequences=16 * self.servers,
+            prompts_per_step=min(max(32, self.servers), 256),
+            group_size=2,
+            sequences=8 * self.servers,
             median_length=float(self.tokens),
             length_sigma=0.0,
             longest=self.tokens,
