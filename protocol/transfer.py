@@ -330,9 +330,7 @@ class _Pull:
             try:
                 await self._socket.send(request, timeout_s=self._retry_s)
             except SendTimeout as problem:
-                if self._relay:
-                    raise SourceFailed("silent", f"no connection to {self._relay}: {problem}") from problem
-                logger.warning("%s; trying again", problem)
+                logger.log(logging.DEBUG if self._relay else logging.WARNING, "%s; trying again", problem)
                 return
             self._asked[self._waiting.popleft()] = None
 

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 LEARNER = ""
 """The learner in the place of a server's id."""
-MOST_FAILURES = 3
-"""Sources in a row that fail one server: it reaches no other, and gets all from the learner from then on."""
+MOST_FAILURES, FAILED_S = 3, 600.0
+"""Sources in a row that fail one server: it reaches no other, and gets all from the learner for so many seconds."""
 SLOW_FACTOR, SLOW_QUANTILE, MEASURED = 4.0, 0.95, 256
 """A transfer is slow when it takes so much longer than this quantile of the last so many."""
 KEYS_EVERY_S = 1.0
@@ -86,8 +86,8 @@ class WeightSources:
         self._trees: dict[int, _Tree] = {}
         self._liars: dict[str, str] = {}
         """Servers, with their sessions, that have sent bytes with wrong checksums: nobody is sent to them."""
-        self._failures: Counter[str] = Counter()
-        """Sources in a row that have failed a server."""
+        self._failures: dict[str, list[float]] = {}
+        """When sources failed a server, those in a row."""
         self._seconds: deque[float] = deque(maxlen=MEASURED)
         self._within_s = 0.0
 
@@ -156,7 +156,7 @@ class WeightSources:
         logger.log(level, "%s got no weights from %s (%s)", server_id, source, reason)
         if reason != "gone":  # it has gone on to newer versions, which is no fault
             self._servers.count_error(f"relay_{reason}")
-            self._failures[server_id] += 1
+            self._failures.setdefault(server_id, []).append(time.monotonic())
         node.failed.add(source)
         self._release(tree, server_id, node)
         node.parent = None
@@ -185,7 +185,10 @@ class WeightSources:
         """Give a server its source."""
         self._release(tree, server_id, node)
         node.parent, named = LEARNER, "learner"
-        if self._failures[server_id] >= MOST_FAILURES:
+        failures = self._failures.get(server_id, [])
+        if failures and time.monotonic() - failures[-1] > FAILED_S:
+            failures.clear()
+        if len(failures) >= MOST_FAILURES:
             named = "learner_instead"
         elif not node.failed and tree.from_learner < self._fan_out:
             tree.from_learner += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from learner.network.weight_sources import MOST_FAILURES, WeightSources
+from learner.network.weight_sources import FAILED_S, MOST_FAILURES, WeightSources
 from protocol.errors import ErrorCode
 from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightsLoaded
 from protocol.weights import Publication, Tensor
@@ -139,7 +139,11 @@ def test_a_liar_is_named_to_nobody_until_it_starts_anew(fleet: Fleet, caplog: py
     assert "s0" in {fleet.parent(f"s{number}") for number in range(9, 30)}
 
 
-def test_a_server_that_reaches_no_other_gets_all_from_the_learner(fleet: Fleet) -> None:
+def test_a_server_that_reaches_no_other_gets_all_from_the_learner_for_a_while(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("learner.network.weight_sources.time.monotonic", lambda: now[0])
     for number in range(8):
         fleet.parent(f"s{number}")
     for _ in range(MOST_FAILURES):
@@ -151,6 +155,11 @@ def test_a_server_that_reaches_no_other_gets_all_from_the_learner(fleet: Fleet) 
         fleet.parent(f"s{number}")
     assert fleet.parents["s7"] == ""
     assert fleet.parents["s6"] != ""
+    now[0] += FAILED_S + 1
+    fleet.publish(3)
+    for number in range(8):
+        fleet.parent(f"s{number}")
+    assert fleet.parents["s7"] != ""
 
 
 def test_a_server_that_fetches_another_version_is_no_new_source_of_this_one(fleet: Fleet) -> None:

@@ -138,10 +138,10 @@ def config(make_config: MakeConfig) -> RunConfig:
 
 
 def test_a_version_travels_along_a_chain_while_it_arrives(config: RunConfig, learner: Learner) -> None:
-    """The second and third server finish soon after the first: they do not wait for whole versions."""
+    """When the first server has the version, the second has sent on a part of it: nobody waits for whole versions."""
     manifest = learner.publish(1)
     learner.pause_s = 0.1
-    done: dict[str, float] = {}
+    sent_on: list[int] = []
 
     async def run() -> None:
         async with fleet(config, learner, 3) as servers:
@@ -153,7 +153,8 @@ def test_a_version_travels_along_a_chain_while_it_arrives(config: RunConfig, lea
 
             async def get(server: Server) -> None:
                 assert await server.get(manifest) == contents(learner, 1)
-                done[server.name] = time.monotonic()
+                if server.name == "s0":
+                    sent_on.append(servers[1].sources.sent_bytes)
 
             async with asyncio.TaskGroup() as tasks:
                 for server in servers:
@@ -162,11 +163,9 @@ def test_a_version_travels_along_a_chain_while_it_arrives(config: RunConfig, lea
             assert servers[0].sources.sent_bytes == servers[1].sources.sent_bytes == manifest.total_bytes
             assert servers[2].sources.received_bytes == {"learner": 0, "server": manifest.total_bytes}
 
-    began = time.monotonic()
     asyncio.run(run())
     assert learner.sent_bytes == manifest.total_bytes, "to one server"
-    whole = done["s0"] - began
-    assert done["s2"] - began < 1.7 * whole, "one after another it would be 3"
+    assert sent_on[0] >= CHUNK_BYTES
 
 
 def lie(download: Any) -> None:
