@@ -27,10 +27,12 @@ from protocol.messages import (
     Hello,
     LearnerHeartbeat,
     ServerHeartbeat,
+    TicketReturned,
     WeightManifest,
     WeightsLoaded,
     Welcome,
     Wire,
+    printable,
 )
 from protocol.peers import Muted
 from protocol.sockets import Delivery
@@ -273,6 +275,18 @@ class Servers:
         item = self._ledger.out.get(ticket_id)
         could_try = self.connected if item is None or item.is_training else self.keepers
         return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
+
+    def take_return(self, server_id: str, returned: TicketReturned) -> bool:
+        """Take a ticket back as it is; what does not fit it counts as a failure. False if the server does not hold it."""
+        tokens = returned.partial.token_ids.size
+        logger.info("ticket %d comes back from %s with %d tokens", returned.ticket_id, server_id, tokens)
+        try:
+            return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
+        except ValueError as problem:
+            reason = printable(str(problem))
+            self.errors[str(ErrorCode.REFUSED_GROUP)] += 1
+            logger.warning("what %s has sampled of ticket %d is refused: %s", server_id, returned.ticket_id, reason)
+            return self.give_back(returned.ticket_id, server_id, reason)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""

@@ -46,6 +46,7 @@ from protocol.messages import (
     Message,
     ServerHeartbeat,
     TicketFailed,
+    TicketReturned,
     TransferEnd,
     TransferRequest,
     WeightsLoaded,
@@ -284,6 +285,8 @@ class NetworkThread(threading.Thread):
                 self.groups.accept(server_id, message, received.frames)
         elif isinstance(message, TicketFailed):
             self._take_failure(server_id, received.identity, message)
+        elif isinstance(message, TicketReturned):
+            self._take_return(server_id, received.identity, message)
         elif isinstance(message, ServerHeartbeat):
             self.servers.take_heartbeat(server_id, message)
         elif isinstance(message, WeightsLoaded):
@@ -298,6 +301,14 @@ class NetworkThread(threading.Thread):
         self.servers.count_error(failed.error_kind)
         logger.warning("ticket %d failed on %s: %s", failed.ticket_id, server_id, failed.error_message)
         if not self._give_back(server_id, failed):
+            self.control.charge(identity)  # it held no such ticket
+
+    def _take_return(self, server_id: str, identity: bytes, returned: TicketReturned) -> None:
+        if self.parity.awaits(server_id, returned.ticket_id):
+            return  # it leaves: its goodbye follows
+        if self.groups.has(returned.ticket_id):
+            self.groups.keep()
+        if not self.servers.take_return(server_id, returned):
             self.control.charge(identity)  # it held no such ticket
 
     def _give_back(self, server_id: str, failed: TicketFailed) -> bool:

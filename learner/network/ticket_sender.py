@@ -123,8 +123,9 @@ class TicketSender:
 
 
 def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:
-    """True if the server was told of weights for the ticket: of its version or newer; to evaluate, of just that one."""
-    return server.told >= item.slot.version if item.is_training else server.told == item.slot.version
+    """True if the server was told of weights for the ticket, and for what is sampled of it; to evaluate, of just its
+    version."""
+    return server.told >= item.ticket.min_version if item.is_training else server.told == item.slot.version
 
 
 def share_tickets(

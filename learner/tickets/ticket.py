@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,10 +16,11 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptFacts
 from protocol.codec import Frame, Limits, encode
-from protocol.messages import Group, Prompt, Ticket, TicketKind
+from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind
 
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
+_PARTIAL_FRAMES = 5
 _BLOB_ENTRY_BYTES = 128
 """Header bytes for each image: its hash and where its frame is."""
 
@@ -59,6 +60,20 @@ class PreparedTicket:
         assert self.bridge is not None, "it has opened the prompt"
         return PromptFacts.of(self.bridge.processor.measure(prompt, self.blobs_of(group)))
 
+    def going_on(self, partial: PartialRollout) -> PreparedTicket:
+        """For a server that goes on with what another has sampled. Raises ValueError where that does not fit."""
+        if partial.versions.size and partial.versions.min() < self.slot.version:
+            oldest = int(partial.versions.min())
+            raise ValueError(f"a partial token of version {oldest}, before the ticket's own {self.slot.version}")
+        return replace(self, ticket=self.ticket.going_on(partial))
+
+    def anew(self) -> PreparedTicket:
+        """Without what another server has sampled."""
+        if self.ticket.partial is None:
+            return self
+        begun = self.ticket.model_copy(update={"partial": None, "min_version": self.slot.version})
+        return replace(self, ticket=begun)
+
     @cached_property
     def header_bytes(self) -> int:
         """Upper bound of what the ticket adds to a message's header."""
@@ -66,7 +81,8 @@ class PreparedTicket:
 
     @cached_property
     def blob_bytes(self) -> int:
-        return sum(len(data) for data in self.blobs.values())
+        partial = self.ticket.partial
+        return sum(len(data) for data in self.blobs.values()) + (partial.nbytes if partial else 0)
 
     @property
     def is_training(self) -> bool:
@@ -169,7 +185,7 @@ def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequenc
 
 
 def _fit(tickets: Sequence[PreparedTicket], limits: Limits, most_bytes: int) -> bool:
-    frames = 1 + sum(len(item.blobs) for item in tickets)
+    frames = 1 + sum(len(item.blobs) + (_PARTIAL_FRAMES if item.ticket.partial else 0) for item in tickets)
     header = _ENVELOPE_BYTES + sum(item.header_bytes for item in tickets)
     size = header + sum(item.blob_bytes for item in tickets)
     return frames <= limits.max_frames and size <= most_bytes and header <= limits.max_header_bytes
