@@ -88,9 +88,7 @@ class GroupProducer:
             ConversationProducer(engine, rewards, processor, server_id, environments) if environments else None
         )
 
-    async def produce(
-        self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]
-    ) -> AsyncIterator[Answer]:
+    async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Answer]:
         """Groups and failures, each when it is there, whatever else runs. All tickets of one turn enter the engine
         together; those of conversations when their environments have opened."""
         conversations = [ticket for ticket in tickets if ticket.conversation]

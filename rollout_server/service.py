@@ -246,7 +246,7 @@ class RolloutServer:
         unanswered = {ticket.ticket_id: ticket for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
-            async with self.policy_versions.at_least(max(ticket.min_version for ticket in message.tickets)):
+            async with self.policy_versions.at_least(max(ticket.begins_at for ticket in message.tickets)):
                 crash_point("ticket.started")
                 async for answer in self.producer.produce(message.tickets, message.blobs):
                     await self._answer(unanswered.pop(answer.ticket_id), answer)

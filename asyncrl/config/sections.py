@@ -422,6 +422,9 @@ class LearnerConfig(Section):
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
+    move_stragglers: bool = False
+    """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
+    let the group go on there, as tokens. For servers of different speeds and a small bound; not for conversations."""
     engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
     it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""

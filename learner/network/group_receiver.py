@@ -13,8 +13,9 @@ import numpy as np
 from asyncrl.errors import BadStateError, UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
+from learner.tickets.hand_out import crowd_of
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -94,7 +95,16 @@ class GroupReceiver:
             self._refuse(server_id, group, ProtocolError(ErrorCode.REFUSED_GROUP, f"from {server_id}: {error}"))
             return
         crash_point("group.verified")
+        self._measure_speed(server_id, prepared, group)
         self._arrived[group.ticket_id] = ([server_id], ReceivedGroup(prepared, group, frames))
+
+    def _measure_speed(self, server_id: str, prepared: PreparedTicket, group: Group) -> None:
+        begun, size = prepared.ticket.partial, prepared.ticket.group_size
+        sampled = group.lengths - begun.lengths if begun else group.lengths
+        held = self.ledger.out.held_of_kind(server_id, is_training=prepared.is_training)
+        crowd = crowd_of(held, size, self.servers.connected[server_id].hello.max_sequences)
+        seconds = group.timings.generate_s
+        self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self.servers.errors[str(error.code)] += 1

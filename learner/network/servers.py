@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.network.sockets import LearnerSockets
+from learner.tickets.hand_out import ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
@@ -90,6 +91,8 @@ class Servers:
         """`device` says from which device memory versions can be fetched now, if from any."""
         self.connected: dict[str, ServerState] = {}
         """Welcomed servers by id."""
+        self.speeds = ServerSpeeds()
+        """How fast each one samples."""
         self.errors: Counter[str] = Counter()
         """Unusable messages, refused groups and failed tickets by kind."""
         self.version = version
@@ -277,10 +280,12 @@ class Servers:
         return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
 
     def take_return(self, server_id: str, returned: TicketReturned) -> bool:
-        """Take a ticket back as it is; what does not fit it counts as a failure. False if the server does not hold it."""
+        """Take a ticket back as it is; what does not fit it is a failure. False if the server does not hold it."""
         tokens = returned.partial.token_ids.size
         logger.info("ticket %d comes back from %s with %d tokens", returned.ticket_id, server_id, tokens)
         try:
+            if (newest := returned.partial.versions.max(initial=0)) > self.version:
+                raise ValueError(f"a partial token of version {newest}, at version {self.version}")
             return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
         except ValueError as problem:
             reason = printable(str(problem))
@@ -299,6 +304,7 @@ class Servers:
     def lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
         """Disconnect a server and requeue its tickets."""
         del self.connected[server_id]
+        self.speeds.forget(server_id)
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)
         level = logging.INFO if expected and not held else logging.WARNING

@@ -31,6 +31,7 @@ from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
+from learner.network.straggler_moves import StragglerMoves
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
@@ -128,6 +129,8 @@ class NetworkThread(threading.Thread):
         self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
+        self.moves = StragglerMoves(self.servers, ledger)
+        self._moves_stragglers = config.learner.move_stragglers
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self._told_at = -_CHECK_EVERY_S
@@ -228,6 +231,8 @@ class NetworkThread(threading.Thread):
             self.parity.work()
             self.evaluations.work()  # before the sender: when it has released a version, tickets of newer ones can go
             self.tickets.work()
+            if self._moves_stragglers:
+                self.moves.work()
             self.lease.offer()
             self.servers.keep_alive()
 

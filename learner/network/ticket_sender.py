@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers, ServerState
+from learner.tickets.hand_out import Room, share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits
@@ -102,12 +102,7 @@ class TicketSender:
             able = [other for other, server in servers.items() if _has_version_for(items[ticket_id], server)]
             return server_id in able and out.may_try(ticket_id, server_id, able)
 
-        return share_tickets(
-            waiting,
-            held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in takers},
-            most={server_id: server.hello.max_groups for server_id, server in takers.items()},
-            may_try=may_try,
-        )
+        return share_tickets(waiting, rooms_of(self.servers, self.ledger, takers, is_training=is_training), may_try)
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
@@ -122,32 +117,22 @@ class TicketSender:
             crash_point("tickets.sent")
 
 
+def rooms_of(
+    servers: Servers, ledger: TicketLedger, takers: Mapping[str, ServerState], *, is_training: bool
+) -> dict[str, Room]:
+    """What each of these servers has, and may have, of training or of evaluation tickets."""
+    return {
+        server_id: Room(
+            held=ledger.out.held_of_kind(server_id, is_training=is_training),
+            most=server.hello.max_groups,
+            sequences=server.hello.max_sequences,
+            speed=servers.speeds.of(server_id),
+        )
+        for server_id, server in takers.items()
+    }
+
+
 def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:
     """True if the server was told of weights for the ticket, and for what is sampled of it; to evaluate, of just its
     version."""
-    return server.told >= item.ticket.min_version if item.is_training else server.told == item.slot.version
-
-
-def share_tickets(
-    waiting: Sequence[PreparedTicket],
-    held: Mapping[str, int],
-    most: Mapping[str, int],
-    may_try: Callable[[int, str], bool],
-) -> dict[str, list[PreparedTicket]]:
-    """Divide the waiting tickets equally, the least loaded server first; none gets more than it is willing to hold.
-
-    `held` and `most` count groups by server id; `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no
-    server can take is in no share.
-    """
-    left = list(waiting)
-    shares: dict[str, list[PreparedTicket]] = {}
-    servers = sorted(held, key=lambda server_id: held[server_id])
-    for place, server_id in enumerate(servers):
-        share = min(most[server_id] - held[server_id], -(-len(left) // (len(servers) - place)))
-        suitable = (item for item in left if may_try(item.ticket.ticket_id, server_id))
-        chosen = list(islice(suitable, max(0, share)))
-        taken = {item.ticket.ticket_id for item in chosen}
-        left = [item for item in left if item.ticket.ticket_id not in taken]
-        if chosen:
-            shares[server_id] = chosen
-    return shares
+    return server.told >= item.ticket.begins_at if item.is_training else server.told == item.slot.version

@@ -228,8 +228,8 @@ class OutstandingTickets:
         """Keep what a server has sampled of a ticket that it gives back; False, and nothing else, if it does not hold
         it.
 
-        On-policy a ticket begins anew: a batch is sampled whole, to the last bit. Raises ValueError where the columns do
-        not fit the ticket.
+        On-policy a ticket begins anew: a batch is sampled whole, to the last bit. Raises ValueError where the columns
+        do not fit the ticket.
         """
         with self._lock:
             entry = self._entries.get(ticket_id) or self._owed.get(ticket_id)

@@ -62,17 +62,13 @@ class PreparedTicket:
 
     def going_on(self, partial: PartialRollout) -> PreparedTicket:
         """For a server that goes on with what another has sampled. Raises ValueError where that does not fit."""
-        if partial.versions.size and partial.versions.min() < self.slot.version:
-            oldest = int(partial.versions.min())
-            raise ValueError(f"a partial token of version {oldest}, before the ticket's own {self.slot.version}")
         return replace(self, ticket=self.ticket.going_on(partial))
 
     def anew(self) -> PreparedTicket:
         """Without what another server has sampled."""
         if self.ticket.partial is None:
             return self
-        begun = self.ticket.model_copy(update={"partial": None, "min_version": self.slot.version})
-        return replace(self, ticket=begun)
+        return replace(self, ticket=self.ticket.model_copy(update={"partial": None}))
 
     @cached_property
     def header_bytes(self) -> int:

@@ -159,7 +159,7 @@ class TicketFailed(Wire):
 
 
 class TicketReturned(Wire):
-    """The server gives a ticket back, with what it has sampled of it: it leaves, or was asked to. That is no failure."""
+    """The server gives a ticket back with what it has sampled of it: it leaves, or was asked to. No failure."""
 
     type: Literal["ticket_returned"] = "ticket_returned"
     ticket_id: TicketId

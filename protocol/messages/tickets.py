@@ -229,9 +229,9 @@ class Ticket(Wire):
         if partial.lengths.max() > sampling.max_new_tokens:
             longest = int(partial.lengths.max())
             raise ValueError(f"{where}: a partial trajectory of {longest} tokens, over {sampling.max_new_tokens}")
-        if partial.versions.size and partial.versions.max() > self.min_version:
-            newest = int(partial.versions.max())
-            raise ValueError(f"{where}: a partial token of version {newest}, after min_version {self.min_version}")
+        if partial.versions.size and partial.versions.min() < self.min_version:
+            oldest = int(partial.versions.min())
+            raise ValueError(f"{where}: a partial token of version {oldest}, before min_version {self.min_version}")
         if np.isin(partial.token_ids, sampling.banned_token_ids).any():
             raise ValueError(f"{where}: a partial trajectory has banned token ids")
         for index in range(self.group_size):
@@ -245,8 +245,13 @@ class Ticket(Wire):
 
     def going_on(self, partial: PartialRollout) -> Ticket:
         """The ticket for a server that goes on from there. Raises ValueError where it does not fit."""
-        newest = int(partial.versions.max()) if partial.versions.size else 0
-        return Ticket(**dict(self) | {"partial": partial, "min_version": max(self.min_version, newest)})
+        return Ticket(**dict(self) | {"partial": partial})
+
+    @property
+    def begins_at(self) -> int:
+        """Oldest version whose weights may sample the next token: versions never fall within a trajectory."""
+        sampled = self.partial.versions if self.partial else ()
+        return max(self.min_version, int(np.max(sampled, initial=0)))
 
     def order(self, index: int) -> TrajectoryOrder:
         """The wish for trajectory `index` of the group."""

@@ -88,7 +88,7 @@ class GenerationRequest:
         return self.orders[index].prefix if self.orders else ()
 
     def prefix(self, index: int) -> tuple[int, ...]:
-        """Token ids that completion `index` begins with here: what its order puts there, and what was sampled before."""
+        """Token ids that completion `index` begins with: what its order puts there, and what was sampled before."""
         if self.partial is None or not self.partial.lengths[index]:
             return self.ordered(index)
         return tuple(self.partial.token_ids[self.partial.span(index)].tolist())

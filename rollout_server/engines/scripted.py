@@ -136,9 +136,7 @@ class ScriptedEngine:
             versions.append(self._version)
             self._tokens += 1
 
-    def _completion(
-        self, request: GenerationRequest, index: int, sampled_by: Sequence[int], cached: int
-    ) -> Completion:
+    def _completion(self, request: GenerationRequest, index: int, sampled_by: Sequence[int], cached: int) -> Completion:
         versions, prefix = np.asarray(sampled_by, np.int32), request.prefix(index)
         tokens = self._tokens_of(request, index)[: len(versions)]
         return Completion(

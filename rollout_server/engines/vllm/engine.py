@@ -19,7 +19,13 @@ from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.vllm.conversion import ABORTED, check_request, sampling_params, to_completion, to_engine_input
+from rollout_server.engines.vllm.conversion import (
+    ABORTED,
+    check_request,
+    sampling_params,
+    to_completion,
+    to_engine_input,
+)
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm.start import (
     DEAD,

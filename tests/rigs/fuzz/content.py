@@ -218,7 +218,7 @@ EXAMPLES: tuple[Wire, ...] = (
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
     TicketRecall(ticket_ids=(1, 2)),
     TicketReturned(ticket_id=7, partial=PARTIAL),
-    Tickets(tickets=(ticket(7, 2).model_copy(update={"min_version": 3, "partial": PARTIAL}),)),
+    Tickets(tickets=(ticket(7, 2).model_copy(update={"partial": PARTIAL}),)),
     heartbeat(),
     LearnerHeartbeat(version=1),
     Goodbye(reason="finished"),

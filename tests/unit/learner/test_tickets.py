@@ -502,7 +502,7 @@ def test_a_returned_ticket_waits_with_what_was_sampled_of_it() -> None:
     assert not out.take_return(first.ticket.ticket_id, "another", partial), "it does not hold the ticket"
     assert out.take_return(first.ticket.ticket_id, "s", partial)
     going_on = out.waiting()[0]
-    assert (going_on.ticket.partial, going_on.ticket.min_version, going_on.slot) == (partial, 3, first.slot)
+    assert (going_on.ticket.partial, going_on.ticket.begins_at, going_on.slot) == (partial, 3, first.slot)
     assert (out.returned, out.returned_tokens, ledger.counts().residual) == (1, 2, 0)
     assert out.may_try(first.ticket.ticket_id, "s", ["s"]), "that was no failure"
     out.assign(ids([first]), "t")
@@ -511,7 +511,7 @@ def test_a_returned_ticket_waits_with_what_was_sampled_of_it() -> None:
     late = prepared(TicketSlot(90, 0, version=4, bound=1))
     ledger.out.add(late)
     out.assign([90], "s")
-    with pytest.raises(ValueError, match="version 2, before the ticket's own 4"):
+    with pytest.raises(ValueError, match="version 2, before min_version 4"):
         out.take_return(90, "s", partial)
 
 
