@@ -15,7 +15,7 @@ from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.hand_out import crowd_of
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -95,16 +95,7 @@ class GroupReceiver:
             self._refuse(server_id, group, ProtocolError(ErrorCode.REFUSED_GROUP, f"from {server_id}: {error}"))
             return
         crash_point("group.verified")
-        self._measure_speed(server_id, prepared, group)
         self._arrived[group.ticket_id] = ([server_id], ReceivedGroup(prepared, group, frames))
-
-    def _measure_speed(self, server_id: str, prepared: PreparedTicket, group: Group) -> None:
-        begun, size = prepared.ticket.partial, prepared.ticket.group_size
-        sampled = group.lengths - begun.lengths if begun else group.lengths
-        held = self.ledger.out.held_of_kind(server_id, is_training=prepared.is_training)
-        crowd = crowd_of(held, size, self.servers.connected[server_id].hello.max_sequences)
-        seconds = group.timings.generate_s
-        self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self.servers.errors[str(error.code)] += 1
@@ -134,6 +125,7 @@ class GroupReceiver:
         """
         if not self._arrived:
             return
+        self._measure_speeds()
         self.ledger.receive([received for _, received in self._arrived.values()])
         crash_point("group.journaled")
         owners: dict[str, list[int]] = defaultdict(list)
@@ -150,6 +142,16 @@ class GroupReceiver:
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
         self.health.observe(records)
+
+    def _measure_speeds(self) -> None:
+        held = self.ledger.out.held(is_training=True)
+        for (server_id, *_), received in self._arrived.values():
+            server, ticket, group = self.servers.connected.get(server_id), received.ticket, received.group
+            if server is not None and received.prepared.is_training:
+                sampled = group.lengths - (ticket.partial.lengths if ticket.partial else 0)
+                crowd = crowd_of(held[server_id], ticket.group_size, server.hello.max_sequences)
+                seconds = group.timings.generate_s
+                self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def forget(self) -> None:
         """Drop verified groups without acknowledgement: their servers keep them for the next learner."""

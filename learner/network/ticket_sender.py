@@ -121,9 +121,10 @@ def rooms_of(
     servers: Servers, ledger: TicketLedger, takers: Mapping[str, ServerState], *, is_training: bool
 ) -> dict[str, Room]:
     """What each of these servers has, and may have, of training or of evaluation tickets."""
+    held = ledger.out.held(is_training=is_training)
     return {
         server_id: Room(
-            held=ledger.out.held_of_kind(server_id, is_training=is_training),
+            held=held[server_id],
             most=server.hello.max_groups,
             sequences=server.hello.max_sequences,
             speed=servers.speeds.of(server_id),

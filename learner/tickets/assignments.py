@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -152,6 +153,12 @@ class OutstandingTickets:
         with self._lock:
             entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
             return sum(server_id in entry.holders for entry in entries)
+
+    def held(self, *, is_training: bool) -> Counter[str]:
+        """`held_of_kind` of all servers at once."""
+        with self._lock:
+            entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
+            return Counter(server_id for entry in entries for server_id in entry.holders)
 
     @property
     def num_evaluation(self) -> int:

@@ -245,7 +245,7 @@ class Ticket(Wire):
 
     def going_on(self, partial: PartialRollout) -> Ticket:
         """The ticket for a server that goes on from there. Raises ValueError where it does not fit."""
-        return Ticket(**dict(self) | {"partial": partial})
+        return Ticket.model_validate({**dict(self), "partial": partial})
 
     @property
     def begins_at(self) -> int:
