@@ -226,7 +226,10 @@ class Reporter:
         """
         name, size = self.config.reward.accuracy_component, self.config.evaluation.group_size
         rows = [
-            [None if record.reward is None else (record.rewards[name], record.reward) for record in row]
+            [
+                None if record.reward is None else (record.rewards[name] if name else record.reward, record.reward)
+                for record in row
+            ]
             or [None] * size
             for row in evaluation.records()
         ]

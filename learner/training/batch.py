@@ -290,7 +290,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     if scored:
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        described["accuracy"] = described[f"reward/{accuracy_component}"]
+        described["accuracy"] = described[f"reward/{accuracy_component or 'mean'}"]
     if batch.is_noisy.any():
         described["noisy/reward"] = float(batch.scores[batch.is_noisy].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}

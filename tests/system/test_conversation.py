@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -232,6 +233,35 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
     with closing(SampleStore(tmp_path / "run")) as store:
         check_shown(store.detail(groups[0].ticket_id), groups[0])
     assert replay_main([str(tmp_path / "run"), "--step", str(STEPS)]) == 0
+
+
+@pytest.mark.slow
+def test_an_environment_plays_held_out_rows_and_rewards_alone(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """An evaluation's score is what the turns have earned, where `reward.functions` is empty."""
+    config = make_config(
+        environment={
+            "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
+            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
+            "workers": 1,
+            "instances_per_worker": 16,
+        },
+        data={"max_response_length": 120, "max_prompt_length": 390, "max_val_rows": 3},
+        reward={"functions": []},
+        rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
+        evaluation={"before_training": True, "every_steps": 1, "group_size": 2},
+        trainer={"max_steps": 1},
+    )
+    assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    for evaluation in map(json.loads, lines):
+        assert (evaluation["rows"], evaluation["group_size"], evaluation["errors"]) == (3, 2, 0)
+        assert evaluation["accuracy"] == evaluation["reward"] == evaluation["best"] == 0.75
+    assert len(lines) == 2
+    (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert step["accuracy"] == step["reward/mean"] == 0.75
+    assert step["env/turns"] == 3
 
 
 def check_shown(detail: SampleDetail, group: Group) -> None:
