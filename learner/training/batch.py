@@ -319,10 +319,23 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
     ends = Counter(record.end for record in records)
     calls = [call for record in records for turn in record.turns for call in turn.calls]
     mistakes = Counter(call.error_kind for call in calls if call.error_kind)
+    lengths = sum(int(group.lengths.sum()) for group in groups)
+    sampled = sum(turn.end - turn.start for record in records for turn in record.turns)
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for record in records:
+        if record.reward is not None:
+            has_called = any(not call.error_kind for turn in record.turns for call in turn.calls)
+            rewards[has_called].append(record.reward)
     return {
         "env/turns": float(np.mean(turns)),
         "env/turns_max": float(max(turns)),
         "env/seconds": sum(group.timings.environment_s for group in groups) / len(records),
+        "env/observed_share": 1 - sampled / max(1, lengths),
+        **{
+            f"env/reward_{'with' if called else 'without'}_calls": float(np.mean(found))
+            for called, found in rewards.items()
+            if found
+        },
         "env/error_rate": kinds.total() / len(records),
         "env/calls": len(calls) / len(records),
         "env/call_error_rate": mistakes.total() / max(1, len(calls)),
