@@ -1,5 +1,5 @@
-"""The agent demo in small with the real vLLM on a CPU, by the command that a user types: two turns with a picture of the
-tool between them, in two processes side by side, and taking turns on one device."""
+"""The agent demo in small with the real vLLM on a CPU, by the command that a user types: two turns with a picture of
+the tool between them, in two processes side by side, and taking turns on one device."""
 
 from __future__ import annotations
 
