@@ -258,6 +258,7 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
     for evaluation in map(json.loads, lines):
         assert (evaluation["rows"], evaluation["group_size"], evaluation["errors"]) == (3, 2, 0)
         assert evaluation["accuracy"] == evaluation["reward"] == evaluation["best"] == 0.75
+        assert (evaluation["env/turns"], evaluation["env/ends/done"]) == (3, 6)
     assert len(lines) == 2
     (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["accuracy"] == step["reward/mean"] == 0.75
