@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
+from asyncrl.tools.doctor.data import find_rewards
 
 LAMP = {"name": "tests/rigs/lamp.py:Lamp"}
 MakeConfig = Callable[..., RunConfig]
@@ -72,6 +73,10 @@ def test_a_run_has_a_reward_function_or_an_environment_that_rewards(
     config = make_config(**ROOM, environment=environment, reward=NOTHING)
     with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
         check_inputs(config, "learner", "rollout_server")
+    nothing: Any = None
+    with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
+        (finding,) = find_rewards(config, nothing, nothing)  # asks no row where there is no function
+        assert finding.value == f"{environment['name']} alone rewards: its turns (reward.functions is empty)"
     check_inputs(make_config(**ROOM, environment=environment), "learner", "rollout_server")
 
 
