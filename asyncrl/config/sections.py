@@ -192,10 +192,12 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: tuple[RewardFunctionConfig, ...]
-    """Components; their weighted sum is the reward. One that another one shapes is only shown."""
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    """Components; their weighted sum is the reward, beside what the turns of an environment earn. One that another one
+    shapes is only shown. May be empty where an environment rewards by itself (a class or an adapter; tools and MCP
+    servers do not)."""
     accuracy: str = ""
-    """Component reported as held-out accuracy; empty means the first."""
+    """Component reported as held-out accuracy; empty means the first, or the whole reward where there is none."""
     timeout_s: float = Field(default=15.0, gt=0)
     """Longest time for all components of one sample, or of one group; then its worker is killed and the trajectory is
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
@@ -207,12 +209,11 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _known_accuracy(self) -> RewardConfig:
         names = self.component_names
-        if not names:
-            raise ValueError("reward.functions is empty: name at least one, such as {function: exact_match}")
         if len(set(names)) != len(names):
             raise ValueError(f"two reward components have one name: {names}. Set `name` on one of them")
         if self.accuracy and self.accuracy not in names:
-            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
+            there = f"the components are {names}" if names else "there are no components (reward.functions)"
+            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but {there}")
         _shaped(self.functions)
         return self
 
@@ -233,7 +234,8 @@ class RewardConfig(Section):
 
     @property
     def accuracy_component(self) -> str:
-        return self.accuracy or component_name(self.functions[0])
+        """Name of the component that is the accuracy; empty: the whole reward, there being no components."""
+        return self.accuracy or next(iter(self.component_names), "")
 
 
 def component_name(function: RewardFunctionConfig) -> str:
