@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 PARTS = ("vision_tower", "connector", "language_model")
 """Parts of a vision-language model, of which each can be left out of training."""
 OnStale = Literal["wait", "drop", "mask"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 class Section(BaseModel):
@@ -451,6 +452,9 @@ class LearnerConfig(Section):
     """Host memory for features of images, which passes, updates and epochs then compute once. Used in a
     learner of one process where neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with
     freeze_connector. 0: none are kept."""
+    optimizer: Optimizer = "adamw"
+    """`adamw` is torch's, with moments in float32; `adamw_8bit` bitsandbytes' (its own extra, engine torch), whose
+    moments take 2 bytes of a parameter in the place of 8, and which takes longer on a CPU. Also the critic's."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until

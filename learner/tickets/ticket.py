@@ -122,7 +122,7 @@ class ReceivedGroup:
         orders = self.ticket.orders
         return np.array([order.greedy for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
 
-    @property
+    @cached_property
     def is_sampled(self) -> np.ndarray:
         """[N] bool: tokens that the policy drew at random."""
         return (self.group.loss_mask == 1) & ~np.repeat(self.is_baseline, self.group.lengths)
