@@ -258,7 +258,10 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    config = _check(arguments, "learner")
+    from learner.ranks.environment import rank_of_service
+
+    # Another rank than 0 tells rank 0 what is wrong on its machine, once it has joined it.
+    config = _check(arguments, "learner") if rank_of_service() == 0 else _load(arguments)
     resume = _is_to_resume(arguments, config)
     if resume is None:
         return ExitCode.FINISHED

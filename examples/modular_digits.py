@@ -1,6 +1,6 @@
 """A vision-language model of two random parts learns to reckon with handwritten digits, on a CPU.
 
-    python examples/modular_digits.py FOLDER [--seed 1] [--quick]
+    python examples/modular_digits.py FOLDER [--seed 1] [--engine vllm] [--quick]
 
 Makes a tiny SigLIP and a tiny Qwen2 of random weights, composes them (`asyncrl compose`), trains the connector alone,
 then everything on demonstrations (`asyncrl sft`), then by asynchronous GRPO (`asyncrl train`), and says after each of
@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--seed", type=int, default=1, help="of data, weights, order and sampling")
+    parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what samples in the last stage")
     parser.add_argument("--quick", action="store_true", help="a few steps of each stage, which learn nothing")
     arguments = parser.parse_args()
     folder, seed, quick = arguments.folder, arguments.seed, arguments.quick
@@ -84,7 +85,7 @@ def main() -> None:
         "grpo": (
             *("train", GRPO, "sft/export"),
             [
-                *(*data, *EVERYTHING, *FREE_PORTS),
+                *(*data, *EVERYTHING, *FREE_PORTS, f"rollout.engine={arguments.engine}"),
                 *(f"data.train_files=[{folder}/data/rl.parquet]", f"trainer.max_steps={steps['grpo']}"),
             ],
         ),

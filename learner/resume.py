@@ -35,14 +35,15 @@ from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
 
-UPDATE = ("algorithm.", "critic.", "reference.", "learner.optim.")
+UPDATE = ("algorithm.", "critic.", "reference.", "learner.optim.", "learner.optimizer")
 """Beginnings of the settings of the update."""
 MAY_CHANGE = (*UPDATE, "trainer.", "fingerprint of ")
 """Settings of the update that may change after a checkpoint, if no step after it has to be made again."""
 FREE = ("reference.offload",)
 """Settings among these that always may: they change where a model is, and no number."""
-FIXED = ("algorithm.updates_per_batch",)
-"""Settings among these that may not: the learning rate is scheduled by the number of updates."""
+FIXED = ("algorithm.updates_per_batch", "learner.optimizer")
+"""Settings among these that may not: the learning rate is scheduled by the number of updates, and a checkpoint has the
+moments of one optimiser."""
 TOOLS = "tools that prompts tell of"
 """The recorded setting that has them as JSON, for a replay, which runs no environment."""
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"

@@ -34,9 +34,24 @@ def _is_over(config: RunConfig, start: Start) -> bool:
 async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
     from rollout_server.service import RolloutServer
 
-    task = asyncio.create_task(RolloutServer(config, partial(_is_over, config, start)).run())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    server = RolloutServer(config, partial(_is_over, config, start))
+    task, loop = asyncio.create_task(server.run()), asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        try:
+            await server.drain()
+        finally:
+            task.cancel()
+
+    def asked_to_end() -> None:
+        if draining:  # for the second time
+            task.cancel()
+        else:
+            draining.append(asyncio.create_task(drain()))
+
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, asked_to_end)
     try:
         await task
     except asyncio.CancelledError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,9 +23,11 @@ from protocol.messages import (
     FinishReason,
     Group,
     GroupTimings,
+    PartialRollout,
     Ticket,
     TicketFailed,
     TicketKind,
+    TicketReturned,
     TrajectoryRecord,
     TrajectoryStatus,
     Turn,
@@ -46,6 +48,8 @@ from rollout_server.rounds import AtOnce
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
 """Characters of an exception that travel to the learner."""
+Answer = Group | TicketFailed | TicketReturned
+"""What becomes of a ticket."""
 SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -84,9 +88,7 @@ class GroupProducer:
             ConversationProducer(engine, rewards, processor, server_id, environments) if environments else None
         )
 
-    async def produce(
-        self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]
-    ) -> AsyncIterator[Group | TicketFailed]:
+    async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Answer]:
         """Groups and failures, each when it is there, whatever else runs. All tickets of one turn enter the engine
         together; those of conversations when their environments have opened."""
         conversations = [ticket for ticket in tickets if ticket.conversation]
@@ -104,7 +106,7 @@ class GroupProducer:
                     started_at=started_at,
                     scoring=None if ticket.kind is TicketKind.PARITY else self._rewards.group(ticket.group_size),
                 )
-        tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
+        tasks: list[asyncio.Task[Answer | None]] = [
             asyncio.create_task(self._generate(progress)),
             *(asyncio.create_task(self._converse(ticket, blobs, turns)) for ticket in conversations),
             *(asyncio.create_task(self._finish(group)) for group in progress.values()),
@@ -144,6 +146,7 @@ class GroupProducer:
                 seed=ticket.seed,
                 sampling=ticket.sampling,
                 orders=ticket.orders,
+                partial=ticket.partial,
                 seen={
                     images: SeenPrompt(
                         prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
@@ -170,8 +173,10 @@ class GroupProducer:
             if isinstance(item, FailedRequest):
                 group.generated.set_exception(item.error)
                 continue
-            group.completions[item.index] = item
-            group.scores.append(asyncio.create_task(self._score(group, item)))
+            partial = group.ticket.partial
+            group.completions[item.index] = item.behind(partial) if partial else item
+            if item.finish_reason is not None:
+                group.scores.append(asyncio.create_task(self._score(group, item)))
             if len(group.completions) == group.ticket.group_size:
                 group.generated.set_result(time.monotonic())
 
@@ -188,9 +193,17 @@ class GroupProducer:
         )
         return completion.index, await group.scoring.score(completion.index, sample)
 
-    async def _finish(self, group: _GroupInProgress) -> Group | TicketFailed:
+    async def interrupt(self, ticket_ids: Collection[int]) -> None:
+        """Give these tickets back as they are; those that are complete, and conversations, go on."""
+        await self._engine.interrupt(ticket_ids)
+
+    async def _finish(self, group: _GroupInProgress) -> Answer:
         try:
             generated_at = await group.generated
+            if any(completion.finish_reason is None for completion in group.completions.values()):
+                for score in group.scores:
+                    score.cancel()
+                return TicketReturned(ticket_id=group.ticket.ticket_id, partial=_partial(group))
             return self._joined(group, generated_at, dict(await asyncio.gather(*group.scores)))
         except Exception as error:
             logger.exception("ticket %d (row %s) failed", group.ticket.ticket_id, group.ticket.prompt.row_id)
@@ -199,7 +212,7 @@ class GroupProducer:
     def _joined(self, group: _GroupInProgress, generated_at: float, scores: Mapping[int, Score]) -> Group:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
         request = group.request
-        prefixes = [len(request.prefix(c.index)) for c in ordered]
+        prefixes = [len(request.ordered(c.index)) for c in ordered]
         records = [trajectory_record(request, c, scores[c.index]) for c in ordered]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
         sampled = [np.arange(length) >= n for length, n in zip(lengths, prefixes, strict=True)]
@@ -226,6 +239,17 @@ class GroupProducer:
         )
 
 
+def _partial(group: _GroupInProgress) -> PartialRollout:
+    ordered = [group.completions[index] for index in range(group.ticket.group_size)]
+    return PartialRollout(
+        lengths=np.asarray([len(c.token_ids) for c in ordered], np.int32),
+        token_ids=np.concatenate([c.token_ids for c in ordered]),
+        logprobs=np.concatenate([c.logprobs for c in ordered]),
+        versions=np.concatenate([c.versions for c in ordered]),
+        kv_versions=kv_versions_column(ordered),
+    )
+
+
 def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
     """The answer to a ticket whose group could not be made."""
     return TicketFailed(
@@ -235,8 +259,9 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
 
 def trajectory_record(request: GenerationRequest, completion: Completion, score: Score) -> TrajectoryRecord:
     """A failed reward is a status with its kind; it is never a score of 0."""
-    prefix, length = len(request.prefix(completion.index)), len(completion.token_ids)
+    prefix, length = len(request.ordered(completion.index)), len(completion.token_ids)
     seen = request.seen_by(completion.index).prompt.image_hashes
+    assert completion.finish_reason is not None, "an unfinished completion has no record"
     if score.status == "ok":
         truncated = completion.finish_reason is not FinishReason.STOP
         status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.FINISHED

@@ -106,6 +106,7 @@ class LearnerLink:
             processor_fingerprint=processor,
             base_fingerprint=base_fingerprint,
             max_groups=config.groups_in_flight,
+            max_sequences=config.rollout.max_concurrent_sequences,
             pid=os.getpid(),
             mode=config.trainer.mode,
         )

@@ -81,6 +81,7 @@ ENVIRONMENT = (
         "Waits for the environment, of all trajectories together.",
         "rises more slowly than the clock times the trajectories at work",
     ),
+    _seconds("environment_answer", "Time of an environment's answer, by method: reset, step.", "no long tail", "do"),
     _gauge(
         "environment_trajectories",
         "trajectories",

@@ -54,7 +54,7 @@ class ServerExporter:
             self.metrics["turns"].observe(len(record.turns))
             if record.limit:
                 self.metrics["limited_trajectories_total"].labels(limit=record.limit).inc()
-            if record.error_kind:
+            if record.error_kind and not record.environment_error:
                 self.metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
 
     def loaded(self, loaded: WeightsLoaded, nbytes: int) -> None:
@@ -112,6 +112,8 @@ class ServerExporter:
         for kind, total in pool.errors.items():
             m.raise_to("environment_errors_total", total, kind=kind)
         m.raise_to("environment_restarts_total", pool.restarts)
+        for do, seconds in pool.take_answers():
+            m["environment_answer_seconds"].labels(do=do).observe(seconds)
         m["environment_trajectories"].labels(state="live").set(pool.live)
         m["environment_trajectories"].labels(state="parked").set(pool.parked)
 

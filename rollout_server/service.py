@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
@@ -30,6 +30,7 @@ from protocol.messages import (
     ServerHeartbeat,
     Ticket,
     TicketFailed,
+    TicketRecall,
     Tickets,
     WeightManifest,
     Welcome,
@@ -38,7 +39,7 @@ from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.environments import environments_of, make_pool
-from rollout_server.group_producer import GroupProducer, check_sampling, ticket_failed
+from rollout_server.group_producer import Answer, GroupProducer, check_sampling, ticket_failed
 from rollout_server.link import LearnerLink
 from rollout_server.prometheus import ServerExporter
 from rollout_server.weights.channels import choose_channel
@@ -46,6 +47,8 @@ from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
+DRAINING_S = 10.0
+"""Longest time in which a server that is asked to end gives its tickets back: a spot machine has 30 s."""
 
 
 class RolloutServer:
@@ -58,6 +61,8 @@ class RolloutServer:
         )
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
+        self._drains = False
+        """True once it was asked to end: it begins nothing any more."""
         self.device: SharedDevice | None = None
         """Turns on a device that is shared with the learner; None: this server has a device of its own."""
 
@@ -81,6 +86,31 @@ class RolloutServer:
                 await self.environments.close()
             await self.engine.close()
             self.exporter.close()
+
+    async def drain(self) -> None:
+        """Give back all that is in work, as it is, for others to go on with; what is complete is scored and sent.
+
+        A device that is shared is given back in turns, and an on-policy step is sampled whole: their tickets are simply
+        issued again, and so are conversations, whose environments stay here.
+        """
+        self._drains = True
+        if self.device or not hasattr(self, "producer"):
+            return
+        movable = self._movable(self._held)
+        if not movable:
+            return
+        logger.info("ending: %d tickets go back to the learner as they are", len(movable))
+        try:
+            async with asyncio.timeout(DRAINING_S):
+                await self.producer.interrupt(movable)
+                while movable & self._held.keys():
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            logger.warning("%d tickets did not come to an end in %g s", len(movable & self._held.keys()), DRAINING_S)
+
+    def _movable(self, ticket_ids: Iterable[int]) -> set[int]:
+        """Those that are in work here, and that another server could go on with."""
+        return {i for i in ticket_ids if (ticket := self._held.get(i)) is not None and not ticket.conversation}
 
     async def _fingerprint(self) -> str:
         """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first turn."""
@@ -174,6 +204,8 @@ class RolloutServer:
             message = await self.link.next_message()
             if isinstance(message, Tickets):
                 self._begin(message)
+            elif isinstance(message, TicketRecall):
+                await self.producer.interrupt(self._movable(message.ticket_ids))
             elif isinstance(message, WeightManifest):
                 self.policy_versions.announce(message)
             elif isinstance(message, Welcome):
@@ -207,7 +239,7 @@ class RolloutServer:
             for ticket in message.tickets
             if ticket.ticket_id not in self._held and ticket.ticket_id not in self.link.unacknowledged
         )
-        if not new:
+        if not new or self._drains:
             return
         self._held |= {ticket.ticket_id: ticket for ticket in new}
         task = self._tasks.create_task(self._work_tickets(message.model_copy(update={"tickets": new})))
@@ -219,7 +251,7 @@ class RolloutServer:
         unanswered = {ticket.ticket_id: ticket for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
-            async with self.policy_versions.at_least(max(ticket.min_version for ticket in message.tickets)):
+            async with self.policy_versions.at_least(max(ticket.begins_at for ticket in message.tickets)):
                 crash_point("ticket.started")
                 async for answer in self.producer.produce(message.tickets, message.blobs):
                     await self._answer(unanswered.pop(answer.ticket_id), answer)
@@ -230,8 +262,8 @@ class RolloutServer:
             for ticket in unanswered.values():
                 await self._answer(ticket, ticket_failed(ticket, error))
 
-    async def _answer(self, ticket: Ticket, answer: Group | TicketFailed) -> None:
-        """Send the group of a ticket, or say why there is none."""
+    async def _answer(self, ticket: Ticket, answer: Answer) -> None:
+        """Send the group of a ticket, or what there is of it, or say why there is none."""
         if isinstance(answer, Group):
             try:
                 await self.link.send_group(answer)
@@ -242,6 +274,7 @@ class RolloutServer:
         self._held.pop(ticket.ticket_id, None)
         if isinstance(answer, TicketFailed):
             self.exporter.metrics["errors_total"].labels(kind=answer.error_kind).inc()
+        if not isinstance(answer, Group):
             await self.link.send(answer)
 
     def _on_device(self) -> AbstractAsyncContextManager[None]:

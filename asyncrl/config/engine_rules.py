@@ -22,6 +22,13 @@ PREFILL_TOKENS = 16_384
 GRADIENTS_IN_FLIGHT = 2
 """Gradients on their way to the host at a time, with learner.cpu_offload: the backward pass waits for the oldest, so
 that the device holds no more than these besides the one that it makes."""
+ZERO_BUCKET = 50_000_000
+"""Elements of one collective of DeepSpeed's gradients or weights. Its own number is ten times that: 2 GB in fp32."""
+ZERO_LIVE = 1_000_000_000
+"""Elements of weights that DeepSpeed's stage 3 leaves gathered for their next use (its own number)."""
+SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
+"""learner.optimizer=adamw_8bit: elements of a tensor from which its moments have 8 bits, and elements that share a
+scale (bitsandbytes' own numbers)."""
 
 CACHE_BLOCK = 32
 """Columns by which the hf engine's key-value cache grows: one step in so many copies it."""
@@ -66,6 +73,11 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
                 "model on one device. Set learner.engine=fsdp2 or deepspeed, or leave learner.num_processes out"
             )
         return
+    if learner.optimizer != "adamw":
+        yield (
+            f"learner.optimizer is {learner.optimizer}, which steps whole tensors, and learner.engine is "
+            f"{learner.engine}, which has parts of them. Set learner.engine=torch or learner.optimizer=adamw"
+        )
     problems = {
         "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "

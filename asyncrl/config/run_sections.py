@@ -198,7 +198,7 @@ class RunSections(Section):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sft: SftConfig = SftConfig()

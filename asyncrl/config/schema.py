@@ -117,7 +117,13 @@ def reward_problems(config: RunSections) -> Iterator[str]:
         ("data.curriculum.component", curriculum.component, ()),
     ):
         if component and component not in (*components, *others):
-            yield f"{setting} is {component!r}, but the components of the reward are {', '.join(components)}"
+            there = f"the components of the reward are {', '.join(components)}" if components else "there are none"
+            yield f"{setting} is {component!r}, but {there} (reward.functions)"
+    if not components and algorithm.adv_estimator == "gdpo":
+        yield (
+            "algorithm.adv_estimator gdpo normalises each component of the reward by itself, and reward.functions is "
+            "empty. Name functions there, or choose grpo"
+        )
     compared = [component_name(function) for function in config.reward.functions if function.group]
     if "greedy_row" in algorithm.needs and compared:
         yield (

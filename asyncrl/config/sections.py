@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 PARTS = ("vision_tower", "connector", "language_model")
 """Parts of a vision-language model, of which each can be left out of training."""
 OnStale = Literal["wait", "drop", "mask"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 class Section(BaseModel):
@@ -192,10 +193,12 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: tuple[RewardFunctionConfig, ...]
-    """Components; their weighted sum is the reward. One that another one shapes is only shown."""
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    """Components; their weighted sum is the reward, beside what the turns of an environment earn. One that another one
+    shapes is only shown. May be empty where an environment rewards by itself (a class or an adapter; tools and MCP
+    servers do not)."""
     accuracy: str = ""
-    """Component reported as held-out accuracy; empty means the first."""
+    """Component reported as held-out accuracy; empty means the first, or the whole reward where there is none."""
     timeout_s: float = Field(default=15.0, gt=0)
     """Longest time for all components of one sample, or of one group; then its worker is killed and the trajectory is
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
@@ -207,12 +210,11 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _known_accuracy(self) -> RewardConfig:
         names = self.component_names
-        if not names:
-            raise ValueError("reward.functions is empty: name at least one, such as {function: exact_match}")
         if len(set(names)) != len(names):
             raise ValueError(f"two reward components have one name: {names}. Set `name` on one of them")
         if self.accuracy and self.accuracy not in names:
-            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
+            there = f"the components are {names}" if names else "there are no components (reward.functions)"
+            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but {there}")
         _shaped(self.functions)
         return self
 
@@ -233,7 +235,8 @@ class RewardConfig(Section):
 
     @property
     def accuracy_component(self) -> str:
-        return self.accuracy or component_name(self.functions[0])
+        """Name of the component that is the accuracy; empty: the whole reward, there being no components."""
+        return self.accuracy or next(iter(self.component_names), "")
 
 
 def component_name(function: RewardFunctionConfig) -> str:
@@ -422,6 +425,9 @@ class LearnerConfig(Section):
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
+    move_stragglers: bool = False
+    """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
+    let the group go on there, as tokens. For servers of different speeds and a small bound; not for conversations."""
     engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
     it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""
@@ -446,6 +452,9 @@ class LearnerConfig(Section):
     """Host memory for features of images, which passes, updates and epochs then compute once. Used in a
     learner of one process where neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with
     freeze_connector. 0: none are kept."""
+    optimizer: Optimizer = "adamw"
+    """`adamw` is torch's, with moments in float32; `adamw_8bit` bitsandbytes' (its own extra, engine torch), whose
+    moments take 2 bytes of a parameter in the place of 8, and which takes longer on a CPU. Also the critic's."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from asyncrl.data.images import decode_image
+from asyncrl.data.images import MAX_PIXELS, decode_image
 from asyncrl.environments.interface import ToolError, png_bytes
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
@@ -40,6 +40,10 @@ class ImageRule:
             pixels = decode_image(image, "the result") if isinstance(image, bytes) else image
         except UserError as error:
             raise ToolError(f"no image can be shown: {error}") from None
+        if pixels.width * pixels.height > MAX_PIXELS:  # to scale it takes copies
+            raise ToolError(
+                f"an image of {pixels.width} x {pixels.height} pixels cannot be shown: more than {MAX_PIXELS} in all"
+            )
         size = self.fitted_size(*pixels.size)
         if size == pixels.size:
             return image if isinstance(image, bytes) else png_bytes(pixels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -72,6 +73,7 @@ class EnvironmentPool:
         """Episodes that have begun and are not closed."""
         self.parked = 0
         """Those of them that wait for an answer of their process."""
+        self._answers: list[tuple[str, float]] = []
 
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
@@ -131,8 +133,12 @@ class EnvironmentPool:
     async def ask(self, host: WorkerHost, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
         """One request of an episode; failures are counted, and a lost process is replaced. Raises EnvironmentFailed."""
         self.parked += 1
+        began = time.monotonic()
         try:
-            return await host.ask(request, timeout_s, setting)
+            answer = await host.ask(request, timeout_s, setting)
+            if request["do"] != "close":
+                self._answers.append((request["do"], time.monotonic() - began))
+            return answer
         except EnvironmentFailed as failed:
             self.errors[failed.kind] += 1
             level = logging.WARNING if self.errors[failed.kind] == 1 else logging.DEBUG
@@ -141,6 +147,11 @@ class EnvironmentPool:
         finally:
             self.parked -= 1
             self._replace_if_lost(host)
+
+    def take_answers(self) -> list[tuple[str, float]]:
+        """`reset` or `step` and its seconds, of each answer since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
 
     def give_back(self, host: WorkerHost) -> None:
         """Free an episode's place."""

@@ -100,6 +100,12 @@ class EnvironmentConfig(Section):
         return bool(self.name or self.tools)
 
     @property
+    def may_reward(self) -> bool:
+        """Whether turns may earn something by themselves: a class and most adapters reward, tools and MCP servers only
+        answer."""
+        return bool(self.name) and self.name != "mcp"
+
+    @property
     def capacity(self) -> int:
         """Most episodes at a time."""
         return self.workers * self.instances_per_worker

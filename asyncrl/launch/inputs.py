@@ -18,7 +18,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes
 from asyncrl.models.weight_files import check_weights
 from asyncrl.plugins import load, own_functions
-from asyncrl.rewards.spec import check_rewards
+from asyncrl.rewards.spec import check_rewarded, check_rewards
 from asyncrl.telemetry.trackers import check_trackers
 
 Side = Literal["learner", "rollout_server"]
@@ -54,6 +54,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
     """
     described = check_model(config)
     check_lengths(config, described)
+    check_rewarded(config)
     if "learner" in sides:
         check_trackers(config.telemetry)
         check_algorithm(config.algorithm)

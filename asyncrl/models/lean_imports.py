@@ -1,6 +1,6 @@
 """Imports of torchvision and transformers for commands that look at prompts and end: without what the two load, too,
 for work that such a command never does, which costs as much as all the rest. A process that trains or samples has no
-use of them. What has been imported already stays as it is.
+use of them, but for `import_peft`. What has been imported already stays as it is.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def import_transformers() -> None:
 
         for package in LEFT_OUT:
             getattr(import_utils, f"is_{package}_available")()
+
+
+def import_peft() -> None:
+    """Import PEFT without bitsandbytes, which it would load where that is installed: no model here has layers of it."""
+    with _not_installed(("bitsandbytes",)):
+        import peft  # noqa: F401
 
 
 def import_processors() -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import ADAPTER_CONFIG
+from asyncrl.models.lean_imports import import_peft
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
@@ -97,6 +98,7 @@ def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
 
     The adapter changes nothing yet; `seed` decides where its training begins.
     """
+    import_peft()
     from peft import get_peft_model
 
     with torch.random.fork_rng(devices=[]):
@@ -141,6 +143,7 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
 
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
+    import_peft()
     from peft import PeftModel
 
     _check_base(config, folder)
@@ -192,6 +195,7 @@ def _check_shapes(config: ModelConfig, folder: Path) -> None:
 
 def _lora_config(spec: AdapterSpec) -> Any:
     """PEFT configuration without dropout and bias: with them the learner's log-probs would not be the engine's."""
+    import_peft()
     from peft import LoraConfig
 
     return LoraConfig(

@@ -6,6 +6,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
+from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import RowSurvey, measure_row, survey_rows
 
@@ -17,9 +19,12 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     """Describe the rows and the first usable one: text, answer, tokens, and the grid of each image and video.
 
     Returns the number of training rows, too: the usable ones where all have been looked at, else all. Raises UserError
-    if no row is usable, or one is bad under `data.on_bad_row: stop`.
+    if no row is usable, or one is bad under `data.on_bad_row: stop`, and for a chat template that cannot take the turns
+    of the run's environment.
     """
     processor, renderer = prompt_processor(config), PromptRenderer(config.data)
+    if config.environment.is_used:
+        TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
     train, limit = open_train(config.data), config.data.max_prompt_length
     surveys = [
         survey_rows(rows, renderer, processor, config, source, sample=SAMPLE)

@@ -94,7 +94,7 @@ class RewardPool:
     def scored(self, sample: RewardSample, row: Row, seconds: float) -> Score:
         """The sum of the components, or the failure, which is counted."""
         if not isinstance(row, Failure):
-            reward = sum(weight * row[name] for name, weight in self._config.weights.items())
+            reward = sum((weight * row[name] for name, weight in self._config.weights.items()), 0.0)
             if math.isfinite(reward):
                 return Score("ok", components=row, reward=reward, seconds=seconds)
             row = Failure("reward_nan", f"the weighted sum of {row} is {reward}")

@@ -16,6 +16,7 @@ from asyncrl.rewards.calls import check_call
 from asyncrl.rewards.shaping import OF_GROUPS
 
 if TYPE_CHECKING:
+    from asyncrl.config.schema import RunConfig
     from asyncrl.config.sections import RewardConfig
 
 SETTING = "a function in reward.functions"
@@ -29,6 +30,21 @@ def load_reward(function: str) -> Callable[..., Any]:
 def locate(function: str) -> plugins.UserFunction | None:
     """File and name of the user's function, or None for a known built-in."""
     return plugins.locate(function, [*BUILTIN_REWARDS, *SERVICES], SETTING)
+
+
+def check_rewarded(config: RunConfig) -> None:
+    """Raise UserError where nothing would say how good a trajectory is."""
+    environment = config.environment
+    if config.reward.functions or environment.may_reward:
+        return
+    named = "reward.functions is empty"
+    if environment.is_used:
+        what = "an MCP server" if environment.name else "environment.tools"
+        named += f", and {what} answers calls without rewarding a turn"
+    raise UserError(
+        f"{named}: no trajectory would have a reward. Name a function, such as reward.functions=[{{function: "
+        "exact_match}], or an environment that rewards its turns (environment.name=file.py:Class)"
+    )
 
 
 def check_rewards(config: RewardConfig) -> None:

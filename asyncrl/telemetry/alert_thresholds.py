@@ -23,6 +23,7 @@ THRESHOLDS = {
     "EntropyCollapse": Threshold(0.02, 600.0),
     "RewardHacking": Threshold(0.05, 600.0),
     "RewardsFail": Threshold(0.05, 300.0),
+    "EnvironmentFails": Threshold(0.05, 300.0),
     "LearnerStarves": Threshold(0.8, 1800.0),
     "DiskFilling": Threshold(2e9, 300.0),
 }

@@ -31,6 +31,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.spec import check_rewarded
 from asyncrl.telemetry.jsonl import write_atomically
 
 BATCH_COMPLETIONS = 64
@@ -99,6 +100,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
             "this command samples one turn, and the configuration has an environment that answers: the scores would "
             "not be the run's. Set evaluation.every_steps, or leave environment out"
         )
+    check_rewarded(config)
     held_out = open_validation(config.data)
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")

@@ -210,12 +210,26 @@ def _truncated(run: RecordedRun) -> Iterator[Finding]:
 def _rewards_fail(run: RecordedRun) -> Iterator[Finding]:
     rows = _rows(run)
     bad = {kind: rows.get(kind, 0.0) for kind in ("error", "timed_out")}
+    bad["error"] -= sum(_environment_errors(run).values())
     part = sum(bad.values()) / (sum(rows.values()) or 1.0)
     if part > THRESHOLDS["RewardsFail"].value:
         value = ", ".join(f"{kind.replace('_', ' ')} {n:,.0f}" for kind, n in bad.items() if n)
         reason = f": {why}" if (why := run.status.get("unscored")) else ""
         advice = "These rows are left out of the loss. The error samples below have the messages."
         yield Finding("warning", "Rewards fail", f"{share(part)} of the trajectories ({value}){reason}", advice)
+
+
+def _environment_fails(run: RecordedRun) -> Iterator[Finding]:
+    if value := _beyond(run, "EnvironmentFails", "env/error_rate", " of the trajectories", share):
+        kinds = ", ".join(f"{kind} {n:,.0f}" for kind, n in _environment_errors(run).items())
+        advice = "They are left out of the loss. The rollout server's log and the error samples below say why."
+        yield Finding("warning", "The environment fails", f"{value} ({kinds})", advice)
+
+
+def _environment_errors(run: RecordedRun) -> dict[str, float]:
+    """Count the trajectories of the whole run that their environment lost, by kind."""
+    prefix = "env/errors/"
+    return {key.removeprefix(prefix): sum(run.values(key)) for key in sorted(run.keys) if key.startswith(prefix)}
 
 
 def _rows(run: RecordedRun) -> dict[str, float]:
@@ -322,6 +336,7 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "mismatch of learner and engine": _mismatch,
     "staleness": _staleness,
     "failing rewards": _rewards_fail,
+    "failing environments": _environment_fails,
     "disk space": _disk,
     "restarts": _restarts,
     "errors": _errors,

@@ -34,11 +34,24 @@ from benchmarks.staleness.workload import (
 from learner.network.group_receiver import GroupReceiver
 from learner.network.group_verification import verify_group
 from learner.network.servers import ServerState
+from learner.network.straggler_moves import StragglerMoves
+from learner.network.thread import POLL_S
 from learner.network.ticket_sender import TicketSender
+from learner.tickets.hand_out import ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
-from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
+from protocol.messages import (
+    Ack,
+    Goodbye,
+    Group,
+    Hello,
+    Message,
+    TicketFailed,
+    TicketReturned,
+    WeightManifest,
+    WeightsLoaded,
+)
 from rollout_server.group_producer import GroupProducer
 from rollout_server.service import RolloutServer
 from rollout_server.weights.policy_versions import PolicyVersions
@@ -103,8 +116,8 @@ class DelayedWeights:
 class SimulatedServer(RolloutServer):
     """The service between its link and its engine."""
 
-    def __init__(self, workload: Workload, link: SimulatedLink, random_numbers: random.Random):
-        super().__init__(workload.config())
+    def __init__(self, workload: Workload, number: int, link: SimulatedLink, random_numbers: random.Random):
+        super().__init__(workload.config(number))
         self.link: Any = link
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
@@ -120,15 +133,24 @@ class SimulatedServer(RolloutServer):
             following.cancel()
 
 
+class EqualSpeeds(ServerSpeeds):
+    """For a hand-out that looks at loads alone."""
+
+    def of(self, server_id: str) -> float:
+        return 1.0
+
+
 class SimulatedServers:
     """What TicketSender and GroupReceiver need of Servers: the connected ones, and a way to each."""
 
-    def __init__(self, max_groups: int):
+    def __init__(self, max_groups: int, max_sequences: int, speeds: ServerSpeeds):
         self.connected: dict[str, ServerState] = {}
         self.aligned = self.connected
         self.version = 0
+        self.speeds = speeds
         self.errors: Counter[str] = Counter()
         self._max_groups = max_groups
+        self._max_sequences = max_sequences
         self._to_server: dict[str, InOrder] = {}
 
     def welcome(self, server_id: str, to_server: InOrder) -> None:
@@ -140,6 +162,7 @@ class SimulatedServers:
             model_fingerprint=MODEL,
             processor_fingerprint=PROCESSOR,
             max_groups=self._max_groups,
+            max_sequences=self._max_sequences,
             pid=1,
         )
         self.connected[server_id] = ServerState(hello, server_id.encode())
@@ -160,18 +183,27 @@ class SimulatedNetwork:
     def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
         config = workload.config()
         self.changed = asyncio.Event()
-        self.connections: Any = SimulatedServers(config.groups_in_flight)
+        self.connections: Any = SimulatedServers(
+            config.groups_in_flight,
+            config.rollout.max_concurrent_sequences,
+            ServerSpeeds() if workload.by_speed else EqualSpeeds(),
+        )
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
         self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits())
+        self._moves = StragglerMoves(self.connections, ledger)
+        self._stragglers_move = workload.moves
+        self._ledger = ledger
         self._groups = GroupReceiver(self.connections, no_ports, ledger, verify)
         self._turn_is_due = False
-        self.servers = [self._connect(workload, f"server-{number}") for number in range(workload.servers)]
+        asyncio.get_running_loop().call_later(POLL_S, self._poll)
+        self.servers = [self._connect(workload, number) for number in range(workload.servers)]
 
-    def _connect(self, workload: Workload, server_id: str) -> SimulatedServer:
+    def _connect(self, workload: Workload, number: int) -> SimulatedServer:
+        server_id = f"server-{number}"
         link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
         self.connections.welcome(server_id, InOrder(link.inbox.put_nowait, workload.latency_s))
-        return SimulatedServer(workload, link, random.Random(f"{workload.seed} {server_id}"))
+        return SimulatedServer(workload, number, link, random.Random(f"{workload.seed} {server_id}"))
 
     def announce(self, version: int) -> None:
         self.connections.version = version
@@ -188,6 +220,14 @@ class SimulatedNetwork:
         if isinstance(message, Group):
             self._groups.accept(server_id, message, ())
             self._need_turn()
+        elif isinstance(message, TicketReturned):
+            self._ledger.out.take_return(message.ticket_id, server_id, message.partial)
+            self._need_turn()
+
+    def _poll(self) -> None:
+        """As the network thread does where nothing arrives."""
+        self._need_turn()
+        asyncio.get_running_loop().call_later(POLL_S, self._poll)
 
     def _need_turn(self) -> None:
         """One for all that happens at this moment."""
@@ -199,6 +239,8 @@ class SimulatedNetwork:
         self._turn_is_due = False
         self._groups.keep()
         self._tickets.work()
+        if self._stragglers_move:
+            self._moves.work()
         self.changed.set()
         if self._tickets.is_busy:
             self._need_turn()

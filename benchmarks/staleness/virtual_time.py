@@ -10,6 +10,7 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` without the waiting. Raises NothingToWaitFor on a deadlock."""
+    """`asyncio.run` without the waiting, `time.monotonic` the loop's clock. Raises NothingToWaitFor on a deadlock."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+        clock = runner.get_loop().time
+        with patch("time.monotonic", clock):
+            return runner.run(main)

@@ -46,6 +46,13 @@ class Workload:
     length_sigma: float = 1.0
     longest: int = 128
     seconds_per_token: float = 0.06
+    """Of a server whose speed is 1."""
+    speeds: tuple[float, ...] = (1.0,)
+    """Of the servers, in turns."""
+    by_speed: bool = True
+    """Tickets are handed out by measured speed; else evenly."""
+    moves: bool = False
+    """Stragglers move (learner.move_stragglers)."""
     learn_s: float = 1.0
     """From a full batch to the next version."""
     weights_s: tuple[float, float] = (0.05, 0.3)
@@ -76,11 +83,12 @@ class Workload:
         z = math.log((body + 0.5) / self.median_length) / self.length_sigma
         return 0.5 * math.erfc(z / math.sqrt(2))
 
-    def config(self, **network: Any) -> RunConfig:
+    def config(self, number: int = 0, **network: Any) -> RunConfig:
+        """Of server `number`."""
         script = {
             "mean_length": self.median_length,
             "length_sigma": self.length_sigma,
-            "seconds_per_token": self.seconds_per_token,
+            "seconds_per_token": self.seconds_per_token / self.speeds[number % len(self.speeds)],
         }
         return RunConfig.model_validate(
             {

@@ -13,6 +13,7 @@ import numpy as np
 from asyncrl.errors import BadStateError, UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
+from learner.tickets.hand_out import crowd_of
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
@@ -124,6 +125,7 @@ class GroupReceiver:
         """
         if not self._arrived:
             return
+        self._measure_speeds()
         self.ledger.receive([received for _, received in self._arrived.values()])
         crash_point("group.journaled")
         owners: dict[str, list[int]] = defaultdict(list)
@@ -140,6 +142,16 @@ class GroupReceiver:
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
         self.health.observe(records)
+
+    def _measure_speeds(self) -> None:
+        held = self.ledger.out.held(is_training=True)
+        for (server_id, *_), received in self._arrived.values():
+            server, ticket, group = self.servers.connected.get(server_id), received.ticket, received.group
+            if server is not None and received.prepared.is_training:
+                sampled = group.lengths - (ticket.partial.lengths if ticket.partial else 0)
+                crowd = crowd_of(held[server_id], ticket.group_size, server.hello.max_sequences)
+                seconds = group.timings.generate_s
+                self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def forget(self) -> None:
         """Drop verified groups without acknowledgement: their servers keep them for the next learner."""

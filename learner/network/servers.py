@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.network.sockets import LearnerSockets
+from learner.tickets.hand_out import ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
@@ -27,10 +28,12 @@ from protocol.messages import (
     Hello,
     LearnerHeartbeat,
     ServerHeartbeat,
+    TicketReturned,
     WeightManifest,
     WeightsLoaded,
     Welcome,
     Wire,
+    printable,
 )
 from protocol.peers import Muted
 from protocol.sockets import Delivery, Encoded
@@ -90,6 +93,8 @@ class Servers:
         """`device` says from which device memory versions can be fetched now, if from any."""
         self.connected: dict[str, ServerState] = {}
         """Welcomed servers by id."""
+        self.speeds = ServerSpeeds()
+        """How fast each one samples."""
         self.errors: Counter[str] = Counter()
         """Unusable messages, refused groups and failed tickets by kind."""
         self.version = version
@@ -293,6 +298,20 @@ class Servers:
         could_try = self.connected if item is None or item.is_training else self.keepers
         return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
 
+    def take_return(self, server_id: str, returned: TicketReturned) -> bool:
+        """Take a ticket back as it is; what does not fit it is a failure. False if the server does not hold it."""
+        tokens = returned.partial.token_ids.size
+        logger.info("ticket %d comes back from %s with %d tokens", returned.ticket_id, server_id, tokens)
+        try:
+            if (newest := returned.partial.versions.max(initial=0)) > self.version:
+                raise ValueError(f"a partial token of version {newest}, at version {self.version}")
+            return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
+        except ValueError as problem:
+            reason = printable(str(problem))
+            self.errors[str(ErrorCode.REFUSED_GROUP)] += 1
+            logger.warning("what %s has sampled of ticket %d is refused: %s", server_id, returned.ticket_id, reason)
+            return self.give_back(returned.ticket_id, server_id, reason)
+
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""
         self.errors["muted"] += 1
@@ -306,6 +325,7 @@ class Servers:
         server = self.connected.pop(server_id)
         self._by_identity.pop(server.identity, None)
         self._by_session.pop(server.hello.session, None)
+        self.speeds.forget(server_id)
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)
         level = logging.INFO if expected and not held else logging.WARNING

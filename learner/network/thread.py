@@ -31,6 +31,7 @@ from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
+from learner.network.straggler_moves import StragglerMoves
 from learner.network.ticket_sender import TicketSender
 from learner.network.weight_sources import WeightSources
 from learner.tickets.ledger import TicketLedger
@@ -49,6 +50,7 @@ from protocol.messages import (
     ServerHeartbeat,
     SourceRequest,
     TicketFailed,
+    TicketReturned,
     TransferEnd,
     TransferRequest,
     WeightsLoaded,
@@ -137,6 +139,8 @@ class NetworkThread(threading.Thread):
         )
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
+        self.moves = StragglerMoves(self.servers, ledger)
+        self._moves_stragglers = config.learner.move_stragglers
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self._told_at = -_CHECK_EVERY_S
@@ -237,6 +241,8 @@ class NetworkThread(threading.Thread):
             self.parity.work()
             self.evaluations.work()  # before the sender: when it has released a version, tickets of newer ones can go
             self.tickets.work()
+            if self._moves_stragglers:
+                self.moves.work()
             self.lease.offer()
             self.servers.keep_alive()
 
@@ -294,6 +300,8 @@ class NetworkThread(threading.Thread):
                 self.groups.accept(server_id, message, received.frames)
         elif isinstance(message, TicketFailed):
             self._take_failure(server_id, received.identity, message)
+        elif isinstance(message, TicketReturned):
+            self._take_return(server_id, received.identity, message)
         elif isinstance(message, ServerHeartbeat):
             self.servers.take_heartbeat(server_id, message)
         elif isinstance(message, WeightsLoaded):
@@ -309,6 +317,14 @@ class NetworkThread(threading.Thread):
         self.servers.count_error(failed.error_kind)
         logger.warning("ticket %d failed on %s: %s", failed.ticket_id, server_id, failed.error_message)
         if not self._give_back(server_id, failed):
+            self.control.charge(identity)  # it held no such ticket
+
+    def _take_return(self, server_id: str, identity: bytes, returned: TicketReturned) -> None:
+        if self.parity.awaits(server_id, returned.ticket_id):
+            return  # it leaves: its goodbye follows
+        if self.groups.has(returned.ticket_id):
+            self.groups.keep()
+        if not self.servers.take_return(server_id, returned):
             self.control.charge(identity)  # it held no such ticket
 
     def _give_back(self, server_id: str, failed: TicketFailed) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers, ServerState
+from learner.tickets.hand_out import Room, share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits
@@ -110,21 +111,15 @@ class TicketSender:
 
         # By version, not for each pair: a thousand servers have thousands of tickets.
         able = {
-            item.slot.version: {other for other, server in servers.items() if _has_version_for(item, server)}
-            for item in {item.slot.version: item for item in waiting}.values()
+            version: {other for other, server in servers.items() if _has_version_for(item, server)}
+            for version, item in {_version_of(item): item for item in waiting}.items()
         }
 
         def may_try(ticket_id: int, server_id: str) -> bool:
-            others = able[items[ticket_id].slot.version]
+            others = able[_version_of(items[ticket_id])]
             return server_id in others and out.may_try(ticket_id, server_id, others)
 
-        held = out.held(is_training=is_training)
-        return share_tickets(
-            waiting,
-            held={server_id: held[server_id] for server_id in takers},
-            most={server_id: server.hello.max_groups for server_id, server in takers.items()},
-            may_try=may_try,
-        )
+        return share_tickets(waiting, rooms_of(self.servers, self.ledger, takers, is_training=is_training), may_try)
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
@@ -139,32 +134,27 @@ class TicketSender:
             crash_point("tickets.sent")
 
 
+def rooms_of(
+    servers: Servers, ledger: TicketLedger, takers: Mapping[str, ServerState], *, is_training: bool
+) -> dict[str, Room]:
+    """What each of these servers has, and may have, of training or of evaluation tickets."""
+    held = ledger.out.held(is_training=is_training)
+    return {
+        server_id: Room(
+            held=held[server_id],
+            most=server.hello.max_groups,
+            sequences=server.hello.max_sequences,
+            speed=servers.speeds.of(server_id),
+        )
+        for server_id, server in takers.items()
+    }
+
+
 def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:
-    """True if the server was told of weights for the ticket: of its version or newer; to evaluate, of just that one."""
-    return server.told >= item.slot.version if item.is_training else server.told == item.slot.version
+    """True if the server was told of weights for the ticket, and for what is sampled of it; to evaluate, of just its
+    version."""
+    return server.told >= _version_of(item) if item.is_training else server.told == _version_of(item)
 
 
-def share_tickets(
-    waiting: Sequence[PreparedTicket],
-    held: Mapping[str, int],
-    most: Mapping[str, int],
-    may_try: Callable[[int, str], bool],
-) -> dict[str, list[PreparedTicket]]:
-    """Divide the waiting tickets equally, the least loaded server first; none gets more than it is willing to hold.
-
-    `held` and `most` count groups by server id; `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no
-    server can take is in no share.
-    """
-    left = deque(waiting)
-    shares: dict[str, list[PreparedTicket]] = {}
-    servers = sorted(held, key=lambda server_id: held[server_id])
-    for place, server_id in enumerate(servers):
-        share = min(most[server_id] - held[server_id], -(-len(left) // (len(servers) - place)))
-        chosen, passed = [], []
-        while left and len(chosen) < share:
-            item = left.popleft()
-            (chosen if may_try(item.ticket.ticket_id, server_id) else passed).append(item)
-        left.extendleft(reversed(passed))
-        if chosen:
-            shares[server_id] = chosen
-    return shares
+def _version_of(item: PreparedTicket) -> int:
+    return item.ticket.begins_at if item.is_training else item.slot.version

@@ -7,16 +7,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
-from learner.ranks.environment import STORE_PORT, rank_environment
+from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
 from learner.ranks.orders import Order, Orders, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
+from learner.ranks.reasons import Reasons
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.trainer import Trainer
 
@@ -24,12 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 def follow(config: RunConfig) -> None:
-    """Run to the end. Raises BadStateError when rank 0 has gone."""
+    """Run to the end. Raises BadStateError when rank 0 has gone, with what it has said of it."""
     environment = rank_environment(config)
-    check_local_ranks(config, environment.local_rank + 1)
     if STORE_PORT not in os.environ:
         leave_after_rank_0()
-    store, network = given_store(config), config.network
+    store = given_store(config)
+    reasons = Reasons(store)
+    try:
+        check_local_ranks(config, environment.local_rank + 1)
+        _follow(config, environment, store)
+    except (UserError, BadStateError) as error:
+        reasons.say(environment.rank, error)
+        raise reasons.of(0) or error from None
+
+
+def _follow(config: RunConfig, environment: RankEnvironment, store: Store) -> None:
+    network = config.network
     orders = Orders(PrefixStore("orders", store), leads=False, every_s=network.heartbeat_s, silence_s=network.timeout_s)
     processor = prompt_processor(config)
     order = orders.take()

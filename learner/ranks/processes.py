@@ -38,6 +38,7 @@ from asyncrl.run_folder.failure import read_failure
 from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
 from learner.ranks.group import Ranks
 from learner.ranks.orders import Orders
+from learner.ranks.reasons import Reasons
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class RankProcesses:
     """Where they save why they stopped."""
     given: dict[int, psutil.Process] = field(default_factory=dict)
     """Those on this machine that torchrun has started."""
+    reasons: Reasons | None = None
+    size: int = 1
+    """Ranks, with this one."""
     lost: Exception | None = None
     """Why the run cannot go on, once a rank has ended."""
     _are_leaving: bool = False
@@ -74,12 +78,15 @@ class RankProcesses:
         """What ended another rank, if one has ended: a collective fails on its connections before it is seen to be
         gone."""
         deadline = time.monotonic() + 5 * POLL_S
-        while (self.processes or self.given) and not self.find_gone() and time.monotonic() < deadline:
+        while self.size > 1 and not self.find_gone() and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
         return self.lost
 
     def find_gone(self) -> Exception | None:
-        """The same of ranks that are seen to be gone now. torchrun interrupts all where one has died."""
+        """The same of ranks that are seen to be gone now, or have said why they end. torchrun interrupts all where one
+        has died."""
+        for rank in range(1, self.size):
+            self.lost = self.lost or (self.reasons.of(rank) if self.reasons else None)
         for rank, process in self.given.items():
             if self.lost is None and not _is_running(process):
                 self.lost = RuntimeError(
@@ -145,10 +152,15 @@ class Leader:
         """Tell the ranks what they are to load, and join them."""
         self.orders.give("begin", **values)
         environment = RankEnvironment(0, self._size, 0)
-        ranks = join(self._config, self._store, environment, self.orders, self.processes.check)
+        ranks = join(self._config, self._store, environment, self.orders, self._check)
         if not self.processes.processes:
             self.processes.given = _ranks_here(self._store, self._size)
         return ranks
+
+    def _check(self) -> None:
+        """Raise what keeps a rank from joining, if it has ended or said so."""
+        self.processes.find_gone()
+        self.processes.check()
 
     def reason_of(self, error: Exception) -> Exception:
         """The death of another rank where that was the cause of the error, else the error itself."""
@@ -163,7 +175,7 @@ class Leader:
 def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]:
     """Start the other ranks, unless torchrun has; at the end they end, too."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-ranks-") as folder:
-        processes = RankProcesses({}, Path(folder))
+        processes = RankProcesses({}, Path(folder), size=environment.size)
         if environment.is_given:
             store = given_store(config)
         else:
@@ -179,11 +191,13 @@ def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]
             every_s=config.network.heartbeat_s,
             silence_s=config.network.timeout_s,
         )
+        processes.reasons = Reasons(store)
         try:
             yield Leader(config, processes, orders, store, environment.size)
             orders.give("end")
             processes.leave()
-        except (UserError, BadStateError):
+        except (UserError, BadStateError) as error:
+            processes.reasons.say(0, error)
             raise
         except KeyboardInterrupt:
             orders.give("end")

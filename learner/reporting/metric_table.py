@@ -197,6 +197,13 @@ METRICS = (
         "Time after which a training ticket goes to another server, too: 3 times what recent groups took, or more.",
         "a few times what a group takes",
     ),
+    _counter(
+        "tickets_returned",
+        "tickets",
+        "Tickets that a server gave back with what it had sampled of them: it left, or another was free.",
+        "0, or few",
+    ),
+    _counter("tokens_returned", "tokens", "Sampled tokens that came back so, and were not sampled again.", "0, or few"),
     _counter("tickets_reissued", "tickets", "Tickets that another server got, too: the first was late.", "0, or few"),
     _counter(
         "duplicate_groups",

@@ -30,6 +30,7 @@ from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
+from learner.training.conversations import describe_conversations
 from protocol.device_lock import read_tenure
 
 ENDINGS = ("finished", "interrupted", "failed")
@@ -225,10 +226,15 @@ class Reporter:
         `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
         """
         name, size = self.config.reward.accuracy_component, self.config.evaluation.group_size
+        records = evaluation.records()
+        answered = [record for row in records for record in row] if self.config.environment.is_used else []
         rows = [
-            [None if record.reward is None else (record.rewards[name], record.reward) for record in row]
+            [
+                None if record.reward is None else (record.rewards[name] if name else record.reward, record.reward)
+                for record in row
+            ]
             or [None] * size
-            for row in evaluation.records()
+            for row in records
         ]
         result = {
             "step": evaluation.step,
@@ -237,6 +243,7 @@ class Reporter:
             "group_size": size,
             "seconds": evaluation.seconds,
             "waited_s": waited_s,
+            **(describe_conversations(answered) if answered else {}),
         }
         self.recorder.evaluation(result)
         self.exporter.evaluated(result)

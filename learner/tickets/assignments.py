@@ -19,6 +19,7 @@ from math import inf
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_deadline import TicketDeadline
+from protocol.messages import PartialRollout
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason, or an evaluation goes on without its row."""
@@ -52,6 +53,10 @@ class OutstandingTickets:
         """Tickets that were given to another server while one had them."""
         self.duplicates = 0
         """Groups of such tickets that came second."""
+        self.returned = 0
+        """Tickets that a server gave back with what it had sampled of them."""
+        self.returned_tokens = 0
+        """Sampled tokens that came back so, each counted at every return."""
         self._lock = lock
         self._entries: dict[int, Outstanding] = {}
         self._owed: dict[int, Outstanding] = {}
@@ -229,6 +234,7 @@ class OutstandingTickets:
                 return True
             entry.failed_on.add(server_id)
             entry.attempts += 1
+            entry.prepared = entry.prepared.anew()  # what another has begun may be at fault
             if entry.attempts >= MAX_ATTEMPTS and not entry.holders and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
                 failed = f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}"
@@ -236,6 +242,26 @@ class OutstandingTickets:
                     raise BadStateError(f"{failed}. See the logs of the rollout servers")
                 del self._entries[ticket_id]
                 self._given_up.append((entry.prepared, failed))
+            return True
+
+    def take_return(self, ticket_id: int, server_id: str, partial: PartialRollout) -> bool:
+        """Keep what a server has sampled of a ticket that it gives back; False, and nothing else, if it does not hold
+        it.
+
+        On-policy a ticket begins anew: a batch is sampled whole, to the last bit. Raises ValueError where the columns
+        do not fit the ticket.
+        """
+        with self._lock:
+            entry = self._entries.get(ticket_id) or self._owed.get(ticket_id)
+            if entry is None or server_id not in entry.holders:
+                return False
+            if ticket_id in self._entries and (entry.prepared.slot.bound or not entry.prepared.is_training):
+                entry.prepared = entry.prepared.going_on(partial)
+                self.returned += 1
+                self.returned_tokens += partial.token_ids.size
+            del entry.holders[server_id]
+            self._answered_at[server_id] = time.monotonic()
+            self._forget_paid()
             return True
 
     def take_given_up(self) -> list[tuple[PreparedTicket, str]]:

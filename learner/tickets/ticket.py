@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,10 +16,11 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptFacts
 from protocol.codec import Frame, Limits, encode
-from protocol.messages import Group, Prompt, Ticket, TicketKind
+from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind
 
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
+_PARTIAL_FRAMES = 5
 _BLOB_ENTRY_BYTES = 128
 """Header bytes for each image: its hash and where its frame is."""
 
@@ -59,6 +60,16 @@ class PreparedTicket:
         assert self.bridge is not None, "it has opened the prompt"
         return PromptFacts.of(self.bridge.processor.measure(prompt, self.blobs_of(group)))
 
+    def going_on(self, partial: PartialRollout) -> PreparedTicket:
+        """For a server that goes on with what another has sampled. Raises ValueError where that does not fit."""
+        return replace(self, ticket=self.ticket.going_on(partial))
+
+    def anew(self) -> PreparedTicket:
+        """Without what another server has sampled."""
+        if self.ticket.partial is None:
+            return self
+        return replace(self, ticket=self.ticket.model_copy(update={"partial": None}))
+
     @cached_property
     def header_bytes(self) -> int:
         """Upper bound of what the ticket adds to a message's header."""
@@ -66,7 +77,8 @@ class PreparedTicket:
 
     @cached_property
     def blob_bytes(self) -> int:
-        return sum(len(data) for data in self.blobs.values())
+        partial = self.ticket.partial
+        return sum(len(data) for data in self.blobs.values()) + (partial.nbytes if partial else 0)
 
     @property
     def is_training(self) -> bool:
@@ -110,7 +122,7 @@ class ReceivedGroup:
         orders = self.ticket.orders
         return np.array([order.greedy for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
 
-    @property
+    @cached_property
     def is_sampled(self) -> np.ndarray:
         """[N] bool: tokens that the policy drew at random."""
         return (self.group.loss_mask == 1) & ~np.repeat(self.is_baseline, self.group.lengths)
@@ -169,7 +181,7 @@ def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequenc
 
 
 def _fit(tickets: Sequence[PreparedTicket], limits: Limits, most_bytes: int) -> bool:
-    frames = 1 + sum(len(item.blobs) for item in tickets)
+    frames = 1 + sum(len(item.blobs) + (_PARTIAL_FRAMES if item.ticket.partial else 0) for item in tickets)
     header = _ENVELOPE_BYTES + sum(item.header_bytes for item in tickets)
     size = header + sum(item.blob_bytes for item in tickets)
     return frames <= limits.max_frames and size <= most_bytes and header <= limits.max_header_bytes

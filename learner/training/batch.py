@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from asyncrl.environments.recording import observation_of
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
+from learner.training.conversations import describe_conversations
 from learner.training.observations import observed_row
 from learner.training.packing import Completion, TrainGroup, flat_rows
-from protocol.messages import FinishReason, Group, Limit, TrajectoryRecord, TrajectoryStatus
-from protocol.messages.turns import CallErrorKind
+from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
@@ -290,7 +290,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     if scored:
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        described["accuracy"] = described[f"reward/{accuracy_component}"]
+        described["accuracy"] = described[f"reward/{accuracy_component or 'mean'}"]
     if batch.is_noisy.any():
         described["noisy/reward"] = float(batch.scores[batch.is_noisy].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
@@ -307,26 +307,12 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
 
 
 def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
-    """Turns, calls, ends and waits of trajectories that an environment answered; nothing where there are none.
-
-    Each has one end: `done` (the policy's or the environment's), `cut` (its last turn), a limit, or `failed`.
-    """
+    """What came of trajectories that an environment answered, and what they waited and saw; nothing without any."""
     records = [record for group in groups for record in group.trajectories]
     if not records:
         return {}
-    turns = [len(record.turns) for record in records]
-    kinds = Counter(filter(None, (record.environment_error for record in records)))
-    ends = Counter(record.end for record in records)
-    calls = [call for record in records for turn in record.turns for call in turn.calls]
-    mistakes = Counter(call.error_kind for call in calls if call.error_kind)
-    return {
-        "env/turns": float(np.mean(turns)),
-        "env/turns_max": float(max(turns)),
+    sampled = sum(turn.end - turn.start for record in records for turn in record.turns)
+    return describe_conversations(records) | {
         "env/seconds": sum(group.timings.environment_s for group in groups) / len(records),
-        "env/error_rate": kinds.total() / len(records),
-        "env/calls": len(calls) / len(records),
-        "env/call_error_rate": mistakes.total() / max(1, len(calls)),
-        **{f"env/call_errors/{kind}": float(mistakes[kind]) for kind in get_args(CallErrorKind)[1:]},
-        **{f"env/ends/{end}": float(ends[end]) for end in ("done", "cut", *filter(None, get_args(Limit)), "failed")},
-        **{f"env/errors/{kind.removeprefix('environment_')}": float(number) for kind, number in kinds.items()},
+        "env/observed_share": 1 - sampled / max(1, sum(int(group.lengths.sum()) for group in groups)),
     }

@@ -11,7 +11,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.sections import LearnerConfig, OptimConfig
+from asyncrl.config.sections import LearnerConfig, OptimConfig, Optimizer
 from asyncrl.models.export import export_model
 from asyncrl.models.host_copies import host_copy
 from asyncrl.models.published import load_published, published_tensors
@@ -89,10 +89,11 @@ class Sharding(Protocol):
 class OneDevice:
     """The whole model on the device of the one process."""
 
-    def __init__(self, device: torch.device, *, cpu_offload: bool = False):
+    def __init__(self, device: torch.device, *, cpu_offload: bool = False, optimizer: Optimizer = "adamw"):
         """`cpu_offload`: masters, gradients and optimiser state are in host memory, and the optimiser steps there."""
         self.load_device = device
         self._cpu_offload = cpu_offload
+        self._optimizer: Optimizer = optimizer
 
     def shard(self, model: Any) -> None:
         self._model = model
@@ -101,7 +102,7 @@ class OneDevice:
         return compute()
 
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
-        return MasterUpdates(self._model, self, optim, total_updates, scale)
+        return MasterUpdates(self._model, self, optim, total_updates, scale, self._optimizer)
 
     def masters(self, model: Any) -> MasterWeights:
         return OffloadedMasters(model, self.load_device) if self._cpu_offload else MasterWeights(model)
@@ -162,7 +163,7 @@ def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
 def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:
     """The placement of `learner.engine`."""
     if config.engine == "torch":
-        return OneDevice(device, cpu_offload=config.cpu_offload)
+        return OneDevice(device, cpu_offload=config.cpu_offload, optimizer=config.optimizer)
     if config.engine == "deepspeed":
         from learner.training.zero import ZeroParted, ZeroWhole
         from learner.training.zero_engine import ZeroSettings

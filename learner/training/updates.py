@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.sections import OptimConfig, Optimizer
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
+from learner.training.optimizers import check_same_moments, make_optimizer
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 
 
@@ -76,27 +77,29 @@ class Parts(Protocol):
 
 
 class MasterUpdates:
-    """torch's AdamW on the masters, which are whole or in parts."""
+    """AdamW on the masters, which are whole or in parts."""
 
     begins_again = True
 
     def __init__(
-        self, model: Any, parts: Parts, optim: OptimConfig, total_updates: int, scale: LossScale | None = None
+        self,
+        model: Any,
+        parts: Parts,
+        optim: OptimConfig,
+        total_updates: int,
+        scale: LossScale | None = None,
+        kind: Optimizer = "adamw",
     ):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans. `scale`: of the loss,
         for a model that computes in float16."""
         self._scale = scale
+        self._kind: Optimizer = kind
         self._parts, self._optim, self._total_updates = parts, optim, total_updates
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.masters = parts.masters(model)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         stepped = self.masters.stepped()
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(names, stepped, optim),
-            lr=optim.lr,
-            betas=optim.betas,
-            fused=all(p.device.type == "cpu" for p in stepped),  # one pass over memory; GPUs keep torch's choice
-        )
+        self.optimizer = make_optimizer(kind, parameter_groups(names, stepped, optim), optim)
         self.schedule = make_schedule(self.optimizer, optim, total_updates)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -149,6 +152,7 @@ class MasterUpdates:
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]
         check_same_groups(state["optimizer"]["param_groups"], ours, folder)
+        check_same_moments(state["optimizer"], self._kind, folder)
         theirs = self._parts_of(state["optimizer"])
         self.optimizer.load_state_dict({**theirs, "param_groups": ours})
         self.schedule = make_schedule(self.optimizer, self._optim, self._total_updates, made=state["schedule"])
@@ -160,7 +164,9 @@ class MasterUpdates:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         changed = {
             number: {
-                name: self._parts.part(value, parameters[number]) if value.shape == parameters[number].shape else value
+                name: self._parts.part(value, parameters[number])
+                if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape
+                else value
                 for name, value in values.items()
             }
             for number, values in state["state"].items()

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from asyncrl.config.engine_rules import ZERO_BUCKET, ZERO_LIVE
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import UserError
 
 T = TypeVar("T")
 OLDEST = (0, 19, 8)
 """Version of DeepSpeed that this is written for: an older one would ignore settings that it does not know."""
-BUCKET = 50_000_000
-"""Elements of one collective of gradients or weights. DeepSpeed's own number is ten times that: 2 GB in fp32."""
 PERSISTENT = 100_000
 """Elements up to which a parameter stays whole on each rank between steps of stage 3 (DeepSpeed's own number)."""
 
@@ -53,9 +52,11 @@ class ZeroSettings:
             "timers": {"throughput": {"enabled": False}},
             "zero_optimization": {
                 "stage": self.stage,
-                "reduce_bucket_size": BUCKET,
-                "allgather_bucket_size": BUCKET,
-                "stage3_prefetch_bucket_size": BUCKET,
+                "reduce_bucket_size": ZERO_BUCKET,
+                "allgather_bucket_size": ZERO_BUCKET,
+                "stage3_prefetch_bucket_size": ZERO_BUCKET,
+                "stage3_max_live_parameters": ZERO_LIVE,
+                "stage3_max_reuse_distance": ZERO_LIVE,
                 "stage3_param_persistence_threshold": PERSISTENT,
                 "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear in this process
                 "offload_optimizer": offload,

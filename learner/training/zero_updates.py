@@ -19,6 +19,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.parts import part_of
 from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
+from learner.training.optimizers import check_same_moments
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 from learner.training.updates import make_schedule, schedule_state
 from learner.training.whole_files import WholeFiles
@@ -189,6 +190,7 @@ class ZeroUpdates:
         masters, optimizer = state.get("masters", {}), state["optimizer"]
         check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
         check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
+        check_same_moments(optimizer, "adamw", folder)
         for name, whole in masters.items():
             self.set_master(self._trained[name], whole)
         self.forget_moments()

@@ -17,6 +17,7 @@ from protocol.messages.groups import (
     GroupTimings,
     Limit,
     TicketFailed,
+    TicketReturned,
     TrajectoryRecord,
     TrajectoryStatus,
 )
@@ -38,11 +39,13 @@ from protocol.messages.tickets import (
     ContentPart,
     ConversationLimits,
     ImagePart,
+    PartialRollout,
     Prompt,
     Sampling,
     TextPart,
     Ticket,
     TicketKind,
+    TicketRecall,
     Tickets,
     TrajectoryOrder,
     Video,
@@ -68,9 +71,21 @@ from protocol.messages.weights import (
 )
 from protocol.messages.wire import LONGEST_TEXT, PROTOCOL_MAJOR, PROTOCOL_MINOR, Wire, printable
 
-ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error
+ControlFromServer = (
+    Hello | Group | TicketFailed | TicketReturned | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error
+)
 ControlFromLearner = (
-    Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | LeaseGrant | LeaseRecall | Goodbye | Error
+    Welcome
+    | Refusal
+    | Tickets
+    | TicketRecall
+    | Ack
+    | WeightManifest
+    | LearnerHeartbeat
+    | LeaseGrant
+    | LeaseRecall
+    | Goodbye
+    | Error
 )
 WeightsFromServer = SourceRequest | ChunkRequest | TransferRequest | TransferEnd
 WeightsFromLearner = Source | Chunk | TransferStart | Error

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.messages.tickets import PartialRollout
 from protocol.messages.turns import FinishReason, ObservedMessage, Turn
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, Wire
 
@@ -155,3 +156,11 @@ class TicketFailed(Wire):
     ticket_id: TicketId
     error_kind: Text
     error_message: Text
+
+
+class TicketReturned(Wire):
+    """The server gives a ticket back with what it has sampled of it: it leaves, or was asked to. No failure."""
+
+    type: Literal["ticket_returned"] = "ticket_returned"
+    ticket_id: TicketId
+    partial: PartialRollout

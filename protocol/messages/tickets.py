@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from protocol.frames import Blob
+from protocol.frames import Blob, Float32Array, Int32Array
 from protocol.messages.wire import ContentHash, Many, TicketId, Version, Wire
 
 
@@ -137,6 +138,42 @@ class ConversationLimits(Wire):
     """Images that observations may show, the opening's not counted."""
 
 
+class PartialRollout(Wire):
+    """What has been sampled of a group so far, finished or not. Columns are flat over trajectories: `N = sum(lengths)`.
+
+    Whoever has the ticket next goes on from there: tokens, log-probs and versions stay what they are.
+    """
+
+    lengths: Int32Array
+    """[group_size] tokens of each trajectory, those that its order puts there included."""
+    token_ids: Int32Array
+    """[N] completion token ids."""
+    logprobs: Float32Array
+    """[N] behaviour log-probabilities, 0 on what an order puts there."""
+    versions: Int32Array
+    """[N] policy version that sampled each token."""
+    kv_versions: Int32Array | None = None
+    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> PartialRollout:
+        total = int(self.lengths.sum())
+        columns = (self.token_ids, self.logprobs, self.versions, self.kv_versions)
+        sizes = [column.size for column in columns if column is not None]
+        if any(size != total for size in sizes) or (self.lengths.size and self.lengths.min() < 0):
+            raise ValueError(f"lengths add up to {total}, but the columns have {sizes} entries")
+        return self
+
+    def span(self, index: int) -> slice:
+        """Where the tokens of a trajectory are in the columns."""
+        end = int(self.lengths[: index + 1].sum())
+        return slice(end - int(self.lengths[index]), end)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (self.lengths.size + self.token_ids.size * (3 if self.kv_versions is None else 4))
+
+
 class Ticket(Wire):
     """The learner's permission to produce one group."""
 
@@ -153,6 +190,8 @@ class Ticket(Wire):
     """One for each trajectory; none: all are simply sampled."""
     conversation: ConversationLimits | None = None
     """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
+    partial: PartialRollout | None = None
+    """What another server has sampled of it, to go on from; None: it begins anew."""
 
     @model_validator(mode="after")
     def _orders_fit(self) -> Ticket:
@@ -178,9 +217,52 @@ class Ticket(Wire):
                 raise ValueError(f"{where}: trajectory {index} of a conversation has a prefix, or images of its own")
         return self
 
+    @model_validator(mode="after")
+    def _partial_fits(self) -> Ticket:
+        if self.partial is None:
+            return self
+        where, partial, sampling = f"ticket {self.ticket_id} (row {self.prompt.row_id})", self.partial, self.sampling
+        if self.conversation:
+            raise ValueError(f"{where}: a conversation cannot go on elsewhere: its environment stays where it is")
+        if partial.lengths.size != self.group_size:
+            raise ValueError(f"{where}: {partial.lengths.size} partial trajectories for a group of {self.group_size}")
+        if partial.lengths.max() > sampling.max_new_tokens:
+            longest = int(partial.lengths.max())
+            raise ValueError(f"{where}: a partial trajectory of {longest} tokens, over {sampling.max_new_tokens}")
+        if partial.versions.size and partial.versions.min() < self.min_version:
+            oldest = int(partial.versions.min())
+            raise ValueError(f"{where}: a partial token of version {oldest}, before min_version {self.min_version}")
+        if np.isin(partial.token_ids, sampling.banned_token_ids).any():
+            raise ValueError(f"{where}: a partial trajectory has banned token ids")
+        for index in range(self.group_size):
+            prefix = self.order(index).prefix
+            token_ids = partial.token_ids[partial.span(index)].tolist()
+            if token_ids[: len(prefix)] != [*prefix]:
+                raise ValueError(f"{where}: partial trajectory {index} does not begin as its order has it")
+            if stops := {*token_ids[:-1]} & {*sampling.stop_token_ids}:
+                raise ValueError(f"{where}: partial trajectory {index} goes on behind the stop token ids {stops}")
+        return self
+
+    def going_on(self, partial: PartialRollout) -> Ticket:
+        """The ticket for a server that goes on from there. Raises ValueError where it does not fit."""
+        return Ticket.model_validate({**dict(self), "partial": partial})
+
+    @property
+    def begins_at(self) -> int:
+        """Oldest version whose weights may sample the next token: versions never fall within a trajectory."""
+        sampled = self.partial.versions if self.partial else ()
+        return max(self.min_version, int(np.max(sampled, initial=0)))
+
     def order(self, index: int) -> TrajectoryOrder:
         """The wish for trajectory `index` of the group."""
         return self.orders[index] if self.orders else NO_ORDER
+
+
+class TicketRecall(Wire):
+    """The learner wants these tickets back as they are; groups that are complete come as ever."""
+
+    type: Literal["ticket_recall"] = "ticket_recall"
+    ticket_ids: Many[TicketId]
 
 
 class Tickets(Wire):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import BadStateError
 from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt
-from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryOrder
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
 
@@ -57,6 +57,8 @@ class GenerationRequest:
     time where the order says greedy."""
     seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
     """The prompt with the images that orders have in place of its own, by their content hashes."""
+    partial: PartialRollout | None = None
+    """What another server has sampled of the group: each completion begins with that, its order's prefix included."""
     stream: tuple[int, ...] = ()
     """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
     whose indices are the completions' own."""
@@ -81,9 +83,15 @@ class GenerationRequest:
             raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
         return prompt
 
-    def prefix(self, index: int) -> tuple[int, ...]:
-        """Token ids that completion `index` begins with."""
+    def ordered(self, index: int) -> tuple[int, ...]:
+        """Token ids that its order puts at the beginning of completion `index`: no policy has sampled them."""
         return self.orders[index].prefix if self.orders else ()
+
+    def prefix(self, index: int) -> tuple[int, ...]:
+        """Token ids that completion `index` begins with: what its order puts there, and what was sampled before."""
+        if self.partial is None or not self.partial.lengths[index]:
+            return self.ordered(index)
+        return tuple(self.partial.token_ids[self.partial.span(index)].tolist())
 
     def sampling_of(self, index: int) -> Sampling:
         """How completion `index` is sampled: at temperature 0 where its order says greedy."""
@@ -98,17 +106,19 @@ class GenerationRequest:
 
     def demonstration(self, index: int, version: int) -> Completion | None:
         """Completion `index` where its prefix is all of it, put in place at `version`; None: the rest is sampled."""
+        whole = self.begun(index, version)
+        return whole if whole.finish_reason else None
+
+    def begun(self, index: int, version: int) -> Completion:
+        """Completion `index` as it is before anything of it is sampled here: its prefix, put in place at `version`."""
         prefix = self.prefix(index)
-        reason = self.finish_reason(prefix)
-        if reason is None:
-            return None
         return Completion(
             request_id=self.request_id,
             index=index,
             token_ids=np.asarray(prefix, np.int32),
             logprobs=np.zeros(len(prefix), np.float32),
             versions=np.full(len(prefix), version, np.int32),
-            finish_reason=reason,
+            finish_reason=self.finish_reason(prefix),
             stream=self.stream,
         )
 
@@ -127,11 +137,24 @@ class Completion:
     versions: np.ndarray
     """int32 policy version that sampled each token, contiguous and never falling; in the prefix the one that was
     current when it was put there."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None: it is not finished, and was asked back (`interrupt`)."""
     kv_versions: np.ndarray | None = None
     """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""
     stream: tuple[int, ...] = ()
     """The request's: it tells later turns of one ticket apart."""
+
+    def behind(self, partial: PartialRollout) -> Completion:
+        """With log-probs and versions of what was sampled elsewhere: the engine knows only the tokens of its prefix."""
+        span = partial.span(self.index)
+        place = slice(0, span.stop - span.start)
+        logprobs, versions = self.logprobs.copy(), self.versions.copy()
+        logprobs[place], versions[place] = partial.logprobs[span], partial.versions[span]
+        kv_versions = self.kv_versions
+        if kv_versions is not None or partial.kv_versions is not None:
+            kv_versions = (self.versions if kv_versions is None else kv_versions).copy()
+            kv_versions[place] = (partial.versions if partial.kv_versions is None else partial.kv_versions)[span]
+        return replace(self, logprobs=logprobs, versions=versions, kv_versions=kv_versions)
 
 
 @dataclass(frozen=True)
@@ -202,6 +225,13 @@ class InferenceEngine(Protocol):
         Which random number draws a token depends only on its request's seed, the completion's index and the token's
         position: neither the other sequences nor weight updates change it. Closing the iterator early drops what
         still runs.
+        """
+        ...
+
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        """End these requests: `generate` yields what there is of each completion, finished or not.
+
+        Later turns of conversations run on. Returns when nothing of them runs any more.
         """
         ...
 

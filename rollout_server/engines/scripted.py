@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ class ScriptedEngine:
         self._admits = True
         self._asleep = False
         self._version = 0
+        self._tasks: dict[int, set[asyncio.Task[Completion]]] = {}
+        """What runs of each request's first turns."""
+        self._interrupted: set[asyncio.Task[Completion]] = set()
         self._tokens = 0
         self._busy = 0.0
         self._sequences = 0
@@ -70,13 +73,17 @@ class ScriptedEngine:
     def check_alive(self) -> None:
         pass
 
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        mine = [task for request_id in request_ids for task in self._tasks.get(request_id, ())]
+        self._interrupted.update(mine)
+        for task in mine:
+            task.cancel()
+        if mine:
+            await asyncio.wait(mine)
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         started = time.monotonic()
-        tasks = [
-            asyncio.create_task(self._complete(request, index))
-            for request in requests
-            for index in range(request.group_size)
-        ]
+        tasks = [self._begin(request, index) for request in requests for index in range(request.group_size)]
         self._sequences += len(tasks)
         try:
             for task in asyncio.as_completed(tasks):
@@ -87,39 +94,58 @@ class ScriptedEngine:
             self._sequences -= len(tasks)
             self._busy += time.monotonic() - started
 
-    async def _complete(self, request: GenerationRequest, index: int) -> Completion:
-        async with self._slots:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._admits)
-                self._running += 1
-            try:
-                return await self._sample(request, index)
-            finally:
-                self._running -= 1
-                async with self._changed:
-                    self._changed.notify_all()
+    def _begin(self, request: GenerationRequest, index: int) -> asyncio.Task[Completion]:
+        task = asyncio.create_task(self._complete(request, index))
+        if not request.stream:
+            self._tasks.setdefault(request.request_id, set()).add(task)
+            task.add_done_callback(lambda _: self._forget(request.request_id, task))
+        return task
 
-    async def _sample(self, request: GenerationRequest, index: int) -> Completion:
-        if (whole := request.demonstration(index, self._version)) is not None:
-            return whole
-        prefix = request.prefix(index)
-        tokens = self._tokens_of(request, index)
-        versions = np.empty(len(tokens), np.int32)
+    def _forget(self, request_id: int, task: asyncio.Task[Completion]) -> None:
+        self._interrupted.discard(task)
+        self._tasks[request_id].discard(task)
+        if not self._tasks[request_id]:
+            del self._tasks[request_id]
+
+    async def _complete(self, request: GenerationRequest, index: int) -> Completion:
+        versions: list[int] = [self._version] * len(request.prefix(index))
         cached = self._version
-        for position in range(len(tokens)):
-            if self._script.seconds_per_token and position >= len(prefix):
+        try:
+            async with self._slots:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._admits)
+                    self._running += 1
+                try:
+                    cached = self._version
+                    await self._sample(request, index, versions)
+                finally:
+                    self._running -= 1
+                    async with self._changed:
+                        self._changed.notify_all()
+        except asyncio.CancelledError:
+            if asyncio.current_task() not in self._interrupted:
+                raise
+        return self._completion(request, index, versions, cached)
+
+    async def _sample(self, request: GenerationRequest, index: int, versions: list[int]) -> None:
+        """Add the version of each token behind the prefix, in its time."""
+        total = len(self._tokens_of(request, index))
+        while len(versions) < total:
+            if self._script.seconds_per_token:
                 await asyncio.sleep(self._script.seconds_per_token)
-            versions[position] = self._version
-        self._tokens += len(tokens) - len(prefix)
-        reason = request.finish_reason(tokens.tolist())
-        assert reason is not None
+            versions.append(self._version)
+            self._tokens += 1
+
+    def _completion(self, request: GenerationRequest, index: int, sampled_by: Sequence[int], cached: int) -> Completion:
+        versions, prefix = np.asarray(sampled_by, np.int32), request.prefix(index)
+        tokens = self._tokens_of(request, index)[: len(versions)]
         return Completion(
             request_id=request.request_id,
             index=index,
             token_ids=tokens,
             logprobs=np.where(np.arange(len(tokens)) < len(prefix), 0.0, -1.0).astype(np.float32),
             versions=versions,
-            finish_reason=reason,
+            finish_reason=request.finish_reason(tokens.tolist()),
             kv_versions=self._kv_versions(cached, versions),
             stream=request.stream,
         )
@@ -131,8 +157,10 @@ class ScriptedEngine:
         return np.full_like(versions, cached)
 
     def _tokens_of(self, request: GenerationRequest, index: int) -> np.ndarray:
-        """Tokens of a completion behind its prefix, those of a greedy one without any random number."""
-        sampling = request.sampling
+        """All tokens of a completion, those of a greedy one without any random number."""
+        sampling, ordered = request.sampling, request.ordered(index)
+        if request.finish_reason(ordered):
+            return np.asarray(ordered, np.int32)
         if self._script.text:
             body = self._processor.tokenizer(self._script.text, add_special_tokens=False)["input_ids"]
         else:
@@ -143,7 +171,7 @@ class ScriptedEngine:
             body = rng.choice(allowed, size=length).tolist()
             if request.orders and request.orders[index].greedy:
                 body = allowed[:1] * max(1, round(self._script.mean_length))
-        tokens = [*request.prefix(index), *body, sampling.stop_token_ids[0]]
+        tokens = [*ordered, *body, sampling.stop_token_ids[0]]
         return np.asarray(tokens[: sampling.max_new_tokens], np.int32)
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,20 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models import sampling_distribution
 from asyncrl.tools.memory_plan.live_bytes import nbytes
 from learner.ranks.group import Ranks
+from learner.training import zero_engine
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from learner.training.reference import Reference
 from tests.rigs.full_micro_batch import full_micro_batch
 from tests.rigs.rank_rig import join
 
+ZERO_BUCKET = 50_000
+"""As the models are small."""
+
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    zero_engine.PERSISTENT, zero_engine.ZERO_BUCKET = 500, ZERO_BUCKET
     sampling_distribution.CACHED_VALUES = 2**40  # in one piece, as on the GPU that is planned
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()
@@ -72,13 +77,37 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
         for role in roles:
             role.sharding.changed()
         passing.append(peak_of(score_and_train))
-    weights = own_bytes(t for role in roles for t in (*role.model.parameters(), *role.model.buffers()))
-    gradients = own_bytes(p.grad for role in trained for p in role.model.parameters() if p.grad is not None)
-    for role in trained:
-        role.optimizer_step()
-    states: list[Any] = [state for role in trained for state in vars(role.updates)["optimizer"].state.values()]
+    parameters = (getattr(p, "ds_tensor", p) for role in roles for p in role.model.parameters())
+    weights = own_bytes((*parameters, *(t for role in roles for t in role.model.buffers())))
+    gradients = own_bytes(t for role in trained for t in gradients_of(role))
+    stepping = peak_of(lambda: [role.optimizer_step() for role in trained])
+    zero = config.learner.engine == "deepspeed"
+    optimizers: list[Any] = [vars(role.updates)["_optimizer" if zero else "optimizer"] for role in trained]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = own_bytes(value for state in states for name, value in state.items() if name != "step")
-    return {"weights": weights, "gradients": gradients, "moments": moments, "passing": min(passing)}
+    masters = own_bytes(tensor for optimizer in optimizers if zero for tensor in optimizer.state)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "masters": masters,
+        "moments": moments,
+        "passing": min(passing),
+        "stepping": stepping,
+    }
+
+
+def gradients_of(role: Any) -> Iterator[torch.Tensor]:
+    """Gradients that are summed over micro-batches; DeepSpeed has them in another place at each stage."""
+    zero = vars(role.updates).get("_zero")
+    parameters = list(role.model.parameters())
+    if hasattr(zero, "grad_partitions_flat_buffer"):
+        yield zero.grad_partitions_flat_buffer
+        return
+    yield from (p.grad for p in parameters if p.grad is not None)
+    yield from (p.grad_accum for p in parameters if getattr(p, "grad_accum", None) is not None)
+    if zero is not None:
+        for sums in (zero.averaged_gradients, zero.all_grad_tensors):
+            yield from (part for parts in sums.values() for part in parts or ())
 
 
 def own_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -19,10 +19,13 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
+from asyncrl.journal.reader import JournalReader
 from asyncrl.run_folder.failure import read_failure
 from learner.checkpoint.storage import newest_checkpoint, write_checksums
 from learner.resume import find_start
+from protocol.messages import TrajectoryStatus
 from tests.conftest import small_config
+from tests.rigs.ports import own_port
 from tests.rigs.small_runs import (
     PER_STEP,
     STEPS,
@@ -110,6 +113,41 @@ def test_a_reward_that_scores_nothing_stops_the_run_with_its_reason_and_one_that
     assert_every_prompt_trained_once(run)
     told = json.loads((run / "status.json").read_text())["unscored"]
     assert "the judge is away" in told, "of the steps that were made without a score"
+
+
+# --- environments -----------------------------------------------------------------------------------
+
+
+def test_a_dead_search_service_stops_the_run_and_none_of_its_trajectories_has_a_score(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run, url = tmp_path / "run", f"http://127.0.0.1:{own_port()}/retrieve"
+    config = make_config(
+        environment={
+            "name": "asyncrl.tasks.visual_agents:Search",
+            "config": {"url": url},
+            "show_tools": "off",
+            "limits": {"tokens_per_turn": 32},
+            "workers": 1,
+            "instances_per_worker": 64,
+        },
+        data={"max_response_length": 120, "max_prompt_length": 200},
+        reward={"functions": []},
+        rollout={"engine": "scripted", "engine_args": {"text": "<search> one </search>"}},
+        trainer={"max_steps": 100},
+    )
+    assert run_both(config, run) == (3, 4), logs(run)
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("learner", "bad_state")
+    assert re.match(r"the environment failed in 1\d\d of the last 1\d\d trajectories", failure.reason)
+    assert f"RuntimeError: the search at {url} failed: Cannot connect to host" in failure.reason
+    assert "Bring back what the environment needs" in failure.reason
+    with closing(JournalReader(run / JOURNAL_FILE)) as journal:
+        records = [record for ticket_id in journal.kept() for record in journal.group(ticket_id).trajectories]
+    assert {(each.status, each.reward, each.error_kind) for each in records} == {
+        (TrajectoryStatus.ERROR, None, "environment_exception")
+    }
+    assert len(records) >= 96, "all steps before the one in which it stopped"
 
 
 # --- a killed run whose files are then damaged --------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.tools.inspect.__main__ import main as inspect_main
 from asyncrl.tools.inspect.records import detail_record
 from asyncrl.tools.samples.model import SampleDetail, SampleImage
 from asyncrl.tools.samples.store import SampleStore
@@ -202,7 +204,9 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
 
 
 @pytest.mark.slow
-def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_run_samples_trains_and_replays_conversations(
+    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two processes, and the environment in processes of its own."""
     config = make_config(
         environment={
@@ -231,7 +235,38 @@ def test_a_run_samples_trains_and_replays_conversations(make_config: Callable[..
             assert record.reward == pytest.approx(0.75 + record.rewards["short"])
     with closing(SampleStore(tmp_path / "run")) as store:
         check_shown(store.detail(groups[0].ticket_id), groups[0])
+    check_printed(tmp_path / "run", groups[0].ticket_id, capsys)
     assert replay_main([str(tmp_path / "run"), "--step", str(STEPS)]) == 0
+
+
+@pytest.mark.slow
+def test_an_environment_plays_held_out_rows_and_rewards_alone(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """An evaluation's score is what the turns have earned, where `reward.functions` is empty."""
+    config = make_config(
+        environment={
+            "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
+            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
+            "workers": 1,
+            "instances_per_worker": 16,
+        },
+        data={"max_response_length": 120, "max_prompt_length": 390, "max_val_rows": 3},
+        reward={"functions": []},
+        rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
+        evaluation={"before_training": True, "every_steps": 1, "group_size": 2},
+        trainer={"max_steps": 1},
+    )
+    assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    for evaluation in map(json.loads, lines):
+        assert (evaluation["rows"], evaluation["group_size"], evaluation["errors"]) == (3, 2, 0)
+        assert evaluation["accuracy"] == evaluation["reward"] == evaluation["best"] == 0.75
+        assert (evaluation["env/turns"], evaluation["env/ends/done"]) == (3, 6)
+    assert len(lines) == 2
+    (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert step["accuracy"] == step["reward/mean"] == 0.75
+    assert step["env/turns"] == 3
 
 
 def check_shown(detail: SampleDetail, group: Group) -> None:
@@ -252,6 +287,19 @@ def check_shown(detail: SampleDetail, group: Group) -> None:
     assert told["versions"] == [0]
     assert told["shown"][0]["parts"][1]["width"] == 42
     assert len(detail.all_images) == len(detail.images) + 1 + 2 * len(detail.trajectories)
+
+
+def check_printed(run: Path, ticket_id: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal, too: turns in their order, each with what followed, and lists by how trajectories ended."""
+    capsys.readouterr()
+    assert inspect_main([str(run), "--ticket", f"{ticket_id}.0"]) == 0
+    said = capsys.readouterr().out
+    places = [said.index(part) for part in ("turn 0", "8 signs", "turn 1", "turn 2")]
+    assert places == sorted(places), said
+    assert "42" in said[places[1] : places[2]], "the size of the picture that followed"
+    for end, count in (("done", 4), ("turns", 0)):
+        assert inspect_main([str(run), "--json", "--limit", "4", "--end", end]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == count
 
 
 def stops(processor: PromptProcessor) -> tuple[int, ...]:

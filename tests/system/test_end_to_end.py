@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,24 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half-written
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({}, id="torch"),
+        pytest.param({"engine": "fsdp2", "num_processes": 2}, id="fsdp2 on two ranks"),
+        pytest.param(
+            {"engine": "deepspeed", "zero_stage": 2, "num_processes": 2},
+            id="ZeRO-2 on two ranks",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+        ),
+    ],
+)
 def test_asynchronous_training_raises_the_reward_and_exports_a_folder(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    make_config: Callable[..., RunConfig], tmp_path: Path, engine: dict[str, Any]
 ) -> None:
     run = tmp_path / "run"
     config = make_config(
-        learner={"max_staleness": 2, "optim": {"lr": 3e-3, "weight_decay": 0.0}},
+        learner={**engine, "max_staleness": 2, "optim": {"lr": 3e-3, "weight_decay": 0.0}},
         batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
         rollout={"weights_channel": "zmq"},
         evaluation={"before_training": True, "every_steps": 12},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
+from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.environments.settings import override
@@ -73,6 +76,7 @@ def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
         for text, told in [
             ("nothing", "step returned NoneType, expected a StepResult"),
             ("nan", "expected a finite number"),
+            ("no json", "info holds what MessagePack cannot carry"),
             ("memory", "environment.memory_limit_mib"),
         ]:
             kind, message = await failed(text)
@@ -90,9 +94,36 @@ def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
         await forked.close()
         assert pool.restarts == 2
         assert pool.live == 0
-        assert pool.errors == {"environment_exception": 4, "environment_died": 1, "environment_timeout": 1}
+        assert pool.errors == {"environment_exception": 5, "environment_died": 1, "environment_timeout": 1}
 
     run_pool(scenario)
+
+
+def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted() -> None:
+    """Sizes of an image are the policy's to mend; what is no result is the tool's own failure."""
+
+    async def play() -> None:
+        tools = [FAULTS.replace("Faults", name) for name in ("show", "no_json")]
+        pool = EnvironmentPool(override({"tools": tools, "workers": 1, "call_format": "plain"}, []), ImageRule(unit=14))
+        await pool.start()
+        try:
+            episode = await pool.begin(START)
+            shown = [await episode.step(pool.action(f"show {side}")) for side in (1, 10_000, 20_000, 0)]
+            parts = [each.observation.messages[0].parts[0] for each in shown if each.observation]
+            assert isinstance(parts[0], bytes)
+            assert Image.open(io.BytesIO(parts[0])).size == (28, 28), "a pixel becomes two units"
+            for part, side, why in zip(parts[1:], (10_000, 20_000, 0), ("89478485", "89478485", "empty"), strict=True):
+                assert isinstance(part, str)
+                assert part.startswith(f"Error: an image of {side} x {side} pixels cannot be shown")
+                assert why in part
+            failure = await failure_of(episode, pool, "no_json x")
+            assert failure.kind == "environment_exception"
+            assert "tool no_json returned dict, of which no text or image can be made" in str(failure)
+            assert pool.errors == {"environment_exception": 1}
+        finally:
+            await pool.close()
+
+    asyncio.run(play())
 
 
 def test_who_shares_a_process_with_a_hanging_episode_is_told_apart_from_it() -> None:
@@ -174,6 +205,7 @@ if os.path.exists({flag!r}.replace("once", "broken")):
         ({"name": FAULTS.replace("Faults", "Fault")}, "has no 'Fault'. Did you mean 'Faults'?"),
         ({"name": FAULTS.replace(":Faults", ":observe")}, "which is no class. An environment is a class with reset"),
         ({"name": "missing.py:Maze"}, "there is no file"),
+        ({"tools": [FAULTS.replace("Faults", "untyped")]}, "parameter 'box' has no annotation. Write its type"),
         ({"tools": ["calculater"]}, "Did you mean 'calculator'?"),
         ({}, "there is no environment"),
         ({"name": FAULTS, "limits": {"turn": 3}}, "unknown key environment.limits.turn. Did you mean 'limits.turns'?"),

@@ -13,7 +13,7 @@ from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
 from benchmarks.staleness.workload import Workload
-from learner.network.ticket_sender import share_tickets
+from learner.tickets.hand_out import Room, share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 
@@ -69,18 +69,25 @@ def tickets(count: int) -> list[PreparedTicket]:
 
 
 def shared(
-    count: int, held: dict[str, int], most: int = 100, never: tuple[int, str] = (-1, "")
+    count: int, held: dict[str, int], most: int = 100, never: tuple[int, str] = (-1, ""), **speed: float
 ) -> dict[str, list[int]]:
-    shares = share_tickets(
-        tickets(count), held, dict.fromkeys(held, most), lambda ticket_id, server_id: (ticket_id, server_id) != never
-    )
+    size = SHORT.group_size
+    rooms = {name: Room(n, most, 8 * size if speed else 0, speed.get(name, 1.0)) for name, n in held.items()}
+    shares = share_tickets(tickets(count), rooms, lambda ticket_id, server_id: (ticket_id, server_id) != never)
     return {server_id: [item.ticket.ticket_id for item in items] for server_id, items in shares.items()}
 
 
-def test_tickets_are_shared_equally_and_the_least_loaded_come_first() -> None:
-    assert shared(5, {"busy": 3, "idle": 0}) == {"idle": [0, 1, 2], "busy": [3, 4]}
+def test_tickets_go_to_the_least_loaded_of_equal_servers() -> None:
+    assert shared(5, {"busy": 3, "idle": 0}) == {"idle": [0, 1, 2, 4], "busy": [3]}
     assert shared(1, {"busy": 3, "idle": 0}) == {"idle": [0]}
     assert shared(3, {}) == {}
+
+
+def test_a_faster_server_gets_more_in_proportion() -> None:
+    """While it has places for them, all; from then on by its speed."""
+    assert set(shared(8, {"slow": 0, "fast": 0}, slow=1.0, fast=3.0)) == {"fast"}
+    shares = shared(96, {"slow": 0, "fast": 0}, slow=1.0, fast=3.0)
+    assert (len(shares["slow"]), len(shares["fast"])) == (24, 72)
 
 
 def test_no_server_gets_more_than_it_is_willing_to_hold() -> None:

@@ -105,6 +105,31 @@ def test_a_server_that_stands_still_is_replaced_and_taken_back(
     assert "the learner does not know this connection" in (run / "rollout_server.log").read_text()
 
 
+def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = with_ports(scripted(make_config, learner={"max_staleness": 2}, trainer={"max_steps": 12}))
+    file = write_config(config, run)
+    second = config.telemetry.model_copy(update={"rollout_port": 0})
+    other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
+    learner, leaving, staying = start("learner", file), start("rollout_server", file), start("rollout_server", other)
+    said, theirs = run / "learner.log", run / "rollout_server.log"
+    with running(learner, leaving, staying):
+        wait_until(lambda: said.read_text().count("is welcome") == 2, "two servers", run)
+        wait_until(lambda: steps_of(run) >= 3, "three steps", run)
+        leaving.send_signal(signal.SIGTERM)
+        assert leaving.wait(timeout=20) == 130, logs(run)
+        assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
+    assert_every_prompt_trained_once(run, 12)
+    announced = re.search(r"ending: (\d+) tickets go back", theirs.read_text())
+    assert announced, logs(run)
+    returned = [int(n) for n in re.findall(r"comes back from \S+ with (\d+) tokens", said.read_text())]
+    assert len(returned) == int(announced[1])
+    assert sum(returned) > 0
+    assert "WARNING" not in theirs.read_text()
+
+
 def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = write_config(with_ports(scripted(make_config)), run)

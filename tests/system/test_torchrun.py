@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from protocol import faults
 from tests.rigs.ports import own_port
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, small
@@ -24,9 +25,13 @@ STEPS = 8
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-@pytest.mark.parametrize("restarts", [0, 1], ids=["started again by hand", "started again by torchrun"])
+@pytest.mark.parametrize(
+    ("restarts", "crash_at"),
+    [(0, ""), (1, ""), (0, "checkpoint.writing:2"), (0, "checkpoint.renamed:2")],
+    ids=["started again by hand", "started again by torchrun", "all in a checkpoint", "rank 0 after a checkpoint"],
+)
 def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
-    make_config: Callable[..., RunConfig], tmp_path: Path, restarts: int
+    make_config: Callable[..., RunConfig], tmp_path: Path, restarts: int, crash_at: str
 ) -> None:
     config = with_ports(
         small(
@@ -38,12 +43,17 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
     )
     run, log, file = Path(config.run_dir), tmp_path / "torchrun.log", write_config(config, tmp_path)
     server = start("rollout_server", file)
-    learner = start_ranks(file, log, restarts)
+    learner = start_ranks(file, log, restarts, crash_at=crash_at)
     try:
-        wait_until(lambda: steps_of(run) >= 2, "two steps of two ranks", tmp_path, timeout_s=180)
-        (second,) = ranks_of(learner, "1")
-        second.kill()
-        if not restarts:
+        if crash_at:
+            assert learner.wait(timeout=240) == 1
+            assert "Signal 9 (SIGKILL)" in log.read_text()
+            learner = start_ranks(file, log, restarts)
+        else:
+            wait_until(lambda: steps_of(run) >= 2, "two steps of two ranks", tmp_path, timeout_s=180)
+            (second,) = ranks_of(learner, "1")
+            second.kill()
+        if not restarts and not crash_at:
             assert learner.wait(timeout=120) == 1
             assert "rank      : 1 (local_rank: 1)" in log.read_text(), "torchrun names the first that failed"
             assert "rank 1 has gone: the learner ends" in log.read_text()
@@ -63,10 +73,15 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
 
 
 def start_ranks(
-    file: Path, log: Path, restarts: int, place: Sequence[str] = ("--standalone", "--nproc-per-node=2")
+    file: Path,
+    log: Path,
+    restarts: int,
+    place: Sequence[str] = ("--standalone", "--nproc-per-node=2"),
+    crash_at: str = "",
 ) -> subprocess.Popen[bytes]:
     command = [*TORCHRUN, *place, f"--max-restarts={restarts}", "-m", "asyncrl", "learn", str(file), "--unattended"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {faults.VARIABLE: crash_at}
     with log.open("ab") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -104,3 +119,27 @@ def test_ranks_of_two_torchruns_make_one_learner(make_config: Callable[..., RunC
         end(*nodes, server)
     assert "rank 1 of 2 has joined" in logs[1].read_text()
     assert_every_prompt_trained_once(Path(config.run_dir), 2)
+
+
+def test_a_model_that_one_machine_lacks_ends_both_with_the_reason(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = with_ports(small(make_config, learner={"engine": "fsdp2"}))
+    missing = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "absent")})})
+    files = [write_config(each, tmp_path / name) for name, each in (("0", config), ("1", missing))]
+    logs = [tmp_path / "node-0.log", tmp_path / "node-1.log"]
+    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
+    nodes = [
+        start_ranks(file, log, 0, [*place, f"--node-rank={number}"])
+        for number, (file, log) in enumerate(zip(files, logs, strict=True))
+    ]
+    try:
+        codes = [node.wait(timeout=240) for node in nodes]
+    finally:
+        end(*nodes)
+    said = [log.read_text() for log in logs]
+    assert codes == [1, 1], said
+    reason = f"model.path is '{tmp_path}/absent'"
+    assert f"error: rank 1: {reason}" in said[0], said[0][-3000:]
+    assert f"error: {reason}" in said[1], said[1][-3000:]
+    assert not Path(config.run_dir).exists(), "nothing of the run is left"

@@ -22,6 +22,7 @@ from rollout_server.engines.vllm.start import engine_arguments
 from rollout_server.weights.staging import ArrivedWeights
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
+from tests.unit.rollout_server.test_partial_rollouts import partial_of
 
 pytestmark = NEEDS_VLLM
 
@@ -91,6 +92,32 @@ def test_equal_seeds_give_equal_completions_whoever_else_runs(rig: Rig) -> None:
     assert [both[900, i].token_ids.tolist() for i in range(3)] == completions
     everything = completions + [both[901, i].token_ids.tolist() for i in range(3)]
     assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
+
+
+def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
+    request = rig.request(QUESTION, picture(1), tokens=200, size=3, temperature=0.8, stop_token_ids=(7,), seed=7)
+    neighbour = rig.request("read", tokens=20)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        work = asyncio.create_task(complete_all(rig.engine, [request, neighbour]))
+        began = rig.engine.usage.tokens_generated
+        while rig.engine.usage.tokens_generated < began + 30:
+            await asyncio.sleep(0.001)
+        await rig.engine.interrupt([request.request_id])
+        begun = [done for done in await work if done.request_id == request.request_id]
+        partial = partial_of(begun)
+        going_on = dataclasses.replace(request, request_id=710, partial=partial)
+        return begun, [done.behind(partial) for done in await complete_all(rig.engine, [going_on])]
+
+    begun, done = rig.run(scenario())
+    assert any(start.finish_reason is None and len(start.token_ids) for start in begun)
+    ends = {completion.index: completion for completion in done}
+    for start in begun:
+        end, count = ends[start.index], len(start.token_ids)
+        assert end.finish_reason is not None
+        assert end.token_ids[:count].tolist() == start.token_ids.tolist()
+        assert end.logprobs[:count].tolist() == start.logprobs.tolist()
+        assert gap_to(rig, rig.initial, request, end) < FP32
 
 
 def test_orders_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:

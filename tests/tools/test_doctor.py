@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from asyncrl.tools.doctor import examine, network
-from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir
+from asyncrl.tools.doctor.disk import HEADER_BYTES, _written_parts, find_disk, find_run_dir
 from asyncrl.tools.doctor.findings import Finding, Findings, Report
 from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
@@ -152,6 +153,19 @@ def test_a_run_needs_room_for_what_it_can_write(
     assert (found.verdict, named in found.value) == (verdict, True), found
     fix = f"make room, set run_dir on a larger disk{lower and ', or lower '}{lower}"
     assert found.fix == (fix if verdict == "problem" else "")
+
+
+def test_ranks_need_room_for_the_parts_of_a_model_that_they_write(make_config: MakeConfig) -> None:
+    """Parts, and one file that they are put together in, beside the folder that comes of it."""
+
+    def needed(**sections: Any) -> int:
+        config = make_config(**sections)
+        return sum(nbytes for _, nbytes, _ in _written_parts(config, make_plan(config), 4))
+
+    ranks = {"engine": "fsdp2", "num_processes": 2}
+    lora = {"lora": {"rank": 4}}
+    assert needed(learner=ranks) - needed() == 2 * make_plan(make_config()).model.weights
+    assert needed(learner=ranks, model=lora) == needed(model=lora)
 
 
 def test_ports_are_those_of_this_machine(make_config: MakeConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan import rank_lines, rehearsal
+from asyncrl.tools.memory_plan import rank_lines, rehearsal, zero_lines
 from asyncrl.tools.memory_plan.advice import advice, check_plan
 from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
 from asyncrl.tools.numbers import GIB
 from benchmarks import random_models
 from benchmarks.random_models import make_model
 from tests.rigs.full_micro_batch import Shape
+from tests.rigs.rank_memory import ZERO_BUCKET
 from tests.rigs.rank_rig import run_ranks
 from tests.tools.test_memory_plan import SHAPE, planned
 
@@ -50,6 +52,27 @@ CASES: dict[str, tuple[str, Shape, dict[str, Any]]] = {
         {"model": BF16, "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}},
     ),
 }
+ZERO_CASES: dict[str, tuple[str, Shape, dict[str, Any]]] = {
+    **{f"heavy, fp32, stage {stage}": ("heavy", FEW, {"learner": {"zero_stage": stage}}) for stage in (1, 2, 3)},
+    **{
+        f"heavy, bf16, stage {stage}": ("heavy", FEW, {"model": BF16, "learner": {"zero_stage": stage}})
+        for stage in (1, 2, 3)
+    },
+    "bf16, critic and reference, stage 2": (
+        "tiny",
+        SHAPE,
+        {"model": BF16, "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}},
+    ),
+    "bf16, adapter, checkpointing, stage 3": (
+        "tiny",
+        SHAPE,
+        {"model": {**BF16, "lora": {"rank": 4}}, "learner": {**CHECKPOINTED, "zero_stage": 3}},
+    ),
+}
+LARGEST = 4 * 8000 * 256
+"""Bytes of the largest gradient of `heavy`."""
+ZERO_PADDING = 1024
+"""Bytes by which parts of ZeRO are rounded up in other places than in the plan."""
 
 
 def config_of(make_config: MakeConfig, folder: Path, shape: Shape, sections: dict[str, Any]) -> RunConfig:
@@ -69,21 +92,49 @@ def lines(plan: MemoryPlan) -> dict[str, int]:
     return {line.name: line.nbytes for line in reversed(plan.phases[0].lines)}
 
 
+def plans_and_measured(
+    make_config: MakeConfig, tmp_path: Path, cases: dict[str, tuple[str, Shape, dict[str, Any]]], **learner: Any
+) -> dict[str, tuple[MemoryPlan, dict[str, int]]]:
+    folders = {size: make_model(tmp_path / size, size) for size in ("tiny", "heavy")}
+    configs = {
+        name: config_of(make_config, folders[size], shape, {**more, "learner": {**learner, **more.get("learner", {})}})
+        for name, (size, shape, more) in cases.items()
+    }
+    shapes = {name: shape for name, (_, shape, _) in cases.items()}
+    found = run_ranks(tmp_path / "two", configs, module="rank_memory", shapes=shapes)
+    return {name: (make_plan(config), found[name]) for name, config in configs.items()}
+
+
 def test_two_ranks_take_what_was_planned(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
-    folders = {size: make_model(tmp_path / size, size) for size in ("tiny", "heavy")}
-    configs = {name: config_of(make_config, folders[size], shape, more) for name, (size, shape, more) in CASES.items()}
-    shapes = {name: shape for name, (_, shape, _) in CASES.items()}
-    found = run_ranks(tmp_path / "two", configs, module="rank_memory", shapes=shapes)
-    for name, config in configs.items():
-        plan, measured = make_plan(config), found[name]
+    for name, (plan, measured) in plans_and_measured(make_config, tmp_path, CASES).items():
         of_rank = lines(plan)
         parts = sum(nbytes for line, nbytes in of_rank.items() if line.startswith("parts of"))
         assert parts == measured["weights"] + measured["gradients"] + measured["moments"], name
         passing = of_rank["gathered layers"] + of_rank["working memory"]
         assert measured["passing"] <= passing <= ABOVE * measured["passing"], name
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_two_ranks_under_zero_take_what_was_planned(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
+    monkeypatch.setattr(zero_lines, "ZERO_BUCKET", ZERO_BUCKET)
+    found = plans_and_measured(make_config, tmp_path, ZERO_CASES, engine="deepspeed")
+    for name, (plan, measured) in found.items():
+        of_rank = lines(plan)
+        kept = {"weights", "gradients", "critic", "critic's optimiser state", "reference policy"}
+        kept -= {"weights"} if "parts of the weights" in of_rank else set()  # the engine's
+        lasting = sum(nbytes for line, nbytes in of_rank.items() if line in kept or line.startswith("parts of"))
+        more = lasting - sum(measured[part] for part in ("weights", "gradients", "masters", "moments"))
+        assert 0 <= more <= (LARGEST if name == "heavy, fp32, stage 2" else ZERO_PADDING), name
+        beside = of_rank.get("gathered weights", 0) + of_rank.get("gradients on their way", 0)
+        passing = beside + plan.model.passing
+        assert measured["passing"] <= passing <= ABOVE * measured["passing"], name
+        assert measured["stepping"] <= beside + of_rank["working memory"], name
 
 
 def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
@@ -110,14 +161,21 @@ def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
     assert check_plan(RunConfig.model_validate(fits.model_dump())) is not None, "a budget is accepted of ranks"
 
 
-def test_parts_in_host_memory_are_those_of_all_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "kinds"),
+    [({}, 3), ({"engine": "deepspeed", "zero_stage": 2}, 3), ({"engine": "deepspeed", "zero_stage": 3}, 4)],
+    ids=["fsdp2", "ZeRO-2", "ZeRO-3"],
+)
+def test_parts_in_host_memory_are_those_of_all_ranks(
+    make_config: MakeConfig, tmp_path: Path, engine: dict[str, Any], kinds: int
+) -> None:
     small = make_model(tmp_path / "tiny", "tiny")
-    on_gpus = planned(make_config, small, learner=RANKS)
+    on_gpus = planned(make_config, small, learner={**RANKS, **engine})
     on_gpus = changed(on_gpus, {"learner.device": "cuda", "rollout.device": "cuda:2"})
     model = make_plan(on_gpus).model
     there, offloaded = make_plan(on_gpus, model), make_plan(changed(on_gpus, {"learner.cpu_offload": True}), model)
     parts = {name: nbytes for name, nbytes in lines(there).items() if name.startswith("parts of")}
-    assert len(parts) == 3
+    assert len(parts) == kinds
     assert not parts.keys() & lines(offloaded).keys()
     (kept,) = (line.nbytes for line in offloaded.host if line.name == "parts, offloaded")
     assert kept == 2 * sum(parts.values())

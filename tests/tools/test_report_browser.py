@@ -124,6 +124,44 @@ def test_samples_are_filtered_by_why_they_are_shown(opened: Any, tmp_path: Path)
     assert page.locator(".card:visible").count() == everything
 
 
+def test_conversations_are_filtered_by_their_end_and_by_one_of_their_calls(opened: Any, tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    digest = made.image(run, colour="teal")
+
+    def talk(text: str, end: str, *calls: tuple[str, str]) -> dict[str, Any]:
+        called = [{"name": name, "arguments": "{}", "error_kind": kind, "error": kind} for name, kind in calls]
+        shown = [{"role": "tool", "parts": ["seen", {"image": digest}]}]
+        turn = {"text": text, "reward": 0.5, "versions": [1], "calls": called, "info": "", "shown": shown}
+        return made.completion(text, 1.0) | {"turns": [turn], "end": end}
+
+    first = [
+        talk("wrong crop", "turns", ("crop", "arguments")),
+        talk("right crop", "done", ("crop", ""), ("look", "tool")),
+        *(talk(f"nothing {number}", "done") for number in range(4)),
+    ]
+    made.lines(run / "samples.jsonl", [made.sample(1, [], *first), made.sample(40, [], made.completion("once", 0.0))])
+    page = opened(write_report([run]))
+    assert page.locator(".turn img").first.evaluate("image => image.naturalWidth") == 40
+
+    def shown(**chosen: str) -> list[str]:
+        for name in ("end", "tool", "error"):
+            page.select_option(f"[data-chat={name}]", chosen.get(name, ""))
+        return page.locator(".completion:visible .turn .wrote").all_inner_texts()
+
+    assert page.locator(".card:visible").count() == 2
+    assert shown(end="turns") == ["wrong crop"]
+    assert page.locator(".card:visible").count() == 1, "a completion of one turn has no end"
+    assert shown(end="done") == ["right crop", *(f"nothing {number}" for number in range(4))], "folded ones, too"
+    assert shown(tool="crop") == ["wrong crop", "right crop"]
+    assert shown(tool="crop", error="*") == ["wrong crop"], "the other's mistake was another call"
+    assert shown(error="tool") == ["right crop"]
+    assert shown(end="turns", error="tool") == []
+    shown()
+    assert page.locator(".card:visible").count() == 2
+    page.get_by_role("button", name="wrong call", exact=True).click()
+    assert page.locator(".card:visible").count() == 1
+
+
 def test_it_fits_a_narrow_window_and_a_printed_page(opened: Any, tmp_path: Path) -> None:
     page = opened(report(tmp_path))
     page.set_viewport_size({"width": 420, "height": 800})

@@ -52,7 +52,8 @@ def alerting_rules() -> list[dict[str, Any]]:
 def test_the_limits_are_those_of_the_alerts() -> None:
     rules = {rule["alert"]: rule for rule in alerting_rules()}
     of_processes = {"NoLearner", "RolloutServerSilent", "RolloutServerLost", "Restarting", "SharedMemorySmall"}
-    unlimited = {"RunStopped", "NotANumber", "NoRolloutServer", *of_processes}
+    at_servers = {"NoRolloutServer", "TrajectoriesParked"}
+    unlimited = {"RunStopped", "NotANumber", *at_servers, *of_processes}
     assert set(rules) == THRESHOLDS.keys() | unlimited, "an alert is new: add it to THRESHOLDS and CHECKS"
     for name, limit in THRESHOLDS.items():
         expression, wait = rules[name]["expr"], rules[name].get("for", "0s")
@@ -69,6 +70,16 @@ def test_failing_rewards_are_told_with_what_the_newest_says(tmp_path: Path) -> N
     run = run_with(tmp_path, sick("rows/error", 4.0))
     run.status["unscored"] = "reward_exception: the judge is away"
     assert found(run)["Rewards fail"][1].endswith("(error 84): reward_exception: the judge is away")
+
+
+def test_lost_environments_are_no_failing_rewards(tmp_path: Path) -> None:
+    """They have a status of their own among the errors, and a rate that the alert knows."""
+    lost = {"rows/error": 4.0, "env/error_rate": 0.25, "env/errors/timeout": 3.0, "env/errors/died": 1.0}
+    run = run_with(tmp_path, lambda number: lost if 20 <= number <= 40 else {})
+    assert list(found(run)) == ["The environment fails"]
+    level, value = found(run)["The environment fails"]
+    assert level == "warning"
+    assert value == "above 5.0% of the trajectories in steps 20 to 40; highest 25% (died 21, timeout 63)"
 
 
 def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:

@@ -25,7 +25,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.service_settings import RewardModelSettings, service_settings
-from asyncrl.rewards.spec import check_rewards
+from asyncrl.rewards.spec import check_rewarded, check_rewards
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.numbers import size
 
@@ -127,7 +127,11 @@ NOTHING = "nothing"
 
 
 def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+    check_rewarded(config)
     check_rewards(config.reward)
+    if not config.reward.functions:
+        yield Finding("reward", f"{config.environment.name} alone rewards: its turns (reward.functions is empty)")
+        return
     yield from _reward_models(config)
     scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
     failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")

@@ -89,7 +89,9 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.trajectories_per_group)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-    checkpoint = _saved_weights(config, plan) + _optimiser_state(plan)
+    critic = model.critic.kept if model.critic else 0
+    moving = model.reference if config.reference.moves else 0
+    checkpoint = _saved_weights(config, plan) + _optimiser_state(plan) + critic + moving
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
@@ -98,9 +100,11 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * config.data.max_response_length
     shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step)
     samples = shown * (TEXT_BYTES * config.data.max_prompt_length + config.trajectories_per_group * completion)
+    beside = _beside_model(config, plan)
     logs = (1 + config.rollout.servers) * 2 * LOG_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
+        *([(f"{size(beside)} beside a model while its ranks write it", beside, "")] if beside else []),
         (f"an export of {size(model.weights)}", model.weights, ""),
         (f"a journal of {size(journal)}", journal, to_shorten if groups > journal else ""),
         (f"an index of samples of {size(index)}", index, ""),
@@ -112,6 +116,12 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
 def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
     """Bytes of a checkpoint's weights: with LoRA its adapters alone."""
     return plan.model.published if config.model.lora.rank else plan.model.weights
+
+
+def _beside_model(config: RunConfig, plan: MemoryPlan) -> int:
+    """Bytes of the ranks' parts of a checkpoint's `model/`, and of the file that they are put together in: both are
+    there until the folder is whole (learner/training/fsdp.py)."""
+    return 0 if config.learner.engine != "fsdp2" or config.model.lora.rank else 2 * _saved_weights(config, plan)
 
 
 def _optimiser_state(plan: MemoryPlan) -> int:

@@ -32,7 +32,7 @@ Change = Mapping[str, object]
 MOST_RANKS = 8
 """Ranks that are proposed where the GPUs of the machine are not known."""
 _DIVIDING = ("learner.engine", "learner.num_processes")
-_OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes")
+_OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes", "learner.zero_stage")
 """Settings that change nothing of what was measured of the model."""
 
 
@@ -145,6 +145,8 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
         yield {"model.freeze_vision_tower": True}
     if not config.reference.offload and not config.learner.is_divided and not why_not_offloaded(config):
         yield {"reference.offload": True}
+    if config.learner.engine == "deepspeed" and config.learner.zero_stage < 3 and config.learner.num_processes > 1:
+        yield {"learner.zero_stage": 3}
     if not config.learner.cpu_offload:
         yield {"learner.cpu_offload": True}
     if not config.learner.gradient_checkpointing:

@@ -27,6 +27,10 @@ class Parameter:
     """Bytes of an element while the layer is computed."""
     is_trained: bool
 
+    @property
+    def elements(self) -> int:
+        return self.rows * self.width
+
     def padded(self, ranks: int) -> int:
         """Elements of all parts: each rank has as many rows as rank 0, some of them empty."""
         return -(-self.rows // ranks) * ranks * self.width
@@ -53,7 +57,7 @@ class Unit:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients of one micro-batch, in the dtype that the unit computes in."""
-        return sum(p.gathered * p.rows * p.width for p in self.parameters if p.is_trained)
+        return sum(p.gathered * p.elements for p in self.parameters if p.is_trained)
 
     def summed(self, ranks: int) -> int:
         """Bytes of the same gradients in fp32, as they are summed over the ranks."""

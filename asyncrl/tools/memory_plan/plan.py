@@ -158,9 +158,10 @@ def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Li
     yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
     if not offloads:
         yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
+        in_8_bits = ", of 8 bits where a tensor is not small" if config.learner.optimizer == "adamw_8bit" else ""
         if model.masters:
             yield Line("master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}")
-        yield Line("AdamW moments", model.moments, "two averages of each")
+        yield Line("AdamW moments", model.moments, f"two averages of each{in_8_bits}")
     if critic := model.critic:
         held = critic.weights if offloads else critic.kept + critic.gradients
         yield Line("critic", held, f"{count(critic.parameters)}{'' if offloads else ' with optimiser state'}")

@@ -9,10 +9,17 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.divided import DividedModel
 from asyncrl.tools.memory_plan.lines import STEPPING, Line, allocator, count
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
+from asyncrl.tools.memory_plan.zero_lines import zero_host_bytes, zero_lines
 
 
 def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
     """Memory of one rank of a divided learner; all have as much."""
+    yield from (zero_lines if config.learner.engine == "deepspeed" else _fsdp_lines)(model, config, what)
+    if config.learner.num_processes > 1 and config.learner.device != "cpu":
+        yield Line("NCCL of the ranks", NCCL_BYTES, "an estimate")
+
+
+def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
     ranks, offloads = config.learner.num_processes, offloads_parts(config)
     if not offloads:
         yield from _part_lines(model, config, ranks)
@@ -30,8 +37,6 @@ def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
     yield Line("gathered layers", gathered, why)
     yield Line("working memory", max(passing, stepping), STEPPING if stepping > passing else what)
     yield allocator(max(working, stepping))
-    if ranks > 1 and config.learner.device != "cpu":
-        yield Line("NCCL of the ranks", NCCL_BYTES, "an estimate")
 
 
 def _part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[Line]:
@@ -61,8 +66,10 @@ def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     """Host memory of all ranks, as if they were on one machine."""
     ranks = config.learner.num_processes
     if offloads_parts(config):
-        each = sum(line.nbytes for line in _part_lines(model, config, ranks))
-        yield Line("parts, offloaded", ranks * each, "of all ranks, pinned (learner.cpu_offload)")
+        kept = zero_host_bytes(model, config)
+        if config.learner.engine != "deepspeed":
+            kept = ranks * sum(line.nbytes for line in _part_lines(model, config, ranks))
+        yield Line("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
     engines = (model, model.critic) if model.critic else (model,)
     loading = ranks * max(*(engine.weights for engine in engines), model.reference)
     yield Line("whole models", loading, f"for a while, as each of {ranks} ranks loads one")

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engine_rules import GRADIENTS_IN_FLIGHT
+from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import Optimizer
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
@@ -38,7 +39,7 @@ from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
-PLANNED_ENGINES: tuple[str, ...] = ("torch", "fsdp2")
+PLANNED_ENGINES: tuple[str, ...] = ("torch", "fsdp2", "deepspeed")
 """Values of learner.engine whose placement of a model is known here."""
 
 
@@ -56,6 +57,8 @@ class ModelBytes:
     """Number of parameters that are trained."""
     weights: int
     gradients: int
+    moments: int
+    """AdamW's two, in fp32 as the gradients are, or in 8 bits."""
     masters: int
     """fp32 copies of what is trained in bf16, or with learner.cpu_offload in any dtype."""
     arriving: int
@@ -82,11 +85,6 @@ class ModelBytes:
     divided: DividedModel | None = None
     """The same model over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
-
-    @property
-    def moments(self) -> int:
-        """Bytes of AdamW's two moments, in fp32 as the gradients are."""
-        return 2 * self.gradients
 
     @property
     def kept(self) -> int:
@@ -173,6 +171,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         trained=sum(parameter.numel() for parameter in trained),
         weights=nbytes(weights),
         gradients=nbytes(sums),
+        moments=sum(_moments(parameter.numel(), config.learner.optimizer) for parameter in trained),
         masters=sum(
             4 * parameter.numel()
             for parameter in trained
@@ -200,6 +199,13 @@ def _accumulate(trained: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tens
             parameter.register_post_accumulate_grad_hook(partial(_take, leaving))
         else:
             parameter.grad = gradient
+
+
+def _moments(elements: int, optimizer: Optimizer) -> int:
+    """Bytes of the two moments of a tensor; with 8 bits a float32 scale for each block."""
+    if optimizer == "adamw" or elements < SMALLEST_8BIT:
+        return 2 * 4 * elements
+    return 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
 
 
 def _take(leaving: deque[object], parameter: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ LABELS = {
     "truncated": "truncated",
     "timed_out": "timed out",
     "error": "error",
+    "call_error": "wrong call",
 }
 """Reasons for showing a sample."""
 FOLDED_FROM = 420

@@ -84,14 +84,26 @@ for (const svg of document.querySelectorAll("svg.detail")) {
   svg.addEventListener("pointerleave", hush);
 }
 
-// Samples by why they are shown.
+// Samples by why they are shown, and conversations by how they ended and by one of their calls.
 const buttons = [...document.querySelectorAll("[data-filter]")];
+const choices = Object.fromEntries([...document.querySelectorAll("[data-chat]")].map((each) => [each.dataset.chat, each]));
+const filterCards = () => {
+  const label = document.querySelector("[data-filter].on")?.dataset.filter;
+  const [end, tool, error] = ["end", "tool", "error"].map((name) => choices[name]?.value ?? "");
+  const isChosen = ({ dataset }) => (!end || dataset.end === end) && ((!tool && !error) || JSON.parse(dataset.calls ?? "[]")
+    .some(([name, kind]) => (!tool || name === tool) && (!error || (error === "*" ? kind : kind === error))));
+  for (const card of document.querySelectorAll(".card")) {
+    const completions = [...card.querySelectorAll(".completion")];
+    for (const completion of completions) completion.hidden = !isChosen(completion);
+    const isLabelled = !label || card.dataset.labels.split(" ").includes(label);
+    card.hidden = !isLabelled || completions.every((completion) => completion.hidden);
+    if (end || tool || error) for (const folded of card.querySelectorAll(".completions > details")) folded.open = true;
+  }
+};
 for (const button of buttons) {
   button.addEventListener("click", () => {
-    const label = button.dataset.filter;
     for (const other of buttons) other.classList.toggle("on", other === button);
-    for (const card of document.querySelectorAll(".card")) {
-      card.hidden = Boolean(label) && !card.dataset.labels.split(" ").includes(label);
-    }
+    filterCards();
   });
 }
+for (const choice of Object.values(choices)) choice.addEventListener("change", filterCards);

@@ -22,11 +22,15 @@ PERIODS = 6
 """Parts of a run, of each of which the best and the worst group are shown."""
 PER_STATUS = 3
 STATUSES = ("truncated", "timed_out", "error")
+CALL_ERROR = "call_error"
+"""Label of a sample in which the policy called a tool wrongly."""
 MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
 OPEN_COMPLETIONS = 3
 """Completions of a card that are not folded."""
 MAX_TURNS = 32
+MAX_TOOLS = 40
+"""Names to choose from; a policy that makes names up may have called any number of tools."""
 COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order", "turns")
 """Completions with equal values of these keys are shown once."""
 
@@ -35,7 +39,7 @@ COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order", "
 class Choice:
     sample: Record
     labels: list[str] = field(default_factory=list)
-    """Reasons for showing it: good, bad, truncated, timed_out, error."""
+    """Reasons for showing it: good, bad, truncated, timed_out, error, call_error."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,10 @@ def choose(file: Path, first: int, last: int) -> Chosen:
             broken += 1
             continue
         recorded += 1
-        scores = dict.fromkeys({str(c.get("status")) for c in completions_of(sample)} & set(STATUSES), -float(recorded))
+        reasons = {str(c.get("status")) for c in completions_of(sample)} & set(STATUSES)
+        if any(kind for c in completions_of(sample) for _, kind in _calls(c)):
+            reasons.add(CALL_ERROR)
+        scores = dict.fromkeys(reasons, -float(recorded))
         if rewards := _rewards(sample):
             scores |= {"good": fmean(rewards), "bad": -fmean(rewards)}
         period = min(PERIODS - 1, max(0, int((sample["step"] - first) * PERIODS / (last - first + 1))))
@@ -68,7 +75,11 @@ def choose(file: Path, first: int, last: int) -> Chosen:
         labelled.append((sample, "good"))
         if -kept["bad"][period][0] < score:
             labelled.append((kept["bad"][period][1], "bad"))
-    labelled += [(sample, status) for status in STATUSES for sample in _spread([s for _, s in kept[status].values()])]
+    labelled += [
+        (sample, status)
+        for status in (*STATUSES, CALL_ERROR)
+        for sample in _spread([s for _, s in kept[status].values()])
+    ]
     chosen: dict[int, Choice] = {}
     for sample, label in labelled:
         chosen.setdefault(id(sample), Choice(sample)).labels.append(label)
@@ -107,11 +118,16 @@ def sample_cards(run: RecordedRun) -> dict[str, Any]:
     images = EmbeddedImages(run.path)
     rewards = [reward for choice in chosen.choices for reward in _rewards(choice.sample)]
     scale = min(rewards, default=0.0), max(rewards, default=0.0)
+    shown = [c for choice in chosen.choices for c in completions_of(choice.sample)]
+    calls = [call for completion in shown for call in _calls(completion)]
     broken = f", {count(chosen.broken, 'line')} could not be read" if chosen.broken else ""
     return {
         "problem": "",
         "about": f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth "
-        f"of the run, and such as were cut off or failed{broken}.",
+        f"of the run, and such as were cut off, failed or called a tool wrongly{broken}.",
+        "ends": sorted({str(completion["end"]) for completion in shown if completion.get("end")}),
+        "tools": sorted({name for name, _ in calls if name})[:MAX_TOOLS],
+        "call_errors": sorted({kind for _, kind in calls if kind}),
         "labels": [label for label in LABELS if any(label in choice.labels for choice in chosen.choices)],
         "cards": [_card(choice, images, scale) for choice in chosen.choices],
     }
@@ -133,7 +149,11 @@ def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) ->
         "more_images": max(0, len(media) - MAX_IMAGES),
         "opening": _shown(sample.get("opening"), images),
         "completions": [
-            (alike[0] | {"chat": _chat(alike[0], images)}, len(alike), _tone(number(alike[0].get("reward")), scale))
+            (
+                alike[0] | {"chat": _chat(alike[0], images), "calls": json.dumps(_calls(alike[0]))},
+                len(alike),
+                _tone(number(alike[0].get("reward")), scale),
+            )
             for alike in shown
         ],
         "open": OPEN_COMPLETIONS,
@@ -154,6 +174,13 @@ def _chat(completion: Record, images: EmbeddedImages) -> list[dict[str, Any]]:
         for turn in _list(turns)[:MAX_TURNS]
         if isinstance(turn, dict)
     ]
+
+
+def _calls(completion: Record) -> list[tuple[str, str]]:
+    """Tool of each call of a conversation, and the kind of its error; empty where it was right."""
+    turns = [turn for turn in _list(completion.get("turns")) if isinstance(turn, dict)]
+    calls = [call for turn in turns for call in _list(turn.get("calls")) if isinstance(call, dict)]
+    return [(str(call.get("name") or ""), str(call.get("error_kind") or "")) for call in calls]
 
 
 def _shown(messages: Any, images: EmbeddedImages) -> list[tuple[str, list[Any]]]:

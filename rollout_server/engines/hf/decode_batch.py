@@ -49,15 +49,14 @@ class DecodeRow:
         return self.request.finish_reason(self.token_ids)
 
     def completion(self) -> Completion:
-        reason = self.finish_reason
-        assert reason is not None, "completion() of a sequence that still runs"
+        """What there is of it, finished or not."""
         return Completion(
             request_id=self.request.request_id,
             index=self.index,
             token_ids=np.asarray(self.token_ids, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
             kv_versions=None if self.kv_versions == self.versions else np.asarray(self.kv_versions, np.int32),
             stream=self.request.stream,
         )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -89,6 +89,27 @@ class DecodeLoop:
                 self._arrivals.pop(id(request), None)
             self._queue = deque(request for request in self._queue if id(request) in self._arrivals)
             self._suspects = deque(suspect for suspect in self._suspects if id(suspect[0]) in self._arrivals)
+
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        """Take these requests, but for later turns, out of the batch: their completions are delivered as they are."""
+
+        def is_meant(request: GenerationRequest) -> bool:
+            return request.request_id in request_ids and not request.stream
+
+        async with self._turn:
+            running = [row for row in self.batch.rows if is_meant(row.request)]
+            if running:
+                await self.on_thread(self.batch.keep, lambda row: not is_meant(row.request))
+            for request, rows in self._suspects:
+                running += rows if is_meant(request) else ()
+            self._deliver(running)
+            for request in [*self._queue, *(request for request, rows in self._suspects if not rows)]:
+                if is_meant(request) and (arrived := self._arrivals.get(id(request))):
+                    for index in range(request.group_size):
+                        arrived.put_nowait(request.begun(index, self.version))
+            self._queue = deque(request for request in self._queue if not is_meant(request))
+            self._suspects = deque(suspect for suspect in self._suspects if not is_meant(suspect[0]))
+            self._turn.notify_all()
 
     @asynccontextmanager
     async def between_steps(self, *, drains: bool) -> AsyncIterator[None]:

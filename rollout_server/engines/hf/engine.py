@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -120,6 +120,9 @@ class HFEngine:
                 f"ticket {request.request_id} allows image placeholder ids {sorted(unbanned)} to be sampled. "
                 "A completion with one of them cannot be trained; ban them in the ticket's sampling"
             )
+
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        await self._decoding.interrupt(request_ids)
 
     # --- weights ----------------------------------------------------------------------------
 

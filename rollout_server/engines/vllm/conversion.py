@@ -16,6 +16,9 @@ from asyncrl.models.processing import MeasuredPrompt
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames
 
+ABORTED = "abort"
+"""vLLM's finish reason of what was interrupted."""
+
 
 def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
     """Raises UserError for what this engine, which bans `banned` and has room for `max_tokens`, cannot honour."""
@@ -94,7 +97,10 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = request.sampling_of(index)
-    state: Any = np.random.SeedSequence(request.seed_of(index)).generate_state(1, np.uint64)
+    # vLLM's stream begins at the first token that it samples: what goes on elsewhere must not meet the same numbers.
+    sampled_before = len(request.prefix(index)) - len(request.ordered(index))
+    seed = (*request.seed_of(index), *([sampled_before] if sampled_before else []))
+    state: Any = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -114,7 +120,7 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
 def to_completion(
     request: GenerationRequest, index: int, output: Any, submitted_version: int, *, keeps: bool
 ) -> Completion:
-    """A finished `CompletionOutput` behind its prefix, which was put there at the `submitted_version`.
+    """A `CompletionOutput`, finished or aborted, behind its prefix, which was put there at the `submitted_version`.
 
     `keeps`: it may have read keys and values of that version to its end; else each token is from a cache of its own
     version.
@@ -136,7 +142,7 @@ def to_completion(
         token_ids=token_ids,
         logprobs=logprobs,
         versions=versions,
-        finish_reason=FinishReason(output.finish_reason),
+        finish_reason=None if output.finish_reason == ABORTED else FinishReason(output.finish_reason),
         kv_versions=np.full_like(versions, submitted_version) if mixed else None,
         stream=request.stream,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,13 @@ from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
+from rollout_server.engines.vllm.conversion import (
+    ABORTED,
+    check_request,
+    sampling_params,
+    to_completion,
+    to_engine_input,
+)
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm.start import (
     DEAD,
@@ -39,6 +45,7 @@ from rollout_server.engines.vllm.weights import (
 )
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
+ABORT_AGAIN_S = 0.02
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""
 
@@ -62,6 +69,9 @@ class VLLMEngine:
         """Names and checksums of the vision part's tensors that made what is in the encoder cache."""
         self._meter = UsageMeter()
         self._numbers = itertools.count()
+        self._of_requests: dict[int, set[str]] = {}
+        """Numbers of what runs of each request's first turns, as vLLM knows them."""
+        self._interrupted: set[str] = set()
         self._is_asleep = False
         """True while it sleeps or falls asleep: it takes no requests."""
         self._asleep = Asleep(None, 0)
@@ -167,9 +177,27 @@ class VLLMEngine:
     ) -> asyncio.Task[Completion | FailedRequest]:
         number = f"{request.request_id}-{index}-{next(self._numbers)}"
         self._meter.begin(number)
+        if not request.stream:
+            self._of_requests.setdefault(request.request_id, set()).add(number)
         task = asyncio.create_task(self._complete_or_fail(number, request, index, engine_input))
-        task.add_done_callback(lambda _: self._meter.end(number))
+        task.add_done_callback(lambda _: self._end(number, request.request_id))
         return task
+
+    def _end(self, number: str, request_id: int) -> None:
+        self._meter.end(number)
+        self._interrupted.discard(number)
+        if numbers := self._of_requests.get(request_id):
+            numbers.discard(number)
+            if not numbers:
+                del self._of_requests[request_id]
+
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        while numbers := [n for request_id in request_ids for n in self._of_requests.get(request_id, ())]:
+            self._interrupted.update(numbers)
+            with engine_death_translated():
+                await self._llm.abort(numbers)
+            # vLLM does not know those that are on the way to it yet: they are asked for again.
+            await asyncio.sleep(ABORT_AGAIN_S)
 
     async def _complete_or_fail(
         self, number: str, request: GenerationRequest, index: int, engine_input: Any
@@ -196,7 +224,8 @@ class VLLMEngine:
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         output = last.outputs[0]
-        if output.finish_reason not in ("stop", "length"):
+        was_interrupted = output.finish_reason == ABORTED and number in self._interrupted
+        if output.finish_reason not in ("stop", "length") and not was_interrupted:
             self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
         keeps = self._config.rollout.weight_update == "keep"

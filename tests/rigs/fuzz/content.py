@@ -30,6 +30,7 @@ from protocol.messages import (
     LeaseReturn,
     ObservedImage,
     ObservedMessage,
+    PartialRollout,
     Prompt,
     Refusal,
     Sampling,
@@ -42,6 +43,8 @@ from protocol.messages import (
     Ticket,
     TicketFailed,
     TicketKind,
+    TicketRecall,
+    TicketReturned,
     Tickets,
     ToolCall,
     TrajectoryOrder,
@@ -200,6 +203,12 @@ def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None
 
 ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
 CUDA = CudaMemory(handle=b"\x00", nbytes=64, offset=2, counter=b"/c", counter_offset=1, event=b"e", event_sync=True)
+PARTIAL = PartialRollout(
+    lengths=np.asarray([2, *[0] * (GROUP_SIZE - 1)], np.int32),
+    token_ids=np.asarray([5, 6], np.int32),
+    logprobs=np.asarray([-1.0, -0.5], np.float32),
+    versions=np.asarray([2, 3], np.int32),
+)
 EXAMPLES: tuple[Wire, ...] = (
     hello("server-0"),
     Welcome(run_id="fuzz", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=2.0, timeout_s=30.0),
@@ -210,6 +219,9 @@ EXAMPLES: tuple[Wire, ...] = (
     conversation(7),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
+    TicketRecall(ticket_ids=(1, 2)),
+    TicketReturned(ticket_id=7, partial=PARTIAL),
+    Tickets(tickets=(ticket(7, 2).model_copy(update={"partial": PARTIAL}),)),
     heartbeat(),
     LearnerHeartbeat(version=1),
     Goodbye(reason="finished"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import CHAT_TEMPLATE
@@ -19,7 +20,9 @@ from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.loading import load_model
 from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.prompt_rows import preview_rows
 from asyncrl.models.rows import joined_row, sampled_piece
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import make_family
@@ -168,6 +171,21 @@ def test_a_template_that_cannot_bridge_is_refused_with_the_reason(
     other = with_template(folder, tmp_path / "model", template)
     with pytest.raises(UserError, match=reason):
         TurnBridge(other, stops(other))
+
+
+def test_a_run_with_such_a_template_is_refused_before_it_begins(
+    make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path
+) -> None:
+    """By `--dry-run`, and by the learner before it loads a model; a run of one turn needs no bridge."""
+    numbered = CHAT_TEMPLATE.replace("<|im_start|>{{ m", "<|im_start|>{{ messages | length }}{{ m")
+    processor = with_template(tiny_model, tmp_path / "model", numbered)
+    model = {"model": {"path": str(tmp_path / "model")}, "data": {"max_response_length": 300, "max_prompt_length": 200}}
+    config = make_config(**model, environment={"name": "tests/rigs/lamp.py:Lamp", "limits": {"tokens_per_turn": 16}})
+    with pytest.raises(UserError, match="in a longer conversation"):
+        preview_rows(config)
+    with pytest.raises(UserError, match="in a longer conversation"):
+        TicketWriter(config, processor, stops(processor))
+    assert "first prompt" in preview_rows(make_config(**model))[0]
 
 
 def test_images_that_no_processor_takes_are_refused(processor: PromptProcessor) -> None:

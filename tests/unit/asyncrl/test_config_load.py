@@ -139,12 +139,11 @@ batch:
 """
     path = write(tmp_path, text)
     first, *problems = refusal(path, "rollout.n=4", "learner.optim.lr=-1").splitlines()
-    assert "6 problems" in first
+    assert "5 problems" in first
     assert sorted(problems) == [
         f"- batch.group_size is 'many': expected whole number > 0 [{path} line 7]",
         "- learner.optim.lr is -1: expected number > 0 [override learner.optim.lr=-1]",
         f"- model.path is missing. Add it to {path}, or give model.path=VALUE",
-        f"- reward.functions is missing. Add it to {path}, or give reward.functions=VALUE",
         f"- unknown key data.shuffel: did you mean data.shuffle? [{path} line 5]",
         "- unknown key rollout.n. docs/migration.md has other frameworks' names [override rollout.n=4]",
     ]

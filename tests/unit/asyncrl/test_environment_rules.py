@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs
+from asyncrl.tools.doctor.data import find_rewards
 
 LAMP = {"name": "tests/rigs/lamp.py:Lamp"}
 MakeConfig = Callable[..., RunConfig]
@@ -46,6 +51,43 @@ def test_credit_over_turns_needs_several(make_config: MakeConfig, name: str) -> 
     with pytest.raises(ValidationError, match=f"{name} needs .*environment.limits.turns is 1"):
         make_config(**sections, environment={**LAMP, "limits": {"turns": 1}})
     assert make_config(**sections, environment=LAMP).algorithm.adv_estimator == name
+
+
+NOTHING = {"functions": []}
+ROOM: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "reward.functions is empty: no trajectory would have a reward. Name a function"),
+        ({"tools": ["calculator"]}, "environment.tools answers calls without rewarding a turn"),
+        ({"name": "mcp", "config": {"command": ["x"]}}, "an MCP server answers calls without rewarding a turn"),
+        (LAMP, ""),
+        ({"name": "gymnasium"}, ""),
+    ],
+)
+def test_a_run_has_a_reward_function_or_an_environment_that_rewards(
+    make_config: MakeConfig, environment: dict[str, Any], says: str
+) -> None:
+    config = make_config(**ROOM, environment=environment, reward=NOTHING)
+    with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
+        check_inputs(config, "learner", "rollout_server")
+    nothing: Any = None
+    with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
+        (finding,) = find_rewards(config, nothing, nothing)  # asks no row where there is no function
+        assert finding.value == f"{environment['name']} alone rewards: its turns (reward.functions is empty)"
+    check_inputs(make_config(**ROOM, environment=environment), "learner", "rollout_server")
+
+
+def test_what_asks_for_components_is_refused_where_the_environment_alone_rewards(make_config: MakeConfig) -> None:
+    for section, values in (
+        ("algorithm", {"adv_estimator": "gdpo"}),
+        ("algorithm", {"filters": ["zero_variance"], "filter_component": "right"}),
+        ("reward", {**NOTHING, "accuracy": "right"}),
+    ):
+        with pytest.raises(ValidationError, match=r"reward\.functions"):
+            make_config(**{**ROOM, "environment": LAMP, "reward": NOTHING, section: values})
 
 
 @pytest.mark.parametrize(

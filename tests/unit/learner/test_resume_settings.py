@@ -132,7 +132,9 @@ def test_settings_may_change_after_a_checkpoint_of_the_last_step_and_are_recorde
         resume(begun, *changed)
 
 
-@pytest.mark.parametrize("override", ["model.freeze_vision_tower=true", "algorithm.updates_per_batch=2"])
+@pytest.mark.parametrize(
+    "override", ["model.freeze_vision_tower=true", "algorithm.updates_per_batch=2", "learner.optimizer=adamw_8bit"]
+)
 def test_what_a_checkpoint_depends_on_never_changes(begun: RunConfig, override: str) -> None:
     make_step(begun, 1, save=True)
     with pytest.raises(UserError, match=r"All steps of a run are made by the same\. Resume with the same values"):

@@ -492,3 +492,32 @@ def test_no_more_prompts_are_encoded_ahead_than_the_cache_keeps() -> None:
         eventually(lambda: len(processor.rows) == 1)
         time.sleep(0.05)
     assert len(processor.rows) == 1
+
+
+def test_a_returned_ticket_waits_with_what_was_sampled_of_it() -> None:
+    ledger = make_ledger(2, 1, 100)
+    first, other = issue(ledger, 0)[:2]
+    out, partial = ledger.out, content.PARTIAL  # its newest token is of version 3
+    out.assign(ids([first, other]), "s")
+    assert not out.take_return(first.ticket.ticket_id, "another", partial), "it does not hold the ticket"
+    assert out.take_return(first.ticket.ticket_id, "s", partial)
+    going_on = out.waiting()[0]
+    assert (going_on.ticket.partial, going_on.ticket.begins_at, going_on.slot) == (partial, 3, first.slot)
+    assert (out.returned, out.returned_tokens, ledger.counts().residual) == (1, 2, 0)
+    assert out.may_try(first.ticket.ticket_id, "s", ["s"]), "that was no failure"
+    out.assign(ids([first]), "t")
+    out.give_back(first.ticket.ticket_id, "t", "what was begun may be at fault", ["s", "t"])
+    assert out.waiting()[0].ticket == first.ticket, "after a failure it begins anew"
+    late = prepared(TicketSlot(90, 0, version=4, bound=1))
+    ledger.out.add(late)
+    out.assign([90], "s")
+    with pytest.raises(ValueError, match="version 2, before min_version 4"):
+        out.take_return(90, "s", partial)
+
+
+def test_on_policy_a_returned_ticket_begins_anew() -> None:
+    ledger = make_ledger(1, 0, 100)
+    (item,) = issue(ledger, 0)
+    ledger.out.assign(ids([item]), "s")
+    assert ledger.out.take_return(item.ticket.ticket_id, "s", content.PARTIAL)
+    assert ledger.out.waiting() == [item]

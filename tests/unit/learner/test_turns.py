@@ -420,4 +420,13 @@ def test_a_step_says_how_its_conversations_went(made: tuple[PromptProcessor, Rec
     said = {name: value for name, value in described.items() if name.startswith("env/") and value}
     ends = {"env/ends/done": 1, "env/ends/cut": 1, "env/ends/images": 1, "env/ends/failed": 1, "env/errors/died": 1}
     ends |= {"env/calls": (len(calls) + 1) / 4, "env/call_error_rate": 1 / (len(calls) + 1), "env/call_errors/tool": 1}
+    observed = 1 - sum(t.end - t.start for r in group.trajectories for t in r.turns) / int(group.lengths.sum())
+    assert said.pop("env/observed_share") == pytest.approx(observed)
+    assert 0.5 < observed < 1
+    assert said.pop("env/reward_with_calls") == pytest.approx(1 / 3), "of the three that have a reward"
     assert said == {"env/turns": 2, "env/turns_max": 3, "env/seconds": 0.125, "env/error_rate": 0.25, **ends}
+    silent = with_turn(group, 0, 0, calls=())
+    for number in range(1, len(silent.trajectories[0].turns)):
+        silent = with_turn(silent, 0, number, calls=())
+    described = describe_batch(make_batch([replace(item, group=silent)], processor), 3, "exact_match")
+    assert (described["env/reward_with_calls"], described["env/reward_without_calls"]) == (0.0, 1.0)

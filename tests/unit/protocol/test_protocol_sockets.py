@@ -107,11 +107,11 @@ def test_an_error_is_not_answered_and_a_huge_frame_costs_its_connection_alone(le
 
 
 def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSocket, peer: Peer):
-    strange = pack({"type": "hello", "protocol_major": 9, "server_id": "s9", "colour": "red"})
+    strange = pack({"type": "hello", "protocol_major": 90, "server_id": "s9", "colour": "red"})
     refusal = answer_to(peer, learner, [strange])
     assert isinstance(refusal, Refusal)
     assert refusal.code is ErrorCode.PROTOCOL_VERSION
-    assert "server 's9' speaks protocol 9.0" in refusal.reason
+    assert "server 's9' speaks protocol 90.0" in refusal.reason
     broken = answer_to(peer, learner, [pack({"type": "hello", "protocol_major": PROTOCOL_MAJOR})])
     assert isinstance(broken, Error)
 

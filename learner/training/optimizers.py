@@ -1,0 +1,45 @@
+"""The optimisers of `learner.optimizer`: torch's AdamW, and bitsandbytes' with moments of 8 bits (arXiv 2110.02861)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.engine_rules import SMALLEST_8BIT
+from asyncrl.config.sections import OptimConfig, Optimizer
+from asyncrl.errors import UserError
+
+
+def make_optimizer(kind: Optimizer, groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """Raises UserError where the package of `adamw_8bit` is missing."""
+    if kind == "adamw_8bit":
+        if find_spec("bitsandbytes") is None:
+            raise UserError(
+                "learner.optimizer is adamw_8bit, and the package bitsandbytes is not installed here: pip install "
+                "'asyncrl[learner-8bit]', or set learner.optimizer=adamw"
+            )
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=optim.lr, betas=optim.betas, min_8bit_size=SMALLEST_8BIT)
+    on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(
+        groups,
+        lr=optim.lr,
+        betas=optim.betas,
+        fused=on_cpu,  # one pass over memory; GPUs keep torch's choice
+    )
+
+
+def check_same_moments(state: Mapping[str, Any], kind: Optimizer, folder: Path) -> None:
+    """Raise UserError unless a checkpoint's moments are those of the optimiser here."""
+    for values in state["state"].values():
+        saved = "adamw" if "exp_avg" in values else "adamw_8bit"
+        if saved != kind:
+            raise UserError(
+                f"{folder} holds the moments of learner.optimizer={saved}, and it is {kind} now. Set it to {saved}, or "
+                f"start a new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
+            )

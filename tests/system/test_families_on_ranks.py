@@ -1,0 +1,91 @@
+"""One optimiser step of each family through every engine: the loss and the new weights of one process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.schema import RunConfig
+from learner.ranks.group import ALONE
+from learner.replay import in_one_process
+from tests.conftest import small_config
+from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.system.test_bad_input import write_rows
+from tests.system.test_ranks import TOLERANCE
+from tests.unit.learner.test_padded_step import FAMILIES, LR, rows_of
+
+pytestmark = pytest.mark.slow
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"engine": "fsdp2"},
+    **{f"ZeRO-{stage}": {"engine": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
+}
+TESTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
+WHOLE, MANY = "one micro-batch", "many micro-batches, critic and reference"
+FLIPPED = 2e-3
+"""Share of the elements that may go the other way in AdamW's first step: gradients that are 0 but for rounding, such as
+those of a key's bias."""
+
+
+def config_of(family: str, case: str, folder: Path, data: Path) -> RunConfig:
+    """Rows of no, one and three images of different sizes, and of videos where the family has them."""
+    folder.mkdir()
+    rows, small = rows_of(family, folder), 160 if family.startswith("qwen") else 88
+    return small_config(
+        FAMILIES[family](folder / "model"),
+        data,
+        folder / "run",
+        data={**write_rows(folder, rows), "max_prompt_length": small - 8},
+        batch={
+            "prompts_per_step": len(rows),
+            "group_size": 4,
+            "tokens_per_microbatch": 8192 if case == WHOLE else small,
+        },
+        algorithm={} if case == WHOLE else {"adv_estimator": "gae", "kl_loss_coef": 0.1},
+        learner={"num_processes": 2, "optim": {"lr": LR, "weight_decay": 0.01}, **ENGINES["fsdp2"]},
+    )
+
+
+@pytest.fixture(scope="module")
+def found(digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folder and metrics of every case."""
+    folder = tmp_path_factory.mktemp("families")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    on_ranks: dict[str, RunConfig] = {}
+    alone: dict[str, Any] = {}
+    for family in TESTED:
+        for case in (WHOLE, MANY):
+            name = f"{family}, {case}"
+            config = config_of(family, case, folder / name, digits_data)
+            alone[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1)
+            for engine, learner in ENGINES.items():
+                if learner["engine"] == "fsdp2" or find_spec("deepspeed"):
+                    changed = config.learner.model_copy(update=learner)
+                    on_ranks[f"{name}, {engine}"] = config.model_copy(update={"learner": changed})
+    torch.set_num_threads(threads)
+    return folder, {**alone, **run_ranks(folder / "two", on_ranks, steps=1)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", [WHOLE, MANY])
+@pytest.mark.parametrize("family", TESTED)
+def test_a_step_on_two_ranks_is_that_of_one(
+    found: tuple[Path, dict[str, Any]], family: str, case: str, engine: str
+) -> None:
+    folder, results = found
+    name = f"{family}, {case}"
+    if f"{name}, {engine}" not in results:
+        pytest.skip("deepspeed is not installed")
+    (mine,), (theirs,) = (results[each]["metrics"] for each in (name, f"{name}, {engine}"))
+    tolerance = TOLERANCE["float32"]
+    assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
+    files = folder / f"{name}, alone" / "1.safetensors", folder / "two" / f"{name}, {engine}" / "1.safetensors"
+    one, two = (load_file(file) for file in files)
+    assert one.keys() == two.keys()
+    flipped = sum(int((~torch.isclose(t, two[n], rtol=1e-2, atol=0.01 * LR)).sum()) for n, t in one.items())
+    assert flipped <= FLIPPED * sum(tensor.numel() for tensor in one.values())

@@ -1,0 +1,166 @@
+"""What one server has begun another goes on with: no token is sampled twice, none changes, each keeps its version."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from benchmarks.staleness.workload import OneForAll
+from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryOrder
+from rollout_server.engines.base import Completion, GenerationRequest, kv_versions_column
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.group_producer import GroupProducer
+from tests.rigs.policies import (
+    MakeConfig,
+    complete_all,
+    gaps,
+    initial_weights,
+    moved,
+    prompts,
+    request_for,
+    until_running,
+)
+from tests.unit.rollout_server.test_engine_death import written
+
+__all__ = ["prompts"]
+STOP = 7
+DONE, HINT = (31, 32, STOP), (21, 22, 23)
+
+
+def partial_of(done: list[Completion]) -> PartialRollout:
+    ordered = sorted(done, key=lambda completion: completion.index)
+    return PartialRollout(
+        lengths=np.asarray([len(c.token_ids) for c in ordered], np.int32),
+        token_ids=np.concatenate([c.token_ids for c in ordered]),
+        logprobs=np.concatenate([c.logprobs for c in ordered]),
+        versions=np.concatenate([c.versions for c in ordered]),
+        kv_versions=kv_versions_column(ordered),
+    )
+
+
+async def interrupted(engine: HFEngine, *requests: GenerationRequest, tokens: int) -> list[Completion]:
+    """What there is of the first request when about so many tokens are sampled; the others are not interrupted."""
+    work = asyncio.create_task(complete_all(engine, requests))
+    await until_running(engine)
+    while engine.usage.tokens_generated < tokens:
+        await asyncio.sleep(0.001)
+    await engine.interrupt([requests[0].request_id])
+    done = await work
+    assert all(c.finish_reason is not None for c in done if c.request_id != requests[0].request_id)
+    return [c for c in done if c.request_id == requests[0].request_id]
+
+
+@pytest.mark.parametrize("weight_update", ["recompute", "keep"])
+def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], weight_update: str
+) -> None:
+    config = make_config(rollout={"weight_update": weight_update})
+    processor = PromptProcessor(config.model)
+    policies = [initial_weights(config)]
+    policies.append(moved(policies[0], 1))
+    orders = (TrajectoryOrder(), TrajectoryOrder(prefix=HINT), TrajectoryOrder(prefix=DONE), TrajectoryOrder())
+    request = replace(
+        request_for(config, prompts[0], 0, tokens=120, size=4, stop_token_ids=(STOP,)), orders=orders, seed=3
+    )
+    neighbour = request_for(config, prompts[1], 1, tokens=40)
+
+    async def scenario() -> tuple[list[Completion], list[Completion], list[Completion], list[Completion]]:
+        first, second = HFEngine(config, processor), HFEngine(config, processor)
+        await first.start()
+        await second.start()
+        whole = await complete_all(second, [request])
+        begun = await interrupted(first, request, neighbour, tokens=24)
+        going_on = replace(request, partial=partial_of(begun))
+        same = await complete_all(second, [going_on])
+        await second.update_weights(1, policies[1].items())
+        newer = await complete_all(second, [going_on])
+        await first.close()
+        await second.close()
+        return whole, begun, same, newer
+
+    whole, begun, same, newer = asyncio.run(asyncio.wait_for(scenario(), 120))
+    partial = partial_of(begun)
+    in_order = [sorted(done, key=lambda c: c.index) for done in (whole, begun, same, newer)]
+    assert any(c.finish_reason is None and len(c.token_ids) > len(orders[c.index].prefix) for c in begun)
+    for uninterrupted, start, end, changed in zip(*in_order, strict=True):
+        assert end.token_ids.tolist() == uninterrupted.token_ids.tolist(), "one random number per token, wherever it is"
+        assert np.abs(end.behind(partial).logprobs - uninterrupted.logprobs).max() < 1e-4
+        assert end.finish_reason is uninterrupted.finish_reason
+        mixed, count = changed.behind(partial), len(start.token_ids)
+        assert mixed.token_ids[:count].tolist() == start.token_ids.tolist()
+        assert mixed.logprobs[:count].tolist() == start.logprobs.tolist()
+        assert mixed.versions.tolist() == [0] * count + [1] * (len(mixed.token_ids) - count)
+        sampled = slice(len(orders[start.index].prefix), None)
+        if mixed.token_ids[sampled].size:
+            assert gaps(config, policies, request, mixed)[sampled].max() < 1e-4, "the cache is of the newer weights"
+
+
+def test_a_returned_ticket_becomes_one_group(make_config: MakeConfig) -> None:
+    script = {"mean_length": 12, "length_sigma": 0.8, "seconds_per_token": 0.01}
+    config = make_config(rollout={"engine": "scripted", "engine_args": script})
+    processor = PromptProcessor(config.model)
+    tickets = written(config, processor, 3)
+    # One more sequence than slots: what waits for one is returned, too.
+    small = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_concurrent_sequences": 3})})
+
+    async def produced(producer: GroupProducer, *wanted: Ticket) -> list[Group | TicketReturned]:
+        answers = [answer async for answer in producer.produce(wanted, tickets.blobs)]
+        assert all(isinstance(answer, Group | TicketReturned) for answer in answers)
+        return answers  # type: ignore[return-value]
+
+    async def scenario() -> None:
+        first, second = (
+            GroupProducer(ScriptedEngine(c, processor), OneForAll(), processor, name)  # type: ignore[arg-type]
+            for c, name in ((small, "first"), (config, "second"))
+        )
+        work = asyncio.create_task(produced(first, *tickets.tickets))
+        await asyncio.sleep(0.06)
+        await first.interrupt([tickets.tickets[0].ticket_id, tickets.tickets[2].ticket_id])
+        answers = {answer.ticket_id: answer for answer in await work}
+        for ticket in tickets.tickets:
+            (whole,) = await produced(second, ticket)
+            returned = answers[ticket.ticket_id]
+            assert isinstance(whole, Group)
+            assert isinstance(returned, Group) is (ticket is tickets.tickets[1])
+            if isinstance(returned, Group):
+                continue
+            (group,) = await produced(second, ticket.going_on(returned.partial))
+            assert isinstance(group, Group)
+            for column in ("lengths", "token_ids", "loss_mask", "logprobs", "versions"):
+                assert getattr(group, column).tolist() == getattr(whole, column).tolist(), column
+            assert [t.turns for t in group.trajectories] == [t.turns for t in whole.trajectories]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_partial_rollout_that_does_not_fit_its_ticket_is_refused(make_config: MakeConfig) -> None:
+    config = make_config()
+    (ticket,) = written(config, PromptProcessor(config.model), 1).tickets
+    size, stop = ticket.group_size, ticket.sampling.stop_token_ids[0]
+    banned, most = ticket.sampling.banned_token_ids[0], ticket.sampling.max_new_tokens
+
+    def partial(*rows: list[int]) -> PartialRollout:
+        lengths = np.asarray([len(row) for row in rows], np.int32)
+        ids = np.asarray([token for row in rows for token in row], np.int32)
+        return PartialRollout(
+            lengths=lengths, token_ids=ids, logprobs=np.zeros(ids.size, np.float32), versions=np.zeros_like(ids)
+        )
+
+    empty: list[list[int]] = [[] for _ in range(size - 1)]
+    assert ticket.going_on(partial([20, 21], *empty)).partial is not None
+    for rows, reason in (
+        ([[20]], "1 partial trajectories for a group"),
+        ([[20] * (most + 1), *empty], f"{most + 1} tokens"),
+        ([[20, banned], *empty], "banned"),
+        ([[20, stop, 21], *empty], "goes on behind the stop"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            ticket.going_on(partial(*rows))
+    hinted = ticket.model_copy(update={"orders": (TrajectoryOrder(prefix=HINT),) * size})
+    with pytest.raises(ValueError, match="does not begin as its order has it"):
+        hinted.going_on(partial(*[[20, 21, 22]] * size))
