@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--moves", type=int, default=25600, help="rows of the warm start")
+    parser.add_argument("--moves", type=int, default=16384, help="rows of the warm start")
     parser.add_argument("--astray", type=float, default=0.3, help="share of random moves")
     arguments = parser.parse_args()
     folder, draw, parts = arguments.out, random.Random(arguments.seed), split()

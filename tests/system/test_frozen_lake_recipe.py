@@ -30,14 +30,14 @@ def test_the_recipe_trains_on_pictures_of_the_package(tmp_path: Path, monkeypatc
     (size,) = re.findall(r"asyncrl\.demo\.model --out \S+ (.+\n# .+)\n", (FOLDER / "sft.yaml").read_text())
     model.main(["--out", str(tmp_path / "model"), *shlex.split(size.replace("\n#", ""))])
 
-    warm, run = tmp_path / "sft", tmp_path / "grpo"
+    warm, run = tmp_path / "sft", tmp_path / "gigpo"
     small = [f"run_dir={warm}", f"model.path={tmp_path}/model", f"data.train_files=[{tmp_path}/sft.jsonl]"]
     config = load_config(FOLDER / "sft.yaml", [*small, "sft.steps=2", "sft.rows_per_step=8"])
     assert exit_codes([start("learner.sft", write_config(config, warm))], 120) == [0], logs(warm)
 
     small = [f"run_dir={run}", f"model.path={warm}/export", f"data.train_files=[{tmp_path}/rl.jsonl]"]
     small += [f"data.val_files=[{tmp_path}/eval.jsonl]", "data.max_val_rows=2", "trainer.max_steps=2"]
-    config = load_config(FOLDER / "grpo.yaml", [*small, "batch.prompts_per_step=2", "batch.group_size=2"])
+    config = load_config(FOLDER / "gigpo.yaml", [*small, "batch.prompts_per_step=2", "batch.group_size=2"])
     assert run_both(config, run) == (0, 0), logs(run)
     steps = lines(run / "metrics.jsonl")
     assert [step["env/error_rate"] for step in steps] == [0.0, 0.0]

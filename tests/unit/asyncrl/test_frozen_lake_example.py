@@ -29,7 +29,7 @@ def test_a_shortest_way_earns_the_reward_in_pictures_of_the_recipes_size() -> No
     maps = parts["rl"] + parts["eval"]
     assert len(set(maps)) == len(maps) > 2000, "none is in both parts"
     assert recipe["shortest"](("SHG", "HFF", "FFF")) == []
-    section = load_config(FOLDER / "grpo.yaml").environment
+    section = load_config(FOLDER / "gigpo.yaml").environment
     loaded = play.open_environment(section, unit=14)
     for desc in maps[:5]:
         seen: list[Any] = []
