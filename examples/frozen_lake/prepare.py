@@ -7,8 +7,8 @@ held out. The warm start shows moves of a player who goes straight for the flag,
 to see player and flag. Holes, and ways around them, are left to the reward.
 
 Its rows are in an order to be kept (`data.shuffle: false`): single pictures with the player anywhere, then moves within
-conversations, then such moves of which a share is random, for the reward to have something to choose from. Random moves
-from the start on hide from a model of this size what is to be seen.
+conversations, then such moves of which a share is random, for the reward to have something to choose from: who has always
+gone straight never tries the way around. Random moves from the start on hide from a small model what is to be seen.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from PIL import Image
 
 SIZE, SIDE = 3, 14
 TURNS = 6
+ASTRAY = 0.3
+"""Share of random moves by which the warm start's player comes to its pictures."""
 WORDS = ("left", "down", "right", "up")
 """FrozenLake's actions 0 to 3."""
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -148,17 +150,17 @@ def demonstration(cells: list[Cell], words: list[str], desc: Map, pictures: Pict
     return {"prompt": messages, "images": images, "target": words[-1], "answer": ""}
 
 
-def demonstrations(maps: list[Map], count: int, astray: float, draw: random.Random, pictures: Pictures) -> Rows:
-    """`count` rows in their order: 5 of 8 single pictures, 2 conversations, 1 conversations with random moves."""
+def demonstrations(maps: list[Map], count: int, loose: float, draw: random.Random, pictures: Pictures) -> Rows:
+    """`count` rows in their order: 5 of 8 single pictures, 2 conversations, 1 with random targets (`loose`)."""
     rows: Rows = []
     for number, desc in enumerate(draw.choices(maps, k=count)):
-        told, _ = episode(desc, draw, astray)
+        told, _ = episode(desc, draw, ASTRAY)
         turn = draw.randrange(len(told))
         cells, words = [draw.choice(free(desc))], [""]
         if number >= count * 5 // 8:
             cells, words = [cell for cell, _ in told[: turn + 1]], [word for _, word in told[: turn + 1]]
-        if number < count * 7 // 8:
-            words[-1] = draw.choice(straight(desc, cells[-1]))
+        random_move = number >= count * 7 // 8 and draw.random() < loose
+        words[-1] = draw.choice(WORDS if random_move else straight(desc, cells[-1]))
         rows.append(demonstration(cells, words, desc, pictures))
     return rows
 
@@ -172,15 +174,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--moves", type=int, default=16384, help="rows of the warm start")
-    parser.add_argument("--astray", type=float, default=0.3, help="share of random moves")
+    parser.add_argument("--moves", type=int, default=25600, help="rows of the warm start")
+    parser.add_argument("--loose", type=float, default=0.3, help="share of random targets in the last eighth of them")
     arguments = parser.parse_args()
     folder, draw, parts = arguments.out, random.Random(arguments.seed), split()
     pictures = Pictures(folder / "pictures")
     for name, chosen in parts.items():
         write(folder / f"{name}.jsonl", [{"prompt": PROMPT, "answer": "", "desc": desc} for desc in chosen])
-    write(folder / "sft.jsonl", demonstrations(parts["rl"], arguments.moves, arguments.astray, draw, pictures))
-    for astray in (0.0, arguments.astray, 1.0):
+    write(folder / "sft.jsonl", demonstrations(parts["rl"], arguments.moves, arguments.loose, draw, pictures))
+    for astray in (0.0, ASTRAY, 1.0):
         reached = [episode(desc, draw, astray)[1] for desc in parts["eval"] for _ in range(20)]
         print(f"held-out maps solved with {astray:.0%} of the moves at random: {sum(reached) / len(reached):.3f}")
 
