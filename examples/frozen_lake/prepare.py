@@ -7,8 +7,9 @@ held out. The warm start shows moves of a player who goes straight for the flag,
 to see player and flag. Holes, and ways around them, are left to the reward.
 
 Its rows are in an order to be kept (`data.shuffle: false`): single pictures with the player anywhere, then moves within
-conversations, then such moves of which a share is random, for the reward to have something to choose from: who has always
-gone straight never tries the way around. Random moves from the start on hide from a small model what is to be seen.
+conversations, then such moves of which a share is random, for the reward to have something to choose from: who has
+always gone straight never tries the way around. Random moves from the start on hide from a small model what is to be
+seen.
 """
 
 from __future__ import annotations
