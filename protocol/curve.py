@@ -44,6 +44,24 @@ class LearnerKeys:
                 found[_read(path)] = path.stem
         return found
 
+    @property
+    def where(self) -> str:
+        """Where the keys of known peers are, for a log line."""
+        return str(self.servers)
+
+
+@dataclass
+class RelayKeys:
+    """A server's own pair as the keys of an endpoint of its own, at which other servers fetch weights."""
+
+    secret: bytes = field(repr=False)
+    peers: frozenset[bytes] = frozenset()
+    """Public keys of the servers that may connect, as the learner has named them last."""
+    where = "the keys that the learner has named"
+
+    def authorised(self) -> frozenset[bytes]:
+        return self.peers
+
 
 @dataclass(frozen=True)
 class ServerKeys:

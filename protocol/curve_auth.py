@@ -11,12 +11,12 @@ import logging
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from protocol.curve import LearnerKeys, ServerKeys
+from protocol.curve import LearnerKeys, RelayKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class HandshakeEvents:
 
 
 class CurveAuthenticator:
-    """Admits the public keys in the learner's `servers` folder. One per context, made before its sockets."""
+    """Admits the public keys that its `keys` know at each handshake. One per context, made before its sockets."""
 
-    def __init__(self, context: zmq.Context, keys: LearnerKeys):
+    def __init__(self, context: zmq.Context, keys: LearnerKeys | RelayKeys):
         self._keys = keys
         self._guarded: list[HandshakeEvents] = []
         self._rejected: deque[str] = deque()
@@ -99,11 +99,15 @@ class CurveAuthenticator:
                     self._reject("failed_handshake", "a peer has no keys, or another learner's public key")
         return Counter(self._rejected.popleft() for _ in range(len(self._rejected)))
 
+    def authorised(self) -> Collection[bytes]:
+        """Public keys (Z85) that may connect now."""
+        return self._keys.authorised()
+
     def callback(self, _domain: str, key: bytes) -> bool:
         """Return whether a key (in Z85) is authorised; called by pyzmq's thread under this name."""
         is_known = key in self._keys.authorised()
         if not is_known:
-            self._reject("rejected_key", f"the key of a peer is not in {self._keys.servers}")
+            self._reject("rejected_key", f"the key of a peer is not in {self._keys.where}")
         return is_known
 
     def close(self) -> None:

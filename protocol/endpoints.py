@@ -127,6 +127,27 @@ def _host_setting(setting: str) -> str:
     return f"{setting.rpartition('.')[0]}.host".lstrip(".")
 
 
+def address_towards(endpoint: str) -> str:
+    """This machine's address as the machine of `endpoint` sees it, where no one translates addresses.
+
+    Raises BindError for an unknown host, or where there is no route.
+    """
+    host, port = split_endpoint(endpoint)
+    address = _resolve(host, "network.host")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+            probe.connect((address, port))
+            return str(probe.getsockname()[0])
+    except OSError as problem:
+        raise BindError(f"there is no way from here to {endpoint}: {problem.strerror}") from problem
+
+
+def endpoint_of(address: str, port: int) -> str:
+    """`tcp://address:port`, with brackets around an IPv6 address."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
 def host_id(directory: Path = SHARED_MEMORY) -> str:
     """An id equal for two processes that can share files in `directory`: one kernel boot, one file system.
 

@@ -30,6 +30,8 @@ class ErrorCode(StrEnum):
     """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""
     VERSION_GONE = "version_gone"
     """The requested weights have been replaced by newer ones."""
+    NOT_YET = "not_yet"
+    """The bytes asked for are of a version that the sender is still receiving; they follow."""
     WRONG_CHANNEL = "wrong_channel"
     """The learner does not send weights over the channel that was asked for."""
     STALE_FENCE = "stale_fence"

@@ -98,6 +98,13 @@ class SendTimeout(TimeoutError):
     """The learner took no message in time."""
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A message as frames, for sending it to many peers: a manifest costs milliseconds to encode."""
+
+    frames: Sequence[bytes | memoryview]
+
+
 class LearnerSocket:
     """A bound ROUTER for one thread; register `socket` with a zmq.Poller.
 
@@ -174,12 +181,16 @@ class LearnerSocket:
         """Count a readable but useless message of this peer (a refused hello or group) as a bad one."""
         self._mute(self._budget.charge(identity))
 
-    def send(self, identity: bytes, message: Wire) -> Delivery:
+    def encode(self, message: Wire) -> Encoded:
+        """The message for `send`. Raises ProtocolError for one beyond the limits, or with odd values."""
+        return Encoded(encode(message, self.limits))
+
+    def send(self, identity: bytes, message: Wire | Encoded) -> Delivery:
         """Send without waiting. Raises ProtocolError for a message beyond the limits, or with odd values.
 
         Large frames are not copied: they must not change afterwards. (A copy costs a third of a weight transfer.)
         """
-        frames = encode(message, self.limits)
+        frames = message.frames if isinstance(message, Encoded) else encode(message, self.limits)
         try:
             self.socket.send_multipart([identity, *frames], flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:

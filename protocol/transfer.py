@@ -1,18 +1,28 @@
-"""Pulling one policy version over ZeroMQ: a window of chunk requests, resumed after losses, checksummed."""
+"""Pulling one policy version over ZeroMQ: a window of chunk requests, resumed after losses, checksummed.
+
+A version may come from several senders, one after another: the learner, or servers that have it. What has arrived from
+one stays when the next goes on. Each tensor is compared with the learner's checksum as soon as it is complete, and only
+then may it be sent on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import xxhash
 
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from protocol.weight_file import check_manifest, wrong_checksums
+from protocol.weight_file import check_manifest
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
@@ -25,20 +35,41 @@ MAX_CHUNK_BYTES = 4 * MIB
 """Largest chunk. Times the learner's queue for one peer (CHUNK_QUEUES) it bounds a stalled reader's cost: 256 MiB."""
 ATTEMPTS = 2
 """Transfers of a tensor with a wrong checksum before the fetch fails."""
+RETRY_S = 2.0
+"""Seconds without any chunk after which requests are sent again."""
+_NOTHING = xxhash.xxh3_64_intdigest(b"")
+SILENT_RETRIES, SILENT_SHARE = 2, 1 / 3
+"""So many of them, or this share of the deadline, without a word from a server, and it counts as silent."""
+
+
+FailureReason = Literal["checksum", "silent", "slow", "gone"]
+
+
+class SourceFailed(Exception):
+    """Another server that was to send a version does not; `reason` is the wire's word, the text says what happened."""
+
+    def __init__(self, reason: FailureReason, what: str):
+        super().__init__(what)
+        self.reason: FailureReason = reason
 
 
 def answer_chunk_request(publication: Publication, request: ChunkRequest) -> Chunk | Error:
     """The learner's answer: the bytes, or the reason why not."""
     try:
-        if request.nbytes > MAX_CHUNK_BYTES:
-            raise ProtocolError(
-                ErrorCode.TOO_LARGE, f"a chunk of {request.nbytes:,} bytes, the limit is {MAX_CHUNK_BYTES:,}"
-            )
+        check_size(request)
         publication.check_is_meant(request.publication)
         data = publication.read(request.version, request.offset, request.nbytes)
     except ProtocolError as error:
         return Error(code=error.code, reason=error.reason, version=request.version)
     return Chunk(version=request.version, offset=request.offset, data=data)
+
+
+def check_size(request: ChunkRequest) -> None:
+    """Raise ProtocolError TOO_LARGE for a chunk over the limit."""
+    if request.nbytes > MAX_CHUNK_BYTES:
+        raise ProtocolError(
+            ErrorCode.TOO_LARGE, f"a chunk of {request.nbytes:,} bytes, the limit is {MAX_CHUNK_BYTES:,}"
+        )
 
 
 async def fetch(
@@ -49,88 +80,277 @@ async def fetch(
     timeout_s: float,
     chunk_bytes: int = CHUNK_BYTES,
     window: int = WINDOW,
-    retry_s: float = 2.0,
+    retry_s: float = RETRY_S,
 ) -> None:
-    """Fill `into` (exactly `manifest.total_bytes` long) with the version that `manifest` describes.
+    """Fill `into` (exactly `manifest.total_bytes` long) with the version that `manifest` describes, from the learner.
 
-    Requests without an answer are sent again when nothing has arrived for `retry_s`, and only those: what has
-    arrived stays. Raises ProtocolError VERSION_GONE if the learner has moved on, and TimeoutError if nothing arrives
-    for `timeout_s`.
+    Raises as `Download.pull` does.
     """
-    check_manifest(manifest)
-    target = memoryview(into).cast("B")
-    if target.nbytes != manifest.total_bytes:
-        raise ValueError(f"the target has {target.nbytes} bytes, the publication {manifest.total_bytes}")
-    if chunk_bytes > MAX_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, the learner sends at most {MAX_CHUNK_BYTES}")
-    tensors = manifest.tensors
-    ranges = [(0, manifest.total_bytes)]
-    for _attempt in range(ATTEMPTS):
-        chunks = {
-            start: min(chunk_bytes, offset + nbytes - start)
-            for offset, nbytes in ranges
-            for start in range(offset, offset + nbytes, chunk_bytes)
-        }
-        await _pull(socket, manifest, target, chunks, timeout_s, window, min(retry_s, timeout_s))
-        wrong = await asyncio.to_thread(wrong_checksums, tensors, target)
-        if not wrong:
-            return
-        logger.warning("version %d: wrong checksum of %s, fetched again", manifest.version, sorted(wrong))
-        tensors = tuple(tensor for tensor in tensors if tensor.name in wrong)
-        ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
-    raise ProtocolError(
-        ErrorCode.MALFORMED,
-        f"version {manifest.version}: {len(tensors)} tensors have wrong checksums after {ATTEMPTS} "
-        f"transfers, first {tensors[0].name!r}. The link or the learner's memory corrupts data",
-    )
+    download = Download(manifest, into, chunk_bytes=chunk_bytes)
+    await download.pull(socket, timeout_s=timeout_s, window=window, retry_s=retry_s)
 
 
-async def _pull(
-    socket: ServerSocket,
-    manifest: WeightManifest,
-    target: memoryview,
-    missing: dict[int, int],
-    timeout_s: float,
-    window: int,
-    retry_s: float,
-) -> None:
-    """Request the `missing` chunks (offset to size), at most `window` at a time, until all lie in the target."""
-    version, total = manifest.version, len(missing)
-    waiting, asked = deque(missing), deque[int]()
-    arrived_at = asked_at = time.monotonic()
-    while missing:
-        while waiting and len(asked) < window:
-            offset = waiting[0]
-            request = ChunkRequest(
-                version=version, publication=manifest.publication, offset=offset, nbytes=missing[offset]
+class Download:
+    """One version on its way into memory. Belongs to one event loop."""
+
+    def __init__(self, manifest: WeightManifest, into: bytearray | memoryview, *, chunk_bytes: int = CHUNK_BYTES):
+        """`into` has exactly `manifest.total_bytes`. Raises ProtocolError for a manifest that contradicts itself."""
+        check_manifest(manifest)
+        self._target = memoryview(into).cast("B")
+        if self._target.nbytes != manifest.total_bytes:
+            raise ValueError(f"the target has {self._target.nbytes} bytes, the publication {manifest.total_bytes}")
+        if chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}, the learner sends at most {MAX_CHUNK_BYTES}")
+        self.manifest = manifest
+        self.on_verified: Callable[[], None] = lambda: None
+        """Called when more tensors can be sent on."""
+        self.received_bytes = 0
+        """Bytes that have arrived, those that had to come again included."""
+        self._chunk_bytes = chunk_bytes
+        self._starts = [entry.offset for entry in manifest.tensors]
+        self._ends = [entry.offset + entry.nbytes for entry in manifest.tensors]
+        self._left = [entry.nbytes for entry in manifest.tensors]
+        """Bytes of each tensor that have not arrived."""
+        self._senders: list[set[str]] = [set() for _ in manifest.tensors]
+        """Who has sent bytes of each tensor, since it was last found wrong."""
+        self._attempts = [0] * len(manifest.tensors)
+        # Tensors without bytes have nothing to wait for.
+        self._verified = [not entry.nbytes and entry.xxh3 == _NOTHING for entry in manifest.tensors]
+        self._unverified = self._verified.count(False)
+        self._chunks = dict(self._cut(0, manifest.total_bytes))
+        """Offset and size of what has not arrived."""
+        self._total = len(self._chunks)
+        self._checks: set[asyncio.Task[None]] = set()
+        self._wrong: list[int] = []
+        """Tensors that were found wrong and not yet asked for again."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every tensor is there and has its checksum."""
+        return not self._unverified
+
+    def read(self, offset: int, nbytes: int) -> memoryview | None:
+        """A view of these bytes; None while a tensor among them is not verified. Raises ProtocolError MALFORMED."""
+        if offset < 0 or nbytes <= 0 or offset + nbytes > self._target.nbytes:
+            raise ProtocolError(
+                ErrorCode.MALFORMED,
+                f"bytes {offset} to {offset + nbytes} of version {self.manifest.version}, which has "
+                f"{self._target.nbytes} bytes",
             )
-            try:
-                await socket.send(request, timeout_s=retry_s)
-            except SendTimeout as problem:
-                logger.warning("%s; trying again", problem)
-                break
-            asked.append(waiting.popleft())
-        message = await socket.recv(retry_s if asked else 0.0)
+        if self._unverified and not all(self._verified[index] for index in self._tensors_in(offset, nbytes)):
+            return None
+        return self._target[offset : offset + nbytes]
+
+    async def pull(
+        self,
+        socket: ServerSocket,
+        *,
+        timeout_s: float,
+        window: int = WINDOW,
+        retry_s: float = RETRY_S,
+        relay: str = "",
+        within_s: float = 0.0,
+    ) -> None:
+        """Fetch what is missing. Returns when all of it is there and verified.
+
+        Requests without an answer are sent again when nothing has arrived for `retry_s`, and only those. Raises
+        ProtocolError VERSION_GONE if the learner has moved on, MALFORMED for tensors that stay wrong, and TimeoutError
+        if nothing arrives for `timeout_s`. Where a server of the name `relay` sends, raises SourceFailed in their
+        place: it also is at fault when it says nothing for long, or needs more than `within_s` (0: no limit).
+        """
+        pull = _Pull(self, socket, timeout_s, window, min(retry_s, timeout_s), relay, within_s)
+        while self._unverified:
+            if self._chunks:
+                await pull.turn()
+            elif self._checks:
+                await asyncio.wait(self._checks, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                self._check([index for index, left in enumerate(self._left) if not left and not self._verified[index]])
+            self._ask_again(relay)
+
+    def take(self, offset: int, data: memoryview, sender: str) -> bool:
+        """Put a chunk in its place; False for a late answer to an earlier request, or one that was sent twice."""
+        if self._chunks.get(offset) != data.nbytes:
+            return False
+        crash_point("weights.fetching")
+        self._target[offset : offset + data.nbytes] = data
+        del self._chunks[offset]
+        self.received_bytes += data.nbytes
+        complete = []
+        for index in self._tensors_in(offset, data.nbytes):
+            start, end = max(offset, self._starts[index]), min(offset + data.nbytes, self._ends[index])
+            if not self._verified[index] and end > start:
+                self._left[index] -= end - start
+                self._senders[index].add(sender)
+                if not self._left[index]:
+                    complete.append(index)
+        if complete:
+            self._check(complete)
+        return True
+
+    def missing(self) -> dict[int, int]:
+        """Offset and size of each chunk that has not arrived."""
+        return self._chunks
+
+    def progress(self) -> str:
+        return f"{len(self._chunks)} of {self._total} chunks of version {self.manifest.version} are missing"
+
+    def _check(self, indices: list[int]) -> None:
+        """Compare these tensors with their checksums, in a thread: the rest goes on arriving."""
+        for index in indices:
+            self._left[index] = -1  # being checked: not to be checked twice
+        task = asyncio.create_task(self._verify(indices))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _verify(self, indices: list[int]) -> None:
+        entries = [self.manifest.tensors[index] for index in indices]
+        pieces = [self._target[entry.offset : entry.offset + entry.nbytes] for entry in entries]
+        sums = await asyncio.to_thread(lambda: [xxhash.xxh3_64_intdigest(piece) for piece in pieces])
+        for index, entry, checksum in zip(indices, entries, sums, strict=True):
+            self._left[index] = 0
+            if checksum == entry.xxh3:
+                self._verified[index] = True
+                self._unverified -= 1
+            else:
+                self._wrong.append(index)
+        self.on_verified()
+
+    def _ask_again(self, relay: str) -> None:
+        """Let tensors with wrong checksums come again. Raises where their sender is at fault, and at the last try."""
+        wrong, self._wrong = self._wrong, []
+        guilty, last = [], []
+        for index in wrong:
+            entry, senders = self.manifest.tensors[index], self._senders[index]
+            self._senders[index], self._left[index] = set(), entry.nbytes
+            if not entry.nbytes:
+                last.append(entry.name)  # nothing can come again: the manifest is wrong
+            self._chunks |= self._cut(entry.offset, entry.nbytes)
+            if relay and senders == {relay}:
+                guilty.append(entry.name)
+                continue
+            if senders <= {""}:  # not where a part was another server's, who cannot be told from the one before it
+                self._attempts[index] += 1
+                if self._attempts[index] >= ATTEMPTS:
+                    last.append(entry.name)
+        if wrong:
+            names = sorted(self.manifest.tensors[index].name for index in wrong)
+            logger.warning("version %d: wrong checksum of %s, fetched again", self.manifest.version, names)
+        if guilty:
+            raise SourceFailed(
+                "checksum", f"version {self.manifest.version} from {relay}: wrong checksum of {sorted(guilty)}"
+            )
+        if last:
+            raise ProtocolError(
+                ErrorCode.MALFORMED,
+                f"version {self.manifest.version}: {len(last)} tensors have wrong checksums after {ATTEMPTS} "
+                f"transfers, first {last[0]!r}. The link or the learner's memory corrupts data",
+            )
+
+    def _cut(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Chunks of a range, each as offset and size."""
+        end = offset + nbytes
+        for start in range(offset, end, self._chunk_bytes):
+            yield start, min(self._chunk_bytes, end - start)
+
+    def _tensors_in(self, offset: int, nbytes: int) -> range:
+        """Indices of the tensors with bytes in a range."""
+        return range(bisect_right(self._ends, offset), bisect_left(self._starts, offset + nbytes))
+
+
+class _Pull:
+    """Requests to one sender, and what they came to."""
+
+    def __init__(
+        self,
+        download: Download,
+        socket: ServerSocket,
+        timeout_s: float,
+        window: int,
+        retry_s: float,
+        relay: str,
+        within_s: float,
+    ):
+        self._download = download
+        self._socket = socket
+        self._timeout_s, self._window, self._retry_s = timeout_s, window, retry_s
+        self._relay = relay
+        self._began = self._arrived_at = self._asked_at = self._heard_at = time.monotonic()
+        self._within_s = within_s
+        self._asked: dict[int, None] = {}
+        """Offsets on their way, in the order in which they were asked for."""
+        self._waiting: deque[int] = deque(download.missing())
+
+    async def turn(self) -> None:
+        """Ask for as much as the window allows, and take one message. Raises as `Download.pull` does."""
+        missing = self._download.missing()
+        if not self._waiting and len(self._asked) < len(missing):  # what was wrong comes again
+            self._waiting.extend(offset for offset in missing if offset not in self._asked)
+        await self._ask(missing)
+        message = await self._socket.recv(self._retry_s if self._asked else 0.0)
         now = time.monotonic()
+        if message is not None:
+            self._heard_at = now
         if isinstance(message, BadMessage):
             logger.warning("weights: %s", message.error)
-        elif isinstance(message, Error) and message.version in (None, version):
-            raise ProtocolError(message.code, message.reason)
-        elif isinstance(message, Chunk) and message.version == version:
-            offset, data = message.offset, message.data
-            if missing.get(offset) == data.nbytes:  # else a late answer to an earlier request, or one sent twice
-                crash_point("weights.fetching")
-                target[offset : offset + data.nbytes] = data
-                del missing[offset]
-                (asked if offset in asked else waiting).remove(offset)
-                arrived_at = now
+        elif isinstance(message, Error) and message.version in (None, self._version):
+            self._take_error(message)
+        elif (
+            isinstance(message, Chunk)
+            and message.version == self._version
+            and self._download.take(message.offset, message.data, self._relay)
+        ):
+            self._asked.pop(message.offset, None)
+            self._arrived_at = now
+            self._check_deadlines(now)
+            return
+        # Not while others arrive: a slow link may take longer for one.
+        if now - max(self._arrived_at, self._asked_at) >= self._retry_s:
+            self._waiting.extendleft(reversed(self._asked))
+            self._asked.clear()
+            self._asked_at = now
+        self._check_deadlines(now)
+
+    @property
+    def _version(self) -> int:
+        return self._download.manifest.version
+
+    async def _ask(self, missing: dict[int, int]) -> None:
+        while self._waiting and len(self._asked) < self._window:
+            offset = self._waiting[0]
+            if offset not in missing:  # it has come after all
+                self._waiting.popleft()
                 continue
-        if now - max(arrived_at, asked_at) >= retry_s:  # not while others arrive: a slow link may take longer for one
-            waiting.extendleft(reversed(asked))
-            asked.clear()
-            asked_at = now
-        if now - arrived_at >= timeout_s:
-            raise TimeoutError(
-                f"no weights arrived for {timeout_s:g} s from the learner at {socket.endpoint}: "
-                f"{len(missing)} of {total} chunks of version {version} are missing"
+            request = ChunkRequest(
+                version=self._version,
+                publication=self._download.manifest.publication,
+                offset=offset,
+                nbytes=missing[offset],
             )
+            try:
+                await self._socket.send(request, timeout_s=self._retry_s)
+            except SendTimeout as problem:
+                logger.log(logging.DEBUG if self._relay else logging.WARNING, "%s; trying again", problem)
+                return
+            self._asked[self._waiting.popleft()] = None
+
+    def _take_error(self, error: Error) -> None:
+        if not self._relay:
+            raise ProtocolError(error.code, error.reason)
+        if error.code is not ErrorCode.NOT_YET:
+            raise SourceFailed("gone", f"{self._relay} answers {error.code}: {error.reason}")
+
+    def _check_deadlines(self, now: float) -> None:
+        late_s = now - self._arrived_at
+        where = f"from {self._relay or 'the learner'} at {self._socket.endpoint}: {self._download.progress()}"
+        if not self._relay:
+            if late_s >= self._timeout_s:
+                raise TimeoutError(f"no weights arrived for {self._timeout_s:g} s {where}")
+            return
+        silent_s = now - self._heard_at
+        if silent_s >= max(SILENT_RETRIES * self._retry_s, SILENT_SHARE * self._timeout_s):
+            raise SourceFailed("silent", f"not a word for {silent_s:.1f} s {where}")
+        if late_s >= self._timeout_s:
+            raise SourceFailed("slow", f"no weights arrived for {late_s:.1f} s {where}")
+        if 0 < self._within_s < now - self._began:
+            raise SourceFailed("slow", f"after {now - self._began:.1f} s (others took less) {where}")

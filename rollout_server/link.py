@@ -94,7 +94,7 @@ class LearnerLink:
         self._in_work = in_work
         self._is_over = is_over
         model, processor = fingerprints
-        session = uuid.uuid4().hex
+        self.session = session = uuid.uuid4().hex
         # Unique for ever: after a crash the learner may still believe in the process before us.
         self.server_id = f"{platform.node()}-{os.getpid()}-{session[:6]}"
         self._hello = Hello(

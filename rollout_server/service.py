@@ -139,7 +139,12 @@ class RolloutServer:
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self.receiver = WeightReceiver(
-                self.config, self.engine, channel, self.config.learner_endpoint(welcome.weights_port), instead=instead
+                self.config,
+                self.engine,
+                channel,
+                self.config.learner_endpoint(welcome.weights_port),
+                instead=instead,
+                session=self.link.session,
             )
             self.policy_versions = PolicyVersions(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
@@ -296,6 +301,7 @@ class RolloutServer:
             self.exporter.beat(
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
+            self.exporter.fetched(self.receiver.sources)
             self.exporter.rewarded(self.rewards.output_dropped_bytes, self.rewards.counts)
             if self.environments:
                 self.exporter.environments(self.environments)

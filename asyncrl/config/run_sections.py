@@ -145,6 +145,9 @@ class NetworkConfig(Section):
     300, and 1800 where vLLM may be on a GPU: its first start on a machine compiles."""
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
+    weights_fan_out: int = Field(default=2, ge=0)
+    """Where weights travel over ZeroMQ: rollout servers that the learner sends a version to, and that each of these
+    sends it on to. 0: the learner sends it to all, and no server listens."""
 
 
 class LaunchConfig(Section):

@@ -50,6 +50,7 @@ class EvaluationSender:
         keepers = self.servers.keepers
         if keepers.keys() <= self.ledger.out.stalled():
             self.servers.go_back()
+            self.sender.look_again()
         most = sum(server.hello.max_groups for server in keepers.values())
         room = most - self.ledger.out.num_evaluation
         # Half of it at once: an engine that is given single rows interrupts what it decodes for each of them.

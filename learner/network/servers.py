@@ -36,12 +36,14 @@ from protocol.messages import (
     printable,
 )
 from protocol.peers import Muted
-from protocol.sockets import Delivery
+from protocol.sockets import Delivery, Encoded
 
 logger = logging.getLogger(__name__)
 
 SLOWEST_TURN_S = 2.0
 """Longest regular time between two iterations; what is beyond it counts as the learner's silence, not the servers'."""
+IDLE_AGAIN = 0.75
+"""An idle server without tickets counts as idle for this share of network.timeout_s when it has been looked at."""
 MAX_ERROR_KINDS = 64
 MAX_ERROR_KIND_LENGTH = 100
 
@@ -69,7 +71,7 @@ class ServerState:
     told: int = -1
     """Version that it was told to load last; -1: none yet."""
     idle_since: float | None = None
-    """Time from which on it has reported no work while holding tickets."""
+    """Time from which on it has reported no work."""
     aligned: bool = False
     """Its engine computes what the learner computes, or no check is configured: it may have work."""
     refused: bool = False
@@ -103,6 +105,8 @@ class Servers:
         """The version that is being evaluated: servers that have it are told of no newer one."""
         self.last_turn_at = float("inf")
         """Monotonic time of the last iteration of the network thread."""
+        self._by_identity: dict[bytes, str] = {}
+        self._by_session: dict[str, str] = {}
         self._device = device
         self._network = config.network
         self._mode = config.trainer.mode
@@ -112,6 +116,8 @@ class Servers:
         self._ledger = ledger
         self._facts = facts
         self._beat_at = 0.0
+        self._encoded: tuple[WeightManifest, Encoded] | None = None
+        """The manifest that was sent last, for the next server."""
 
     @property
     def aligned(self) -> dict[str, ServerState]:
@@ -120,7 +126,11 @@ class Servers:
 
     def at(self, identity: bytes) -> str | None:
         """Server id of a connection, or None."""
-        return next((i for i, s in self.connected.items() if s.identity == identity), None)
+        return self._by_identity.get(identity)
+
+    def of_session(self, session: str) -> str | None:
+        """Server id of a welcomed server by the session of its hello, which only the server itself knows; or None."""
+        return self._by_session.get(session)
 
     # --- hello and welcome ------------------------------------------------------------------------
 
@@ -151,11 +161,15 @@ class Servers:
         brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
         logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
+        if known is not None:
+            self._by_identity.pop(known.identity, None)
         self.connected[hello.server_id] = ServerState(hello, identity)
+        self._by_identity[identity] = self._by_session[hello.session] = hello.server_id
         if not self.send(hello.server_id, self._welcome()):
             return
-        evaluates = self._ledger.out.held_of_kind(hello.server_id, is_training=False) > 0  # and goes on with it
-        manifest = self._kept if evaluates and self._kept is not None else self.manifest
+        manifest = self.manifest
+        if self._kept is not None and self._ledger.out.held_of_kind(hello.server_id, is_training=False):
+            manifest = self._kept  # it evaluates, and goes on with it
         if manifest is not None:
             self._tell(hello.server_id, manifest)
 
@@ -182,7 +196,7 @@ class Servers:
 
     # --- messages and heartbeats --------------------------------------------------------------------
 
-    def send(self, server_id: str, message: Wire) -> bool:
+    def send(self, server_id: str, message: Wire | Encoded) -> bool:
         """Return False, and disconnect the server, if it could not be reached."""
         delivery = self._sockets.control.send(self.connected[server_id].identity, message)
         if delivery is not Delivery.SENT:
@@ -190,8 +204,9 @@ class Servers:
         return delivery is Delivery.SENT
 
     def send_to_all(self, message: Wire) -> None:
+        encoded = self._sockets.control.encode(message)
         for server_id in list(self.connected):
-            self.send(server_id, message)
+            self.send(server_id, encoded)
 
     def announce(self, manifest: WeightManifest) -> None:
         """Tell every server of this version, before any ticket that needs it; those that evaluate hear of it later."""
@@ -202,7 +217,9 @@ class Servers:
                 self._tell(server_id, manifest)
 
     def _tell(self, server_id: str, manifest: WeightManifest) -> None:
-        if self.send(server_id, manifest):
+        if self._encoded is None or self._encoded[0] is not manifest:
+            self._encoded = manifest, self._sockets.control.encode(manifest)
+        if self.send(server_id, self._encoded[1]):
             self.connected[server_id].told = manifest.version
 
     @property
@@ -256,15 +273,17 @@ class Servers:
 
     def take_heartbeat(self, server_id: str, beat: ServerHeartbeat) -> None:
         """Record a heartbeat; disconnect a server that ignores its tickets (reports no work for network.timeout_s)."""
-        server = self.connected[server_id]
+        server, now, limit_s = self.connected[server_id], time.monotonic(), self._network.timeout_s
         server.heartbeat = beat
-        idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
-        if not idle or not self._ledger.out.held_by(server_id):
+        if beat.groups_queued or beat.groups_running or beat.groups_unacknowledged:
             server.idle_since = None
         elif server.idle_since is None:
-            server.idle_since = time.monotonic()
-        elif time.monotonic() - server.idle_since > self._network.timeout_s:
-            self.lose(server_id, "it holds tickets, but has reported no work for network.timeout_s")
+            server.idle_since = now
+        elif now - server.idle_since > limit_s:
+            if self._ledger.out.holds_since(server_id, now - limit_s):
+                self.lose(server_id, "it holds tickets, but has reported no work for network.timeout_s")
+            else:
+                server.idle_since = now - IDLE_AGAIN * limit_s  # looking costs: not at each heartbeat of each server
 
     # --- failures and the end -----------------------------------------------------------------------
 
@@ -303,7 +322,9 @@ class Servers:
 
     def lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
         """Disconnect a server and requeue its tickets."""
-        del self.connected[server_id]
+        server = self.connected.pop(server_id)
+        self._by_identity.pop(server.identity, None)
+        self._by_session.pop(server.hello.session, None)
         self.speeds.forget(server_id)
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -30,6 +33,11 @@ class LearnerSockets:
     authenticator: CurveAuthenticator | None
     """None without keys."""
 
+    @property
+    def known_keys(self) -> Callable[[], Collection[bytes]] | None:
+        """Reads the public keys of the servers that may connect; None without keys."""
+        return self.authenticator.authorised if self.authenticator else None
+
     def take_rejections(self) -> Counter[str]:
         """Connections rejected since the last call, by kind."""
         return self.authenticator.take_rejections() if self.authenticator else Counter()
@@ -43,6 +51,7 @@ class LearnerSockets:
 
 def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
     """Bind both sockets, or neither. Raises UserError naming the setting to change."""
+    _allow_many_connections()
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
     largest_group = max(config.trajectories_per_group, config.evaluation.group_size)
@@ -79,6 +88,15 @@ def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
         raise UserError(str(error)) from error
     control_socket, weights_socket = opened
     return LearnerSockets(control_socket, weights_socket, authenticator)
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's limit of open files as far as the system lets it: a server takes two, and the usual limit of
+    1,024 would be 500 servers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # a system that says no limit and has one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _inbound(limits: Limits, array_bytes: int) -> Limits:

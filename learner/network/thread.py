@@ -33,11 +33,13 @@ from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.straggler_moves import StragglerMoves
 from learner.network.ticket_sender import TicketSender
+from learner.network.weight_sources import WeightSources
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.errors import ErrorCode
 from protocol.messages import (
     Ack,
+    Chunk,
     ChunkRequest,
     Error,
     Goodbye,
@@ -46,6 +48,7 @@ from protocol.messages import (
     LeaseReturn,
     Message,
     ServerHeartbeat,
+    SourceRequest,
     TicketFailed,
     TicketReturned,
     TransferEnd,
@@ -53,7 +56,7 @@ from protocol.messages import (
     WeightsLoaded,
 )
 from protocol.peers import Muted
-from protocol.sockets import BadMessage, Received
+from protocol.sockets import BadMessage, Delivery, Received
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
 
@@ -127,6 +130,13 @@ class NetworkThread(threading.Thread):
         self._mailbox = ThreadMailbox(self._context)
         device = (lambda: device_weights.source) if device_weights else (lambda: None)
         self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
+        self.sources = WeightSources(
+            config.network.weights_fan_out,
+            config.network.timeout_s,
+            self.servers,
+            publication,
+            self._sockets.known_keys,
+        )
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         self.moves = StragglerMoves(self.servers, ledger)
@@ -296,6 +306,7 @@ class NetworkThread(threading.Thread):
             self.servers.take_heartbeat(server_id, message)
         elif isinstance(message, WeightsLoaded):
             server.loaded = message
+            self.sources.loaded(server_id, message)
         elif isinstance(message, LeaseReturn):
             self.lease.take_return(server, message)
         elif isinstance(message, Error):
@@ -345,12 +356,19 @@ class NetworkThread(threading.Thread):
             elif isinstance(received, BadMessage):
                 self.servers.errors[str(received.error.code)] += 1
             elif isinstance(received.message, ChunkRequest):
-                # A chunk that finds the reader's queue full is dropped: the reader asks again.
-                self.weights.send(received.identity, answer_chunk_request(self.publication, received.message))
+                self._send_chunk(received.identity, received.message)
+            elif isinstance(received.message, SourceRequest):
+                self.weights.send(received.identity, self.sources.answer(received.message))
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
                 self._device_weights.end(received.identity, received.message)
+
+    def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
+        """A chunk that finds the reader's queue full is dropped: the reader asks again."""
+        chunk = answer_chunk_request(self.publication, request)
+        if self.weights.send(identity, chunk) is Delivery.SENT and isinstance(chunk, Chunk):
+            self.sources.sent_bytes += chunk.data.nbytes
 
     def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
         if self._device_weights is not None:

@@ -19,6 +19,8 @@ from protocol.messages import Tickets
 
 logger = logging.getLogger(__name__)
 
+LATE_EVERY_S = 0.1
+"""Seconds between two looks for tickets that a server is late with: each goes through all of a thousand servers'."""
 SLICE_S = 0.2
 """Longest time that writing tickets takes at a stretch."""
 
@@ -35,6 +37,8 @@ class TicketSender:
     """Version for which the ledger is asked for training tickets."""
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
     """Tickets still to be written, and those written, of each order."""
+    _looked_at: float = float("-inf")
+    """When tickets were looked for that a server is late with, in monotonic seconds."""
 
     @property
     def is_busy(self) -> bool:
@@ -47,6 +51,10 @@ class TicketSender:
     def prepare(self, tickets: Iterable[PreparedTicket]) -> None:
         """Write these tickets, and issue them all at once when the last is written."""
         self._preparing.append((iter(tickets), []))
+
+    def look_again(self) -> None:
+        """Look in the next iteration for late tickets, and not only when it is time: another server can take them."""
+        self._looked_at = float("-inf")
 
     def work(self) -> None:
         """Run one iteration: write some of the admissible or ordered tickets, and send those that wait."""
@@ -77,6 +85,9 @@ class TicketSender:
         wait for those weights, and would give up.
         """
         servers, out = self.servers.aligned, self.ledger.out
+        if not out.has_waiting and time.monotonic() - self._looked_at < LATE_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
         stalled = out.stalled()
         able = {server_id: server for server_id, server in servers.items() if server_id not in stalled}
         late = out.overdue() if able and len(servers) > 1 else []
@@ -98,9 +109,15 @@ class TicketSender:
     ) -> dict[str, list[PreparedTicket]]:
         out, items, servers = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}, self.servers.aligned
 
+        # By version, not for each pair: a thousand servers have thousands of tickets.
+        able = {
+            version: {other for other, server in servers.items() if _has_version_for(item, server)}
+            for version, item in {_version_of(item): item for item in waiting}.items()
+        }
+
         def may_try(ticket_id: int, server_id: str) -> bool:
-            able = [other for other, server in servers.items() if _has_version_for(items[ticket_id], server)]
-            return server_id in able and out.may_try(ticket_id, server_id, able)
+            others = able[_version_of(items[ticket_id])]
+            return server_id in others and out.may_try(ticket_id, server_id, others)
 
         return share_tickets(waiting, rooms_of(self.servers, self.ledger, takers, is_training=is_training), may_try)
 
@@ -136,4 +153,8 @@ def rooms_of(
 def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:
     """True if the server was told of weights for the ticket, and for what is sampled of it; to evaluate, of just its
     version."""
-    return server.told >= item.ticket.begins_at if item.is_training else server.told == item.slot.version
+    return server.told >= _version_of(item) if item.is_training else server.told == _version_of(item)
+
+
+def _version_of(item: PreparedTicket) -> int:
+    return item.ticket.begins_at if item.is_training else item.slot.version

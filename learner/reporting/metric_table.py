@@ -220,6 +220,20 @@ METRICS = (
     # weights
     _seconds("publish", "Time to write one policy version for the servers.", "small against a step"),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
+    _counter(
+        "weights_sent_bytes",
+        "bytes",
+        "Bytes of weights sent over ZeroMQ.",
+        "at most network.weights_fan_out versions for each published one",
+    ),
+    _counter(
+        "weight_sources",
+        "answers",
+        "Servers that asked whom to fetch a version from, by the answer: learner, server, or learner_instead where no "
+        "server was left that could send it.",
+        "learner_instead 0, some when servers come and go",
+        "named",
+    ),
     # memory and disks
     _read("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     _learner.device_memory(),

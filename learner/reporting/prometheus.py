@@ -31,6 +31,9 @@ from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import TicketKind, WeightManifest
 
+MOST_SERVERS = 64
+"""Servers with series of their own."""
+
 
 class LearnerExporter:
     """The learner's metrics. Methods whose names begin with `_read` run on the endpoint's thread."""
@@ -169,6 +172,9 @@ class LearnerExporter:
         m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.last_turn_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
+        m.raise_to("weights_sent_bytes_total", self._network.sources.sent_bytes)
+        for named, count in self._network.sources.named.copy().items():
+            m.raise_to("weight_sources_total", count, named=named)
         for kind, count in self._network.servers.errors.copy().items():
             m.raise_to("errors_total", count, kind=kind)
 
@@ -193,14 +199,14 @@ class LearnerExporter:
         m.raise_to("duplicate_groups_total", out.duplicates)
 
     def _read_parity(self) -> None:
-        """Show connected servers only: each process has a name of its own, and the series would grow without end."""
+        """Show the worst of the connected servers: each process has a name of its own, and there may be a thousand."""
         m, connected = self._metrics, self._network.servers.connected.copy()
         m["parity_max"].clear()
         m["parity_mean"].clear()
-        for server_id, parity in self.parity.copy().items():
-            if server_id in connected:
-                m["parity_max"].labels(server=server_id).set(parity["largest"])
-                m["parity_mean"].labels(server=server_id).set(parity["mean"])
+        shown = [(parity["largest"], server_id) for server_id, parity in self.parity.copy().items()]
+        for _, server_id in sorted((each for each in shown if each[1] in connected), reverse=True)[:MOST_SERVERS]:
+            m["parity_max"].labels(server=server_id).set(self.parity[server_id]["largest"])
+            m["parity_mean"].labels(server=server_id).set(self.parity[server_id]["mean"])
 
     def _read_memory(self) -> None:
         m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"

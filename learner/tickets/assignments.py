@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import PreparedTicket
@@ -117,6 +118,13 @@ class OutstandingTickets:
             now, entries = time.monotonic(), [entry for _, entry in sorted(self._entries.items())]
             return [e.prepared for e in entries if not e.holders and e.withheld_until <= now]
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if `waiting` has any."""
+        with self._lock:
+            now = time.monotonic()
+            return any(not entry.holders and entry.withheld_until <= now for entry in self._entries.values())
+
     def overdue(self) -> list[PreparedTicket]:
         """Tickets that the newest of their servers has had for longer than the deadline, oldest first."""
         with self._lock:
@@ -159,6 +167,11 @@ class OutstandingTickets:
         with self._lock:
             entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
             return Counter(server_id for entry in entries for server_id in entry.holders)
+
+    def holds_since(self, server_id: str, moment: float) -> bool:
+        """Whether a server has had one of its tickets since this monotonic time, or longer."""
+        with self._lock:
+            return any(entry.holders.get(server_id, inf) <= moment for _, entry in self._all())
 
     @property
     def num_evaluation(self) -> int:

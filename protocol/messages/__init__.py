@@ -59,6 +59,9 @@ from protocol.messages.weights import (
     ChunkRequest,
     CudaMemory,
     DeviceSource,
+    Source,
+    SourceFailure,
+    SourceRequest,
     TensorEntry,
     TransferEnd,
     TransferRequest,
@@ -84,6 +87,6 @@ ControlFromLearner = (
     | Goodbye
     | Error
 )
-WeightsFromServer = ChunkRequest | TransferRequest | TransferEnd
-WeightsFromLearner = Chunk | TransferStart | Error
+WeightsFromServer = SourceRequest | ChunkRequest | TransferRequest | TransferEnd
+WeightsFromLearner = Source | Chunk | TransferStart | Error
 Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -80,6 +80,46 @@ class Chunk(Wire):
     version: Version
     offset: int
     data: Blob
+
+
+class SourceFailure(Wire):
+    """Why a rollout server turned away from another one that sent it a version."""
+
+    server_id: PeerId
+    reason: Literal["checksum", "silent", "slow", "gone"]
+    """`checksum`: bytes that differ from the learner's manifest; `gone`: it does not have the version (any more)."""
+
+
+class SourceRequest(Wire):
+    """Asks whom to fetch this version from; the same request again has the same answer."""
+
+    type: Literal["source_request"] = "source_request"
+    version: Version
+    publication: PeerId
+    session: PeerId
+    """The `hello`'s: only the server itself knows it."""
+    endpoint: str = Field(default="", max_length=200)
+    """Where the asking server sends what it has of the version to others; empty: nowhere."""
+    key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
+    """CURVE public key (Z85) of that endpoint; empty: none."""
+    failure: SourceFailure | None = None
+    """Why the last answer is of no use; None on the first request."""
+
+
+class Source(Wire):
+    """Where to fetch a version: from the learner, or from a rollout server that has it or is receiving it."""
+
+    type: Literal["source"] = "source"
+    version: Version
+    server_id: str = Field(default="", max_length=200)
+    """Empty: the learner itself, on this endpoint."""
+    endpoint: str = Field(default="", max_length=200)
+    key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
+    """CURVE public key (Z85) of that endpoint; empty: it has none."""
+    within_s: Seconds = 0.0
+    """A transfer that takes longer is slow: ask for another source. 0: not known yet."""
+    peer_keys: Many[Annotated[str, Field(pattern=r"^[!-~]{40}$")]] = ()
+    """CURVE public keys (Z85) of the servers that may fetch from the one that asked."""
 
 
 class DeviceSource(Wire):

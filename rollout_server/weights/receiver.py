@@ -15,13 +15,13 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import fingerprint_of
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
+from protocol.messages import Channel, Chunk, Error, Source, TransferStart, WeightManifest, WeightsLoaded
 from protocol.sockets import ServerSocket
-from protocol.transfer import fetch
 from protocol.weight_file import check_manifest, open_shm
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
 from rollout_server.weights.device_transfer import receive
+from rollout_server.weights.sources import WeightSources
 from rollout_server.weights.staging import ArrivedWeights
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,16 @@ class WeightReceiver:
         endpoint: str,
         *,
         instead: Channel | None = None,
+        session: str = "",
     ):
-        """`instead`: fallback when transfers between devices fail; None if the channel was configured."""
+        """`instead`: fallback when transfers between devices fail; None if the channel was configured. `session`: that
+        of this server's hello."""
         self._config = config
         self._engine = engine
         self._endpoint = endpoint
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
+        self.sources = WeightSources(config, session)
         self._next: tuple[Channel, Channel | None, str] | None = None
         self._use(channel)
 
@@ -56,10 +59,10 @@ class WeightReceiver:
         self._next = channel, instead, endpoint
 
     def _use(self, channel: Channel) -> None:
-        self.close()
+        self._close_socket()
         self._failures = 0
         self.channel: Channel = channel
-        answers = {"zmq": (Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
+        answers = {"zmq": (Source, Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
         self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
@@ -109,7 +112,7 @@ class WeightReceiver:
             os.ftruncate(fd, size)
         view = memoryview(mmap.mmap(fd, size) if fd >= 0 else bytearray(size))
         try:
-            await fetch(self._socket, manifest, view, timeout_s=self._config.network.timeout_s)
+            await self.sources.receive(self._socket, manifest, view)
             pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
             yield ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
         finally:
@@ -172,6 +175,10 @@ class WeightReceiver:
             )
 
     def close(self) -> None:
+        self.sources.close()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None

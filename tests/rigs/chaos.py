@@ -1,9 +1,10 @@
 """`make chaos`: kill learner and rollout servers at random until enough have died, then count every prompt.
 
-    python -m tests.rigs.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1]
+    python -m tests.rigs.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--relays]
 
 Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
-weights over ZeroMQ, the others map them. Some kills are aimed: the victim dies at a named place in its code (between
+weights over ZeroMQ, the others map them. With `--relays` all pull, in a chain: the learner sends a version to one
+server, which sends it on to one. Some kills are aimed: the victim dies at a named place in its code (between
 journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a transfer);
 the others come at a random time. Each round is one epoch; rounds follow until there are enough kills and, with 100 or
 more, until every place has seen a death. A round passes if
@@ -46,8 +47,8 @@ AIMED_S = 25.0
 MANY_KILLS = 100
 """With so many, rounds go on until every place has seen a death."""
 MOST_ROUNDS = 12
-FETCHING = "weights.fetching"
-"""Only a server that pulls its weights passes there."""
+FETCHING, RELAYING = "weights.fetching", "weights.relaying"
+"""Only a server that pulls its weights passes the one, and one that sends them on the other."""
 AIMS: dict[str, dict[str, int]] = {
     "learner": {
         "tickets.journaled": 2,
@@ -69,6 +70,7 @@ AIMS: dict[str, dict[str, int]] = {
         "group.sent": 6,
         "weights.loading": 120,
         FETCHING: 4,
+        RELAYING: 4,
     },
 }
 """Place -> at which pass of it a process dies, at most."""
@@ -112,6 +114,8 @@ class Round:
     trained: int = 0
     acknowledged: int = 0
     dropped: int = 0
+    relayed: int = 0
+    """Versions that a server had from another one."""
     checks: int = 0
     """How often the ledger was found to add up on disk."""
     seconds: float = 0.0
@@ -121,12 +125,22 @@ class Chaos:
     """One epoch. `deaths` counts those of all rounds, by module and place."""
 
     def __init__(
-        self, folder: Path, config: RunConfig, *, rows: int, servers: int, seed: int, kills: int, deaths: Counter[str]
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        rows: int,
+        servers: int,
+        seed: int,
+        kills: int,
+        deaths: Counter[str],
+        relays: bool,
     ):
         self.rng = random.Random(seed)
         self.rows = rows
         self.kills_left = kills
         self.run_dir = folder
+        self._relays = relays
         self.result = Round(servers, config.learner.on_stale)
         self.config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
         self.learner = Victim("learner", write_config(self.config, folder), AIMS["learner"])
@@ -134,13 +148,14 @@ class Chaos:
         self._deaths = deaths
 
     def _server(self, number: int) -> Victim:
-        """The first one pulls its weights over ZeroMQ, the others map them."""
-        pulls = number == 0
+        """The first one pulls its weights over ZeroMQ, the others map them; with relays all pull."""
+        pulls = number == 0 or self._relays
         sections = {
             "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
             "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
         }
-        places = {place: count for place, count in AIMS["rollout_server"].items() if pulls or place != FETCHING}
+        never = set() if self._relays else {RELAYING} if pulls else {RELAYING, FETCHING}
+        places = {place: count for place, count in AIMS["rollout_server"].items() if place not in never}
         file = write_config(
             self.config.model_copy(update=sections), self.run_dir.with_name(f"{self.run_dir.name}-server-{number}")
         )
@@ -239,6 +254,8 @@ class Chaos:
         missing = acknowledged - {row[1] for row in consumption} - said_dropped
         assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
+        self.result.relayed = len(re.findall(r"from other servers: [1-9]", said))
+        assert self.result.relayed or not self._relays, "no version came from another server"
 
     def _logs(self) -> str:
         return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
@@ -249,7 +266,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> RunConfig:
+def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, relays: bool = False) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": "set by each round",
@@ -266,7 +283,8 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> Ru
             "evaluation": {"before_training": False},
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
-            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0},
+            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0}
+            | ({"weights_fan_out": 1} if relays else {}),
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
         }
     )
@@ -281,6 +299,7 @@ def run_chaos(
     on_stale: Sequence[OnStale] = ("wait",),
     seed: int,
     per_round: int,
+    relays: bool = False,
     tell: Callable[[str], None],
 ) -> list[Round]:
     """Rounds with each number of servers in turn until `kills` processes have died."""
@@ -288,10 +307,12 @@ def run_chaos(
     model, data = make_tiny_model(folder / "model", intermediate=2048), make_digits(folder / "data", rl_rows=rows)
     rounds: list[Round] = []
     deaths: Counter[str] = Counter()
-    while (done := deaths.total()) < kills or (kills >= MANY_KILLS and spared(deaths)):
+    while (done := deaths.total()) < kills or (kills >= MANY_KILLS and spared(deaths, relays)):
         number = len(rounds)
-        assert number < MOST_ROUNDS, f"after {number} rounds and {done} kills nobody has died at {spared(deaths)}"
-        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)])
+        assert number < MOST_ROUNDS, (
+            f"after {number} rounds and {done} kills nobody has died at {spared(deaths, relays)}"
+        )
+        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)], relays=relays)
         chaos = Chaos(
             folder / f"round-{number}",
             config,
@@ -300,20 +321,22 @@ def run_chaos(
             seed=seed + number,
             kills=min(per_round, kills - done) if done < kills else per_round,
             deaths=deaths,
+            relays=relays,
         )
         result = chaos.run()
         rounds.append(result)
         tell(
             f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
             f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
-            f"{result.dropped} dropped, ledger sound {result.checks} times, {result.seconds:.0f} s"
+            f"{result.dropped} dropped, {result.relayed} versions relayed, ledger sound {result.checks} times, "
+            f"{result.seconds:.0f} s"
         )
     return rounds
 
 
-def spared(deaths: Counter[str]) -> list[str]:
+def spared(deaths: Counter[str], relays: bool) -> list[str]:
     """Places where nobody has died."""
-    places = (f"{module} {place}" for module, places in AIMS.items() for place in places)
+    places = (f"{module} {place}" for module, places in AIMS.items() for place in places if relays or place != RELAYING)
     return [place for place in places if not deaths[place]]
 
 
@@ -325,6 +348,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
+    parser.add_argument("--relays", action="store_true", help="servers send weights on to each other")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
     arguments = vars(parser.parse_args())
     folder = arguments.pop("folder") or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))

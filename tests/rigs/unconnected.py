@@ -15,6 +15,9 @@ class Ports:
         self.control: Any = self
         self.sent: list[tuple[bytes, Any]] = []
 
+    def encode(self, message: Any) -> Any:
+        return message
+
     def send(self, identity: bytes, message: Any) -> Delivery:
         self.sent.append((identity, message))
         return Delivery.SENT
@@ -37,6 +40,9 @@ class Ledger:
 
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         return 0
+
+    def holds_since(self, server_id: str, moment: float) -> bool:
+        return False
 
     def forgive(self, seconds: float) -> None:
         pass

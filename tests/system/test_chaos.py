@@ -12,9 +12,13 @@ from tests.rigs.chaos import run_chaos
 pytestmark = pytest.mark.slow
 
 
-def test_ten_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relays", [False, True])
+def test_ten_kills_lose_nothing_and_double_nothing(tmp_path: Path, relays: bool) -> None:
     lines: list[str] = []
-    rounds = run_chaos(tmp_path, kills=10, rows=60, servers=[2], seed=7, per_round=10, tell=lines.append)
+    servers = [3 if relays else 2]
+    rounds = run_chaos(
+        tmp_path, kills=10, rows=60, servers=servers, seed=7, per_round=10, relays=relays, tell=lines.append
+    )
     kills = sum((round.kills for round in rounds), Counter[str]())
     assert kills.total() >= 10, lines
     assert {name.split()[0] for name in kills} == {"learner", "rollout_server"}

@@ -27,7 +27,7 @@ from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
 from learner.reporting.metric_table import METRICS as LEARNER
-from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.prometheus import MOST_SERVERS, LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.service import Learner
 from learner.tickets.ledger import TicketLedger
@@ -315,6 +315,19 @@ def test_each_scrape_looks_at_clocks_waits_errors_and_the_journal(rig: Rig, monk
     assert values["last_step_age_seconds", ""] < 2
     assert values["journal_lag_seconds_count", ""] == 1
     assert values["journal_lag_seconds_sum", ""] == pytest.approx(0.3, abs=0.2)
+
+
+def test_of_many_servers_those_that_differ_most_have_series_and_sources_are_counted(rig: Rig) -> None:
+    for number in range(MOST_SERVERS + 20):
+        rig.welcome(f"s{number}")
+        rig.exporter.parity[f"s{number}"] = {"largest": float(number), "mean": 0.0}
+    shown = by_label(rig.scrape(), "parity_max")
+    assert sorted(shown.values()) == list(range(20, MOST_SERVERS + 20))
+    rig.network.sources.sent_bytes = 10
+    rig.network.sources.named.update(learner=2, server=5)
+    values = rig.scrape()
+    assert values[("weights_sent_bytes_total", "")] == 10
+    assert by_label(values, "weight_sources_total") == {"named=learner": 2, "named=server": 5}
 
 
 def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:

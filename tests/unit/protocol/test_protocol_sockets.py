@@ -21,6 +21,7 @@ from protocol.errors import ErrorCode
 from protocol.handshake import check_hello
 from protocol.messages import (
     PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     Ack,
     Chunk,
     ControlFromLearner,
@@ -126,12 +127,13 @@ def test_check_hello():
         )
 
     fitting = HELLO.model_copy(update={"base_fingerprint": "b1"})
+    versions = (f"1.{PROTOCOL_MINOR}", f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
     assert check(fitting) is None
     assert check(fitting.model_copy(update={"protocol_minor": 7})) is None
     reconnected = {"server-0": HELLO.session, "server-1": "another"}
     assert check(fitting, reconnected) is None
     for changes, live, code, values, fix in (
-        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, ("1.0", f"{PROTOCOL_MAJOR}.0"), "server"),
+        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, versions, "server"),
         ({"model_fingerprint": "mb"}, {}, ErrorCode.MODEL_MISMATCH, ("mb", HELLO.model_fingerprint), "model path"),
         ({"base_fingerprint": "b2"}, {}, ErrorCode.MODEL_MISMATCH, ("b2", "b1"), "*.safetensors"),
         ({"base_fingerprint": ""}, {}, ErrorCode.MODEL_MISMATCH, ("unknown", "b1"), "*.safetensors"),

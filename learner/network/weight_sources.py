@@ -1,0 +1,266 @@
+"""The tree that a version travels along: which server fetches it from whom, where weights go over ZeroMQ.
+
+The learner sends a version to the first `network.weights_fan_out` servers that ask; each later one gets it from a
+server that is receiving it or has it, and that sends it to fewer than that. So the learner sends each byte to so many
+servers however many there are, and the way to the last one grows with the logarithm of their number. A server that
+says that its source has failed gets another one, and what it has stays; the learner itself is the last resort.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from learner.network.servers import Servers
+from protocol.endpoints import BindError, split_endpoint
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightsLoaded
+from protocol.weights import Publication
+
+logger = logging.getLogger(__name__)
+
+LEARNER = ""
+"""The learner in the place of a server's id."""
+MOST_FAILURES, FAILED_S = 3, 600.0
+"""Sources in a row that fail one server: it reaches no other, and gets all from the learner for so many seconds."""
+SLOW_FACTOR, SLOW_QUANTILE, MEASURED = 4.0, 0.95, 256
+"""A transfer is slow when it takes so much longer than this quantile of the last so many."""
+KEYS_EVERY_S = 1.0
+"""Longest age of the known list of servers' public keys."""
+
+
+@dataclass
+class _Node:
+    """A server that fetches a version, or has it."""
+
+    endpoint: str
+    key: str
+    parent: str | None = None
+    """The server that it fetches from, or the LEARNER; None: nobody yet, or the last one has failed."""
+    is_queued: bool = False
+    """It is in the tree's queue."""
+    children: set[str] = field(default_factory=set)
+    is_complete: bool = False
+    has_left: bool = False
+    """It fetches another version now, and keeps this one only for those that are at it."""
+    failed: set[str] = field(default_factory=set)
+    """Servers that have failed this one."""
+
+
+@dataclass
+class _Tree:
+    """One version's."""
+
+    nodes: dict[str, _Node] = field(default_factory=dict)
+    open: deque[str] = field(default_factory=deque)
+    """Servers that may have room for another child, those that joined first at the front."""
+    from_learner: int = 0
+    """Servers that were sent to the learner in the ordinary way."""
+
+
+class WeightSources:
+    """Used by the network thread; other threads may read the counters."""
+
+    def __init__(
+        self,
+        fan_out: int,
+        timeout_s: float,
+        servers: Servers,
+        publication: Publication,
+        known_keys: Callable[[], Collection[bytes]] | None = None,
+    ):
+        """`known_keys`: public keys of the servers that may connect; None without keys."""
+        self.sent_bytes = 0
+        """Bytes of weights in chunks that the learner has sent itself."""
+        self.named: Counter[str] = Counter()
+        """Answers by the source they name: `learner`, `server`, and `learner_instead` where no server was left."""
+        self._fan_out = fan_out
+        self._timeout_s = timeout_s
+        self._servers = servers
+        self._publication = publication
+        self._known_keys = known_keys
+        self._keys: tuple[float, tuple[str, ...]] = (float("-inf"), ())
+        self._trees: dict[int, _Tree] = {}
+        self._liars: dict[str, str] = {}
+        """Servers, with their sessions, that have sent bytes with wrong checksums: nobody is sent to them."""
+        self._failures: dict[str, list[float]] = {}
+        """When sources failed a server, those in a row."""
+        self._seconds: deque[float] = deque(maxlen=MEASURED)
+        self._within_s = 0.0
+
+    def answer(self, request: SourceRequest) -> Source | Error:
+        """Name the source of a version for a server; the same one again until it says that it has failed."""
+        version = request.version
+        try:
+            self._publication.check_is_meant(request.publication)
+            self._publication.manifest(version)
+        except ProtocolError as error:
+            return Error(code=error.code, reason=error.reason, version=version)
+        server_id = self._servers.of_session(request.session)
+        if server_id is None:
+            reason = "this session has not been welcomed: say hello first"
+            return Error(code=ErrorCode.NOT_WELCOME, reason=reason, version=version)
+        keys = self._peer_keys()
+        tree = self._tree(version)
+        node = self._join(tree, version, server_id, request, keys)
+        if request.failure is not None:
+            self._take_failure(tree, server_id, node, request.failure)
+        if node.parent is None or not self._is_fed(tree, node.parent, server_id):
+            self._attach(tree, server_id, node)
+        self._open(tree, server_id)
+        return self._named(version, tree, node, keys)
+
+    def loaded(self, server_id: str, message: WeightsLoaded) -> None:
+        """Note that a server has a version whole, and its source a free place."""
+        node = self._trees.get(message.version, _Tree()).nodes.get(server_id)
+        if node is None or message.channel != "zmq" or node.is_complete:
+            return
+        node.is_complete = True
+        if node.parent != LEARNER:
+            self._failures.pop(server_id, None)
+        self._release(self._trees[message.version], server_id, node)
+        self._seconds.append(message.transfer_s)
+        ordered = sorted(self._seconds)
+        slow = SLOW_FACTOR * ordered[int(SLOW_QUANTILE * (len(ordered) - 1))]
+        self._within_s = max(self._timeout_s, slow)
+
+    def _tree(self, version: int) -> _Tree:
+        if version not in self._trees:
+            published = self._publication.versions
+            self._trees = {other: tree for other, tree in self._trees.items() if other in published}
+            self._trees[version] = _Tree()
+        return self._trees[version]
+
+    def _join(self, tree: _Tree, version: int, server_id: str, request: SourceRequest, keys: Collection[str]) -> _Node:
+        """The server's node. It is new where the server is, or another process of its name."""
+        for other, elsewhere in self._trees.items():
+            if other != version and server_id in elsewhere.nodes:
+                elsewhere.nodes[server_id].has_left = True
+        has_key = self._known_keys is None or request.key in keys
+        endpoint = request.endpoint if has_key and _is_endpoint(request.endpoint) else ""
+        node = tree.nodes.get(server_id)
+        if node is None or node.endpoint != endpoint:
+            node = tree.nodes[server_id] = _Node(endpoint, request.key)
+        node.has_left = node.is_complete = False
+        return node
+
+    def _take_failure(self, tree: _Tree, server_id: str, node: _Node, failure: SourceFailure) -> None:
+        """Never name this source to this server again for this version; one that has lied to nobody at all."""
+        if node.parent in (None, LEARNER) or node.parent != failure.server_id:
+            return  # the answer has crossed the question
+        source, reason = failure.server_id, failure.reason
+        level = logging.INFO if reason == "gone" else logging.WARNING
+        logger.log(level, "%s got no weights from %s (%s)", server_id, source, reason)
+        if reason != "gone":  # it has gone on to newer versions, which is no fault
+            self._servers.count_error(f"relay_{reason}")
+            self._failures.setdefault(server_id, []).append(time.monotonic())
+        node.failed.add(source)
+        self._release(tree, server_id, node)
+        node.parent = None
+        if reason == "checksum" and source in self._servers.connected:
+            self._liars[source] = self._servers.connected[source].hello.session
+            logger.error(
+                "%s sends weights with wrong checksums: no server is sent to it any more. Look at its memory and its "
+                "network; what it has loaded itself was verified",
+                source,
+            )
+
+    def _release(self, tree: _Tree, server_id: str, node: _Node) -> None:
+        """Free the place that a server has at its source."""
+        if node.parent in tree.nodes:
+            tree.nodes[node.parent].children.discard(server_id)
+            self._open(tree, node.parent)
+
+    def _open(self, tree: _Tree, server_id: str) -> None:
+        """Put a server into the queue of those that may have room, where it has any."""
+        node = tree.nodes[server_id]
+        if not node.is_queued and self._has_room(tree, server_id):
+            node.is_queued = True
+            tree.open.append(server_id)
+
+    def _attach(self, tree: _Tree, server_id: str, node: _Node) -> None:
+        """Give a server its source."""
+        self._release(tree, server_id, node)
+        node.parent, named = LEARNER, "learner"
+        failures = self._failures.get(server_id, [])
+        if failures and time.monotonic() - failures[-1] > FAILED_S:
+            failures.clear()
+        if len(failures) >= MOST_FAILURES:
+            named = "learner_instead"
+        elif not node.failed and tree.from_learner < self._fan_out:
+            tree.from_learner += 1
+        elif self._fan_out:
+            parent = self._free_place(tree, server_id, node)
+            named = "learner_instead" if parent is None else "server"
+            if parent is not None:
+                node.parent = parent
+                tree.nodes[parent].children.add(server_id)
+        self.named[named] += 1
+
+    def _free_place(self, tree: _Tree, server_id: str, node: _Node) -> str | None:
+        """The server that joined first of those with a free place; those without leave the queue."""
+        passed = 0
+        while passed < len(tree.open):
+            candidate = tree.open[0]
+            if not self._has_room(tree, candidate):
+                tree.nodes[tree.open.popleft()].is_queued = False
+            elif candidate == server_id or candidate in node.failed or not self._is_fed(tree, candidate, server_id):
+                tree.open.rotate(-1)
+                passed += 1
+            else:
+                return candidate
+        return None
+
+    def _has_room(self, tree: _Tree, server_id: str) -> bool:
+        node = tree.nodes[server_id]
+        if node.has_left or not node.endpoint or server_id not in self._servers.connected:
+            return False
+        if self._liars.get(server_id) == self._servers.connected[server_id].hello.session:
+            return False
+        node.children = {child for child in node.children if child in self._servers.connected}
+        return len(node.children) < self._fan_out
+
+    def _is_fed(self, tree: _Tree, server_id: str, asking: str) -> bool:
+        """Whether a server has the version, or receives it by a chain that does not hang on the asking one."""
+        name: str | None = server_id
+        for _ in range(len(tree.nodes) + 1):
+            if name == LEARNER:
+                return True
+            node = tree.nodes.get(name) if name is not None else None
+            if name is None or node is None or name == asking or name not in self._servers.connected:
+                return False
+            if node.is_complete:
+                return True
+            if node.has_left:
+                return False
+            name = node.parent
+        return False
+
+    def _peer_keys(self) -> tuple[str, ...]:
+        if self._known_keys is not None and time.monotonic() - self._keys[0] > KEYS_EVERY_S:
+            self._keys = (time.monotonic(), tuple(key.decode() for key in self._known_keys()))
+        return self._keys[1]
+
+    def _named(self, version: int, tree: _Tree, node: _Node, keys: tuple[str, ...]) -> Source:
+        mine = keys if node.endpoint else ()
+        parent = tree.nodes.get(node.parent or LEARNER)
+        if not node.parent or parent is None:
+            return Source(version=version, peer_keys=mine)
+        return Source(
+            version=version,
+            server_id=node.parent,
+            endpoint=parent.endpoint,
+            key=parent.key,
+            within_s=self._within_s,
+            peer_keys=mine,
+        )
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        return bool(split_endpoint(text))
+    except BindError:
+        return False
