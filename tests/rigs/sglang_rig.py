@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.sections import RolloutConfig
+from asyncrl.telemetry.sglang_environment import python_of
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.sglang.engine import SGLangEngine
-from rollout_server.engines.sglang.environment import python_of
 from tests.rigs.policies import Weights
 from tests.rigs.vllm_rig import Rig
 

@@ -111,6 +111,8 @@ def server_environment(config: RunConfig, *, cuda: bool) -> dict[str, str]:
     environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"  # else it decodes our ids and encodes the text again
     # Its cache of image embeddings outlives weight updates, flushed or not.
     environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        environment.setdefault(dump, "0")  # it would answer nothing for a minute before it ends
     environment[OWNER_VARIABLE] = str(os.getpid())
     return environment
 

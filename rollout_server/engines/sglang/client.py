@@ -35,7 +35,7 @@ class SGLangClient:
         try:
             async with asyncio.timeout(timeout_s), self._session.post(path, json=body or {}) as answer:
                 content = await answer.read()
-                status = answer.status
+                status, kind = answer.status, answer.content_type
         except TimeoutError as error:
             raise EngineDied(f"SGLang did not answer {path} in {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -43,7 +43,7 @@ class SGLangClient:
             raise EngineDied(self._process.problem or f"SGLang broke off {path}: {error}") from error
         if status != 200:
             raise SGLangRefused(f"SGLang answers {path} with HTTP {status}: {_message(content)}")
-        return json.loads(content) if content.strip() else None
+        return json.loads(content) if kind == "application/json" else None
 
     async def command(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
         """A POST whose answer says in its body whether it succeeded."""

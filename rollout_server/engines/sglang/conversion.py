@@ -71,7 +71,7 @@ def generate_body(request: GenerationRequest, index: int, rid: str) -> dict[str,
             "repetition_penalty": 1.0,
             "max_new_tokens": sampling.max_new_tokens - len(request.prefix(index)),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the ticket's stop ids decide alone
+            "ignore_eos": not sampling.stop_token_ids,  # it would ignore the ticket's ids, too
             "skip_special_tokens": False,
             "logit_bias": {str(token): BANNED for token in sampling.banned_token_ids},
             "sampling_seed": int(seed[0]) >> 1,
@@ -97,6 +97,12 @@ def to_completion(
     if reason is None or reason["type"] not in ("stop", "length"):
         raise BadStateError(f"SGLang ended ticket {request.request_id} with {reason}")
     sampled, places = answer["output_ids"], meta["output_token_logprobs"]
+    if reason["type"] == "stop" and sampled[-1] not in request.sampling.stop_token_ids:
+        raise UserError(
+            f"SGLang ended ticket {request.request_id} at the id {sampled[-1]}, an end of text by the model folder "
+            "(config.json, generation_config.json, tokenizer), and the ticket ends at "
+            f"{request.sampling.stop_token_ids}. Correct eos_token_id there, or set rollout.engine=vllm"
+        )
     if [token for _, token, _ in places] != sampled:
         raise BadStateError(
             f"SGLang returned log-probs of {len(places)} tokens for {len(sampled)} sampled ones of ticket "

@@ -30,6 +30,7 @@ from asyncrl.models.folder import model_folder, read_config
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
+from asyncrl.telemetry.sglang_environment import python_of
 from protocol.device_lock import use_device_for
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.sglang.arguments import (
@@ -41,7 +42,6 @@ from rollout_server.engines.sglang.arguments import (
 )
 from rollout_server.engines.sglang.client import SGLangClient, SGLangRefused
 from rollout_server.engines.sglang.conversion import check_request, generate_body, to_completion
-from rollout_server.engines.sglang.environment import python_of
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.usage import UsageMeter
 from rollout_server.engines.sglang.weights import VersionFolders

@@ -8,7 +8,7 @@ from __future__ import annotations
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.folder import read_config
-from rollout_server.engines.sglang.environment import look_into, python_of
+from asyncrl.telemetry.sglang_environment import look_into, python_of
 
 VERSIONS = {
     False: {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"},

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.telemetry.sglang_environment import SGLangEnvironment, look_into
 from rollout_server.engines.base import EngineDied, version_column
 from rollout_server.engines.sglang import rules
 from rollout_server.engines.sglang.arguments import as_flags, served_folder, server_arguments, server_environment
-from rollout_server.engines.sglang.environment import SGLangEnvironment, look_into
 from rollout_server.engines.sglang.launch import OWNER_VARIABLE
 from rollout_server.engines.sglang.process import ENTRY, SGLangProcess
 from rollout_server.engines.sglang.weights import VersionFolders
