@@ -60,13 +60,12 @@ def rig(started_vllm: Rig) -> Rig:
 
 
 @pytest.fixture(scope="session")
-def started_sglang(
-    tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangRig]:
-    """One real SGLang for the whole session: a start takes a minute."""
+def started_sglang(digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangRig]:
+    """One real SGLang for the whole session: a start takes a minute. SGLang's Qwen2.5-VL knows patches of 14 pixels."""
+    folder = tmp_path_factory.mktemp("sglang")
+    model = make_family("qwen2_5_vl", folder / "model", tied=True, patch=14)
     rollout = {"engine": "sglang", "max_concurrent_sequences": 32}
-    run = tmp_path_factory.mktemp("sglang") / "run"
-    config = small_config(tiny_model, digits_data, run, data={"max_response_length": 384}, rollout=rollout)
+    config = small_config(model, digits_data, folder / "run", data={"max_response_length": 384}, rollout=rollout)
     rig = SGLangRig(config, initial_weights(config))
     yield rig
     rig.close()

@@ -1,5 +1,5 @@
-"""The real SGLang on a CPU, in processes and an environment of its own: a Qwen2-VL, weights published as a learner
-does."""
+"""The real SGLang on a CPU, in processes and an environment of its own: a Qwen2.5-VL, weights published as a learner
+does. The run in test_sglang_end_to_end.py is of a Qwen2-VL."""
 
 from __future__ import annotations
 
@@ -89,6 +89,33 @@ def test_logprobs_are_of_the_distribution_that_was_sampled_from(sglang: SGLangRi
         assert len({tuple(one.token_ids.tolist()) for one in completions}) == 4
 
 
+def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLangRig) -> None:
+    """Its row has tokens that another reading of its text would not give, between two images."""
+    sizes = (picture(1), picture(2, 56, 84))
+    parts = [encoded_prompt(sglang.processor, QUESTION, image) for image in sizes]
+    sampled = np.asarray([72, 101, 108, 108, 111, 300, 7], np.int32)
+    assert sglang.processor.tokenizer.encode(sglang.processor.tokenizer.decode(sampled)) != sampled.tolist()
+
+    def row(name: str, between: np.ndarray) -> np.ndarray:
+        first, second = (getattr(part, name) for part in parts)
+        return np.concatenate([first, between, second])
+
+    prompt = dataclasses.replace(
+        parts[0],
+        row_id="two turns",
+        token_ids=row("token_ids", sampled),
+        unexpanded_ids=row("unexpanded_ids", sampled),
+        token_types=row("token_types", np.zeros_like(sampled)),
+        image_grids=np.concatenate([part.image_grids for part in parts]),
+        image_hashes=parts[0].image_hashes + parts[1].image_hashes,
+        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
+    )
+    plain = sglang.request(QUESTION, *sizes, tokens=12, temperature=1.0)
+    request = dataclasses.replace(plain, prompt=prompt, stream=(0, 1))
+    done = sglang.sample(request)[request.request_id, 0]
+    assert gap_to(sglang, sglang.initial, request, done) < FP32
+
+
 def test_orders_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
     plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,))
     other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
@@ -129,11 +156,11 @@ def test_a_stop_id_ends_a_completion_and_belongs_to_it(sglang: SGLangRig) -> Non
 
 def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(sglang: SGLangRig) -> None:
     banned = sglang.processor.placeholder_ids
-    (head_name,) = [name for name in sglang.initial if "lm_head" in name]
-    head = torch.zeros_like(sglang.initial[head_name])
+    (tied,) = [name for name in sglang.initial if "embed_tokens" in name]
+    head = torch.zeros_like(sglang.initial[tied])  # what is said is a sum of the images
     wish = 1000 * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
     head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
-    sglang.run(sglang.update({**sglang.initial, head_name: head}))
+    sglang.run(sglang.update({**sglang.initial, tied: head}))
     requests = [
         sglang.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
         sglang.request(QUESTION, picture(1), tokens=50, temperature=0),
@@ -274,7 +301,13 @@ def test_it_wakes_up_as_it_was_and_what_comes_meanwhile_waits(sglang: SGLangRig)
     assert np.abs(after.logprobs - before.logprobs).max() < FP32
 
 
-def test_a_version_that_it_cannot_load_ends_the_engine(sglang: SGLangRig) -> None:
+def test_a_version_that_it_cannot_load_ends_the_engine_and_nothing_of_a_dead_one_stays(sglang: SGLangRig) -> None:
+    assert sglang.engine._process is not None
+    leader = sglang.engine._process.pid
+    group = [process for process in psutil.process_iter() if os.getpgid(process.pid) == leader]
+    assert len(group) >= 3  # HTTP server, scheduler, detokenizer
+    (scheduler,) = [process for process in group if "scheduler" in " ".join(process.cmdline())]
+
     async def scenario() -> None:
         task = asyncio.create_task(sglang.complete([sglang.request(QUESTION, tokens=380, temperature=1.0)]))
         await sglang.complete([sglang.request("read", tokens=5)])
@@ -289,31 +322,19 @@ def test_a_version_that_it_cannot_load_ends_the_engine(sglang: SGLangRig) -> Non
             await sglang.complete([sglang.request("read", tokens=2)])
         with pytest.raises(EngineDied, match="SGLang"):
             await sglang.update(sglang.initial)
-
-    sglang.run(scenario())
-
-
-def pieces_of(weights: dict[str, torch.Tensor]) -> dict[str, memoryview]:
-    return {name: memoryview(tensor.contiguous().view(-1).numpy()).cast("B") for name, tensor in weights.items()}
-
-
-def test_the_death_of_its_scheduler_is_noticed_with_its_last_words_and_nothing_of_it_stays(sglang: SGLangRig) -> None:
-    assert sglang.engine._process is not None
-    leader = sglang.engine._process.pid
-    group = [process for process in psutil.process_iter() if os.getpgid(process.pid) == leader]
-    assert len(group) >= 3  # HTTP server, scheduler, detokenizer
-    (scheduler,) = [process for process in group if "scheduler" in " ".join(process.cmdline())]
-
-    async def scenario() -> None:
-        task = asyncio.create_task(sglang.complete([sglang.request(QUESTION, tokens=380, temperature=1.0)]))
-        await sglang.complete([sglang.request("read", tokens=5)])
-        scheduler.kill()
+        sglang.engine._failure = None
+        with suppress(psutil.NoSuchProcess):
+            scheduler.kill()
         with pytest.raises(EngineDied, match=r"SGLang's server .*\. Its last output"):
-            await task
-        with pytest.raises(EngineDied, match=r"SGLang's server .*\. Its last output"):
-            sglang.engine.check_alive()
+            while True:
+                sglang.engine.check_alive()
+                await asyncio.sleep(0.05)
         await sglang.engine.close()
 
     sglang.run(scenario())
     _, alive = psutil.wait_procs(group, timeout=10)
     assert not alive
+
+
+def pieces_of(weights: dict[str, torch.Tensor]) -> dict[str, memoryview]:
+    return {name: memoryview(tensor.contiguous().view(-1).numpy()).cast("B") for name, tensor in weights.items()}

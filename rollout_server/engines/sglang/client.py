@@ -24,9 +24,10 @@ class SGLangClient:
 
     def __init__(self, process: SGLangProcess):
         self._process = process
-        # No limit on connections: each running completion has one.
+        # Each running completion has a connection. None is used twice: SGLang closes idle ones at any moment.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
-            process.url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            process.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
 
     async def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None) -> Any:

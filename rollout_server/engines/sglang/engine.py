@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import os
 import tempfile
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -42,7 +41,7 @@ from rollout_server.engines.sglang.arguments import (
 )
 from rollout_server.engines.sglang.client import SGLangClient, SGLangRefused
 from rollout_server.engines.sglang.conversion import check_request, generate_body, to_completion
-from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.engines.sglang.process import LOOPBACK, SGLangProcess
 from rollout_server.engines.sglang.usage import UsageMeter
 from rollout_server.engines.sglang.weights import VersionFolders
 from rollout_server.weights.staging import ArrivedWeights, Staging
@@ -98,9 +97,10 @@ class SGLangEngine:
         )
         self._process = SGLangProcess(python_of(self._config.rollout), port)
         environment = server_environment(self._config, cuda=self._device.type == "cuda")
-        await self._process.start(as_flags(arguments), environment, self._config.start_timeout_s)
+        await self._process.start(as_flags(arguments), environment)
         if self._config.trainer.mode == "sync":
             use_device_for(os.getpid(), self._config.run_path, self._process.pid)
+        await self._process.wait_for_answer(self._config.start_timeout_s)
         self._client = SGLangClient(self._process)
         self._metrics = _ServerMetrics(self._process.url)
         REGISTRY.register(self._metrics)
@@ -313,5 +313,5 @@ class _ServerMetrics(Collector):
         return ()  # else it were asked when it is registered
 
     def collect(self) -> Iterator[Family]:
-        with suppress(OSError, ValueError), urllib.request.urlopen(self._url, timeout=SCRAPE_S) as answer:
+        with suppress(OSError, ValueError), LOOPBACK.open(self._url, timeout=SCRAPE_S) as answer:
             yield from text_string_to_metric_families(answer.read().decode())

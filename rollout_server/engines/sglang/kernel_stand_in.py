@@ -34,4 +34,5 @@ class _Operators:
         return __getattr__(name)
 
 
-torch.ops.sgl_kernel = _Operators()
+_operators: Any = torch.ops
+_operators.sgl_kernel = _Operators()

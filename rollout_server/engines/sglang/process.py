@@ -21,6 +21,9 @@ ENTRY = Path(__file__).with_name("launch.py")
 SHUTDOWN_S = 10.0
 """Wait for the end of processes that were killed."""
 CHECK_EVERY_S = 0.5
+HEALTH_S = 5.0
+LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine, whatever proxy the environment names."""
 SAY_EVERY_S = 60.0
 TAIL_BYTES = 4096
 """Last output that goes into the reason for an end."""
@@ -54,9 +57,8 @@ class SGLangProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"SGLang's server {how}. Its last output:\n{self._tail.decode(errors='replace').strip()}"
 
-    async def start(self, arguments: Sequence[str], environment: Mapping[str, str], limit_s: float) -> None:
-        """Start it, and return when it answers. Raises UserError where it takes no such arguments, and EngineDied where
-        it ends or takes too long."""
+    async def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it; it does not answer yet."""
         self._process = await asyncio.create_subprocess_exec(
             str(self._python),
             str(ENTRY),
@@ -68,6 +70,11 @@ class SGLangProcess:
             start_new_session=True,
         )
         self._reading = asyncio.create_task(self._read())
+
+    async def wait_for_answer(self, limit_s: float) -> None:
+        """Raises UserError where it takes no such arguments, and EngineDied where it ends or takes too long."""
+        assert self._process is not None, "start() comes first"
+        assert self._reading is not None
         began = said = time.monotonic()
         while not await asyncio.to_thread(self._answers):
             now = time.monotonic()
@@ -86,7 +93,7 @@ class SGLangProcess:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with LOOPBACK.open(f"{self.url}/health", timeout=HEALTH_S) as answer:
                 return answer.status == 200
         except (OSError, urllib.error.URLError):
             return False

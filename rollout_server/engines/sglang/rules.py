@@ -1,6 +1,6 @@
 """Rules of the sglang engine, checked before it is started: which versions it works with, and settings it refuses.
 
-Unproven on a GPU: everything. On a CPU it was run with Qwen2-VL.
+Unproven on a GPU: everything. On a CPU it was run with the model types in `COMPARED`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ VERSIONS = {
 }
 """Versions that were run together on a CPU; on CUDA sglang brings the torch that it was built for."""
 INSTALL = "make install-sglang"
-COMPARED = ("qwen2_vl",)
+COMPARED = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images and log-probs have been compared between SGLang and the learner."""
+
+PATCH_VALUES = 3 * 2 * 14 * 14
+"""Values of one image patch that SGLang's Qwen2.5-VL embeds."""
 
 NOT_YOURS = {
     "model_path": "Set model.path",
@@ -62,13 +65,20 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def model_problems(config: RunConfig) -> list[str]:
-    family = read_config(config.model).get("model_type")
-    if family in COMPARED:
-        return []
-    return [
-        f"the model in {config.model.path} is of the family {family}, and what SGLang makes of its images has not been "
-        "compared with what the learner makes of them. Set rollout.engine=vllm or hf"
-    ]
+    described = read_config(config.model)
+    family, vision = described.get("model_type"), described.get("vision_config") or {}
+    if family not in COMPARED:
+        return [
+            f"the model in {config.model.path} is of the family {family}, and what SGLang makes of its images has not "
+            "been compared with what the learner makes of them. Set rollout.engine=vllm or hf"
+        ]
+    values = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    if family == "qwen2_5_vl" and values != PATCH_VALUES:
+        return [
+            f"the model in {config.model.path} has image patches of {values} values, and SGLang's Qwen2.5-VL takes "
+            f"those that have not {PATCH_VALUES} for embeddings. Set rollout.engine=vllm or hf"
+        ]
+    return []
 
 
 def argument_problems(config: RunConfig) -> list[str]:

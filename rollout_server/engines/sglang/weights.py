@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,6 +24,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
+from asyncrl.tools.numbers import GIB
 from protocol.endpoints import SHARED_MEMORY
 from rollout_server.weights.staging import ArrivedWeights
 
@@ -64,7 +65,13 @@ class VersionFolders:
     def _write(self, weights: ArrivedWeights, folder: Path) -> None:
         named: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(weights))
         tensors = {name: tensor.contiguous() for name, tensor in named.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as problem:
+            raise UserError(
+                f"version {weights.manifest.version} ({weights.manifest.total_bytes / GIB:.2f} GiB) cannot be written "
+                f"to {folder.parent}, where SGLang would read it: {problem}. Make room there (docker run --shm-size)"
+            ) from problem
 
 
 def names_in(folder: Path) -> set[str]:

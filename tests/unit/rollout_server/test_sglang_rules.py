@@ -25,7 +25,7 @@ from rollout_server.engines.sglang.arguments import as_flags, served_folder, ser
 from rollout_server.engines.sglang.launch import OWNER_VARIABLE
 from rollout_server.engines.sglang.process import ENTRY, SGLangProcess
 from rollout_server.engines.sglang.weights import VersionFolders
-from tests.rigs.tiny_families import make_family
+from tests.rigs.tiny_families import make_family, make_llava
 
 MakeConfig = Callable[..., RunConfig]
 FITTING = {"sglang": "0.5.23", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
@@ -108,9 +108,12 @@ def test_arguments_that_belong_to_the_engine_and_models_that_were_not_compared_a
     assert "tp_size. Leave it out" in problem
     assert "kv_cache_dtype. Leave it out: rounded" in problem
     assert not rules.model_problems(config)
-    other = make_family("qwen2_5_vl", tmp_path / "model")
+    small = make_family("qwen2_5_vl", tmp_path / "small")
+    (problem,) = rules.model_problems(sglang(make_config, model={"path": str(small)}))
+    assert "image patches of 294 values" in problem
+    other = make_llava(tmp_path / "other")
     (problem,) = rules.model_problems(sglang(make_config, model={"path": str(other)}))
-    assert "of the family qwen2_5_vl, and what SGLang makes of its images has not been compared" in problem
+    assert "of the family llava, and what SGLang makes of its images has not been compared" in problem
 
 
 def test_an_engines_record_of_versions_becomes_the_column_or_is_refused() -> None:
@@ -193,7 +196,8 @@ def test_a_start_that_fails_says_why(tmp_path: Path, code: str, error: type[Exce
 
     async def start() -> None:
         try:
-            await process.start([], {**os.environ, OWNER_VARIABLE: str(os.getpid())}, 1.0 if "sleep" in code else 30.0)
+            await process.start([], {**os.environ, OWNER_VARIABLE: str(os.getpid())})
+            await process.wait_for_answer(1.0 if "sleep" in code else 30.0)
         finally:
             await process.stop()
 
