@@ -326,14 +326,18 @@ def test_a_version_that_it_cannot_load_ends_the_engine_and_nothing_of_a_dead_one
         with suppress(psutil.NoSuchProcess):
             scheduler.kill()
         with pytest.raises(EngineDied, match=r"SGLang's server .*\. Its last output"):
-            while True:
-                sglang.engine.check_alive()
-                await asyncio.sleep(0.05)
+            await until_noticed(sglang)
         await sglang.engine.close()
 
     sglang.run(scenario())
     _, alive = psutil.wait_procs(group, timeout=10)
     assert not alive
+
+
+async def until_noticed(sglang: SGLangRig) -> None:
+    while True:
+        sglang.engine.check_alive()
+        await asyncio.sleep(0.05)
 
 
 def pieces_of(weights: dict[str, torch.Tensor]) -> dict[str, memoryview]:
