@@ -41,6 +41,11 @@ async def all_of(engine: Any, requests: list[GenerationRequest]) -> dict[tuple[i
 # --- sampling -------------------------------------------------------------------------------
 
 
+def stops(rig: Rig) -> tuple[int, ...]:
+    """A common id, and the end of text, at which SGLang ends in any case."""
+    return 7, rig.processor.tokenizer.eos_token_id
+
+
 def recorded(rig: Rig) -> list[GenerationRequest]:
     """Prompts of the digits task, and some with other numbers and sizes of images; the most probable tokens."""
     rows, renderer = open_train(rig.config.data), PromptRenderer(rig.config.data)
@@ -50,7 +55,7 @@ def recorded(rig: Rig) -> list[GenerationRequest]:
         images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
         prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
         sampling = Sampling(
-            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=rig.processor.placeholder_ids
+            temperature=0, max_new_tokens=16, stop_token_ids=stops(rig), banned_token_ids=rig.processor.placeholder_ids
         )
         requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
     return [
@@ -117,7 +122,7 @@ def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLa
 
 
 def test_orders_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
-    plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,))
+    plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops(sglang))
     other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
     orders = (
         TrajectoryOrder(),

@@ -16,7 +16,7 @@ VERSIONS = {
 }
 """Versions that were run together on a CPU; on CUDA sglang brings the torch that it was built for."""
 INSTALL = "make install-sglang"
-COMPARED = ("qwen2_vl", "qwen2_5_vl")
+COMPARED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images and log-probs have been compared between SGLang and the learner."""
 
 PATCH_VALUES = 3 * 2 * 14 * 14

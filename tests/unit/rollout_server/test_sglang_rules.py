@@ -12,16 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.wake_parity import fixed_prompt
 from asyncrl.telemetry.sglang_environment import SGLangEnvironment, look_into
-from rollout_server.engines.base import EngineDied, version_column
+from protocol.messages import Sampling
+from rollout_server.engines.base import EngineDied, GenerationRequest, version_column
 from rollout_server.engines.sglang import rules
 from rollout_server.engines.sglang.arguments import as_flags, served_folder, server_arguments, server_environment
+from rollout_server.engines.sglang.conversion import to_completion
 from rollout_server.engines.sglang.launch import OWNER_VARIABLE
 from rollout_server.engines.sglang.process import ENTRY, SGLangProcess
 from rollout_server.engines.sglang.weights import VersionFolders
@@ -122,6 +126,37 @@ def test_an_engines_record_of_versions_becomes_the_column_or_is_refused() -> Non
     for spans in ([], [(3, 0, 4)], [(3, 0, 2), (4, 3, 5)], [(3, 1, 5)]):
         with pytest.raises(BadStateError, match=r"X's record .* does not cover 5 tokens in order"):
             version_column(spans, 5, "X")
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    """SGLang's to two sampled tokens behind a prompt of two."""
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.5, 4, None], [-0.25, 9, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    return {"output_ids": [4, 9], "prompt_token_ids": [1, 2], "meta_info": {**meta, **changed}}
+
+
+def request(*, stops: tuple[int, ...] = (9,)) -> GenerationRequest:
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=stops, banned_token_ids=(5,))
+    return GenerationRequest(1, fixed_prompt(np.asarray([1, 2], np.int32)), 1, 0, sampling)
+
+
+def test_an_answer_becomes_columns_and_one_that_is_not_whole_is_refused() -> None:
+    done = to_completion(request(), 0, answer(), 3)
+    assert (done.token_ids.tolist(), done.versions.tolist()) == ([4, 9], [3, 4])
+    assert done.logprobs.tolist() == [-0.5, -0.25]
+    for stops, changed, error, message in (
+        ((8,), {}, UserError, r"at the id 9, an end of text by the model folder .* ends at \(8,\)"),
+        ((9,), {"finish_reason": {"type": "abort"}}, BadStateError, "SGLang ended ticket 1 with .*abort"),
+        ((9,), {"output_token_logprobs": [[-0.5, 4, None]]}, BadStateError, "log-probs of 1 tokens for 2 sampled"),
+        ((9,), {"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, BadStateError, "does not cover 2"),
+    ):
+        with pytest.raises(error, match=message):
+            to_completion(request(stops=stops), 0, answer(**changed), 3)
+    with pytest.raises(UserError, match=r"row fixed tokens: .* 2 and 2 tokens, another one at position 1"):
+        to_completion(request(), 0, {**answer(), "prompt_token_ids": [1, 3]}, 3)
 
 
 # --- start and end ------------------------------------------------------------------------------
