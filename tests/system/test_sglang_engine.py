@@ -23,7 +23,7 @@ from rollout_server.engines.base import Completion, EngineDied, GenerationReques
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.client import SGLangRefused
 from rollout_server.weights.staging import ArrivedWeights
-from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
+from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, partial_of, picture
 from tests.rigs.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
 
@@ -222,6 +222,30 @@ def test_closing_the_iterator_aborts_what_still_runs(sglang: SGLangRig) -> None:
             await asyncio.sleep(0.05)
 
     sglang.run(nothing_is_left(), timeout_s=5)
+
+
+def test_what_is_interrupted_goes_on_behind_its_own_tokens(sglang: SGLangRig) -> None:
+    request = sglang.request(QUESTION, picture(1), tokens=300, size=3, temperature=0.8)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        work = asyncio.create_task(complete_all(sglang.engine, [request]))
+        await sglang.complete([sglang.request("read", tokens=40)])
+        await sglang.engine.interrupt([request.request_id])
+        begun = await work
+        partial = partial_of(begun)
+        going_on = dataclasses.replace(request, request_id=710, partial=partial)
+        return begun, [done.behind(partial) for done in await complete_all(sglang.engine, [going_on])]
+
+    begun, done = sglang.run(scenario())
+    assert all(start.finish_reason is None and len(start.token_ids) for start in begun)
+    ends = {completion.index: completion for completion in done}
+    for start in begun:
+        end, count = ends[start.index], len(start.token_ids)
+        assert end.finish_reason is FinishReason.LENGTH
+        assert len(end.token_ids) == 300
+        assert end.token_ids[:count].tolist() == start.token_ids.tolist()
+        assert end.logprobs[:count].tolist() == start.logprobs.tolist()
+        assert gap_to(sglang, sglang.initial, request, end) < FP32
 
 
 # --- new weights under running sequences ---------------------------------------------------------

@@ -15,6 +15,8 @@ from rollout_server.engines.base import Completion, GenerationRequest, version_c
 
 BANNED = -1e9
 """Logit bias of a token that must not be sampled: its probability is 0 in every dtype. JSON has no infinity."""
+ABORTED = "abort"
+"""SGLang's finish reason of what was interrupted."""
 COLDEST = 1e-6
 """Below this temperature SGLang takes the most probable token without a word."""
 
@@ -85,16 +87,22 @@ def generate_body(request: GenerationRequest, index: int, rid: str) -> dict[str,
 
 
 def to_completion(
-    request: GenerationRequest, index: int, answer: Mapping[str, Any], submitted_version: int
+    request: GenerationRequest,
+    index: int,
+    answer: Mapping[str, Any],
+    submitted_version: int,
+    *,
+    was_interrupted: bool = False,
 ) -> Completion:
-    """A finished answer behind its prefix, which was put there at the `submitted_version`.
+    """An answer, finished or interrupted, behind its prefix, which was put there at the `submitted_version`.
 
     Raises UserError where SGLang saw another prompt than the learner, and BadStateError for an incomplete answer.
     """
     prefix, meta = request.prefix(index), answer["meta_info"]
     check_prompt(request, index, answer["prompt_token_ids"])
     reason = meta["finish_reason"]
-    if reason is None or reason["type"] not in ("stop", "length"):
+    is_open = was_interrupted and reason is not None and reason["type"] == ABORTED
+    if not is_open and (reason is None or reason["type"] not in ("stop", "length")):
         raise BadStateError(f"SGLang ended ticket {request.request_id} with {reason}")
     sampled, places = answer["output_ids"], meta["output_token_logprobs"]
     if reason["type"] == "stop" and sampled[-1] not in request.sampling.stop_token_ids:
@@ -116,7 +124,7 @@ def to_completion(
         token_ids=np.asarray([*prefix, *sampled], np.int32),
         logprobs=np.asarray([*[0.0] * len(prefix), *(logprob for logprob, _, _ in places)], np.float32),
         versions=np.concatenate([np.full(len(prefix), submitted_version, np.int32), versions]),
-        finish_reason=FinishReason(reason["type"]),
+        finish_reason=None if is_open else FinishReason(reason["type"]),
         stream=request.stream,
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from rollout_server.engines.sglang.weights import VersionFolders
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
 OWNER = "the sglang engine"
+ABORT_AGAIN_S = 0.02
 SCRAPE_S = 2.0
 
 
@@ -68,6 +69,9 @@ class SGLangEngine:
         self._version = 0
         self._meter = UsageMeter()
         self._numbers = itertools.count()
+        self._of_requests: dict[int, set[str]] = {}
+        """Ids of what runs of each request's first turns, as SGLang knows them."""
+        self._interrupted: set[str] = set()
         self._is_asleep = False
         """True while it sleeps or falls asleep: it takes no requests."""
         self._forgets = False
@@ -178,9 +182,29 @@ class SGLangEngine:
     def _begin(self, request: GenerationRequest, index: int) -> asyncio.Task[Completion | FailedRequest]:
         rid = f"{request.request_id}-{index}-{next(self._numbers)}"
         self._meter.begin(rid)
+        if not request.stream:
+            self._of_requests.setdefault(request.request_id, set()).add(rid)
         task = asyncio.create_task(self._complete_or_fail(request, index, rid))
-        task.add_done_callback(lambda _: self._meter.end(rid))
+        task.add_done_callback(lambda _: self._end(request.request_id, rid))
         return task
+
+    def _end(self, request_id: int, rid: str) -> None:
+        self._meter.end(rid)
+        self._interrupted.discard(rid)
+        if rids := self._of_requests.get(request_id):
+            rids.discard(rid)
+            if not rids:
+                del self._of_requests[request_id]
+
+    async def interrupt(self, request_ids: Collection[int]) -> None:
+        while rids := [rid for request_id in request_ids for rid in self._of_requests.get(request_id, ())]:
+            self._interrupted.update(rids)
+            await asyncio.gather(*(self._abort(rid) for rid in rids))
+            # SGLang does not know those that are on the way to it yet: they are asked for again.
+            await asyncio.sleep(ABORT_AGAIN_S)
+
+    async def _abort(self, rid: str) -> None:
+        await self._calls.call("/abort_request", {"rid": rid}, timeout_s=self._command_s)
 
     async def _complete_or_fail(self, request: GenerationRequest, index: int, rid: str) -> Completion | FailedRequest:
         try:
@@ -198,9 +222,16 @@ class SGLangEngine:
             answer = await self._calls.call("/generate", generate_body(request, index, rid), timeout_s=None)
         except asyncio.CancelledError:
             with suppress(EngineDied, SGLangRefused):
-                await self._calls.call("/abort_request", {"rid": rid}, timeout_s=self._command_s)
+                await self._abort(rid)
             raise
-        completion = to_completion(request, index, answer, version)
+        except SGLangRefused:
+            if rid not in self._interrupted:
+                raise
+            return request.begun(index, version)
+        was_interrupted = rid in self._interrupted
+        if was_interrupted and not answer["output_ids"]:
+            return request.begun(index, version)
+        completion = to_completion(request, index, answer, version, was_interrupted=was_interrupted)
         self._meter.sampled(len(answer["output_ids"]))
         return completion
 

@@ -147,6 +147,8 @@ def test_an_answer_becomes_columns_and_one_that_is_not_whole_is_refused() -> Non
     done = to_completion(request(), 0, answer(), 3)
     assert (done.token_ids.tolist(), done.versions.tolist()) == ([4, 9], [3, 4])
     assert done.logprobs.tolist() == [-0.5, -0.25]
+    part = answer(finish_reason={"type": "abort"})
+    assert to_completion(request(), 0, part, 3, was_interrupted=True).finish_reason is None
     for stops, changed, error, message in (
         ((8,), {}, UserError, r"at the id 9, an end of text by the model folder .* ends at \(8,\)"),
         ((9,), {"finish_reason": {"type": "abort"}}, BadStateError, "SGLang ended ticket 1 with .*abort"),
