@@ -23,9 +23,10 @@ from rollout_server.engines.base import Completion, EngineDied, GenerationReques
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.client import SGLangRefused
 from rollout_server.weights.staging import ArrivedWeights
-from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, partial_of, picture
+from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
+from tests.unit.rollout_server.test_partial_rollouts import partial_of
 
 pytestmark = NEEDS_SGLANG
 
