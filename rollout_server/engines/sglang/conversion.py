@@ -100,12 +100,12 @@ def to_completion(
     """
     prefix, meta = request.prefix(index), answer["meta_info"]
     check_prompt(request, index, answer["prompt_token_ids"])
-    reason = meta["finish_reason"]
-    is_open = was_interrupted and reason is not None and reason["type"] == ABORTED
-    if not is_open and (reason is None or reason["type"] not in ("stop", "length")):
-        raise BadStateError(f"SGLang ended ticket {request.request_id} with {reason}")
+    reason = (meta["finish_reason"] or {}).get("type")
+    is_open = was_interrupted and reason == ABORTED
+    if not is_open and reason not in ("stop", "length"):
+        raise BadStateError(f"SGLang ended ticket {request.request_id} with {meta['finish_reason']}")
     sampled, places = answer["output_ids"], meta["output_token_logprobs"]
-    if reason["type"] == "stop" and sampled[-1] not in request.sampling.stop_token_ids:
+    if reason == "stop" and sampled[-1] not in request.sampling.stop_token_ids:
         raise UserError(
             f"SGLang ended ticket {request.request_id} at the id {sampled[-1]}, an end of text by the model folder "
             "(config.json, generation_config.json, tokenizer), and the ticket ends at "
@@ -124,7 +124,7 @@ def to_completion(
         token_ids=np.asarray([*prefix, *sampled], np.int32),
         logprobs=np.asarray([*[0.0] * len(prefix), *(logprob for logprob, _, _ in places)], np.float32),
         versions=np.concatenate([np.full(len(prefix), submitted_version, np.int32), versions]),
-        finish_reason=None if is_open else FinishReason(reason["type"]),
+        finish_reason=None if is_open else FinishReason(reason),
         stream=request.stream,
     )
 
