@@ -41,6 +41,10 @@ class SGLangRig(Rig):
         other = self.request("read", tokens=tokens)
         sampling = asyncio.create_task(self.complete(requests))
         await self.complete([other])
+        if self.engine._config.rollout.weight_update != "drain":
+            # Sampling 300 tokens takes a second here: it stands still while the version is published and verified.
+            assert self.engine._client is not None
+            await self.engine._client.call("/pause_generation", {"mode": "retract"}, timeout_s=30)
         assert not sampling.done(), "the requests were too short"
         await self.update(weights)
         return await sampling
