@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG_VENV := .venv-sglang
 # Tests at a time: two fifths of a worker's time are waits for processes, so three workers fill two cores.
 # On a GPU one: they would measure each other's memory.
 JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
@@ -9,13 +10,13 @@ JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 # Tests start many processes: each would compile the code again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-vllm demo demo-agent wheel test test-fast check bench chaos fuzz clean
+.PHONY: help install install-vllm install-sglang demo demo-agent wheel test test-fast check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make demo-agent  train a small agent to look before it reads, on this machine"
 	@echo "make wheel  build dist/asyncrl-*.whl"
-	@echo "make test   run the tests, vLLM's included: it is installed first"
+	@echo "make test   run the tests, vLLM's and SGLang's included: they are installed first"
 	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make check  lint and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
@@ -34,6 +35,12 @@ $(VENV)/installed-vllm: $(VENV)/installed
 	WITH_VLLM=1 PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
 	@touch $@
 
+install-sglang: $(SGLANG_VENV)/installed
+
+$(SGLANG_VENV)/installed: scripts/install_sglang.sh scripts/requirements_sglang.txt rollout_server/engines/sglang/kernel_stand_in.py
+	PYTHON="$(PYTHON)" VENV="$(SGLANG_VENV)" bash scripts/install_sglang.sh
+	@touch $@
+
 demo: install
 	$(BIN)/asyncrl demo $(if $(FROM_SCRATCH),--from-scratch)
 
@@ -46,7 +53,7 @@ wheel: install
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
 
-test: install-vllm
+test: install-vllm install-sglang
 	$(BIN)/python -m pytest -n $(JOBS)
 
 test-fast: install
@@ -67,4 +74,4 @@ fuzz: install
 	$(BIN)/python -m tests.rigs.fuzz_wire --messages 100000 --seed 1
 
 clean:
-	rm -rf $(VENV) runs/demo-*
+	rm -rf $(VENV) $(SGLANG_VENV) runs/demo-*

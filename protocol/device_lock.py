@@ -146,10 +146,12 @@ def describe(folder: Path) -> str:
     return f"{who} has had it for {age_s:.0f} s{ended}"
 
 
-def use_device_for(holder: int, folder: Path) -> None:
-    """Register this process as a user of the device for `holder`, whose tenures do not end before this process does."""
+def use_device_for(holder: int, folder: Path, user: int | None = None) -> None:
+    """Register a process, this one or `user`, as one that uses the device for `holder`, whose tenures do not end before
+    that process does."""
+    user = user or os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
-    _append(folder / USERS_FILE, f"{holder} {process_birth(holder)} {os.getpid()} {process_birth(os.getpid())}")
+    _append(folder / USERS_FILE, f"{holder} {process_birth(holder)} {user} {process_birth(user)}")
 
 
 def _append(path: Path, line: str) -> None:

@@ -25,7 +25,8 @@ class ServerExporter:
         self._config = config
         self._device = device
         self.metrics = MetricSet(METRICS, "rollout", run)
-        self.metrics.include("vllm:")
+        for engine in ("vllm:", "sglang:"):
+            self.metrics.include(engine)
         for name in ("errors_total", "reward_errors_total"):
             self.metrics[name].labels(kind="other")  # so that there is a series before the first one
         self._beat_at: float | None = None

@@ -25,6 +25,7 @@ from tests.rigs.two_processes import run_both
 __all__ = ["ROOT"]
 
 LONGEST = (
+    "test_sglang_engine test_sglang_end_to_end "
     "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
     "test_vllm_lora test_vllm_agents test_compose_run test_lora_runs test_demo test_sync test_resume "
     "test_time_and_peers "

@@ -3,7 +3,7 @@ where the engine is started."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
@@ -60,7 +60,7 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
-    yield from {"hf": _hf_problems, "vllm": _vllm_problems, "scripted": _scripted_problems}[rollout.engine](config)
+    yield from _PROBLEMS[rollout.engine](config)
 
 
 def training_engine_problems(config: RunSections) -> Iterator[str]:
@@ -130,6 +130,41 @@ def _vllm_problems(config: RunSections) -> Iterator[str]:
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
             "or set rollout.engine=hf"
         )
+
+
+def _sglang_problems(config: RunSections) -> Iterator[str]:
+    rollout = config.rollout
+    if config.model.float32_head:
+        yield (
+            "model.float32_head is true, but sglang computes logits in model.dtype, and the two sides would differ. "
+            "Set model.float32_head=false or rollout.engine=hf"
+        )
+    if rollout.truncates:
+        yield (
+            f"rollout.top_p is {rollout.top_p:g}, top_k {rollout.top_k} and min_p {rollout.min_p:g}, and sglang's "
+            "log-probs are of the distribution before it is cut off. Leave them out, or set rollout.engine=vllm"
+        )
+    refused = {
+        f"model.lora.rank is {config.model.lora.rank}, and adapters have not been run with sglang. Set "
+        "model.lora.rank=0": config.model.lora.rank > 0,
+        "rollout.weight_update is keep, and sglang cannot tell which of its cached prefixes are of old weights. Set "
+        "rollout.weight_update=recompute": rollout.weight_update == "keep",
+        f"rollout.weights_channel is {rollout.weights_channel}, and sglang takes new weights from host memory. Set "
+        "rollout.weights_channel=auto": rollout.weights_channel in DEVICE_CHANNELS,
+        f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and nothing is known of sglang's memory. Set "
+        "rollout.engine_args.mem_fraction_static": config.gpu_memory.budget_gib > 0,
+    }
+    for problem, is_so in refused.items():
+        if is_so:
+            yield f"{problem}, or rollout.engine=vllm"
+
+
+_PROBLEMS: dict[str, Callable[[RunSections], Iterator[str]]] = {
+    "hf": _hf_problems,
+    "vllm": _vllm_problems,
+    "sglang": _sglang_problems,
+    "scripted": _scripted_problems,
+}
 
 
 def too_cold(temperature: float) -> str:

@@ -275,8 +275,12 @@ def _shaped(functions: Sequence[RewardFunctionConfig]) -> tuple[dict[str, float]
 class RolloutConfig(Section):
     servers: int = Field(default=1, gt=0)
     """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
-    engine: Literal["hf", "vllm", "scripted"] = "hf"
-    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), or `scripted` (tests)."""
+    engine: Literal["hf", "vllm", "sglang", "scripted"] = "hf"
+    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), `sglang` (an environment
+    of its own; run on CPUs), or `scripted` (tests)."""
+    sglang_python: str = ""
+    """Python of SGLang's environment; empty means that of `.venv-sglang` beside the environment of this process, which
+    `make install-sglang` makes."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that the vllm engine spreads the model over."""
     sleep_level: Literal[1, 2] = 1

@@ -22,7 +22,7 @@ def make_optimizer(kind: Optimizer, groups: list[dict[str, Any]], optim: OptimCo
                 "learner.optimizer is adamw_8bit, and the package bitsandbytes is not installed here: pip install "
                 "'asyncrl[learner-8bit]', or set learner.optimizer=adamw"
             )
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
 
         return AdamW8bit(groups, lr=optim.lr, betas=optim.betas, min_8bit_size=SMALLEST_8BIT)
     on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to en
 ENGINES = {
     "hf": "rollout_server.engines.hf.engine:HFEngine",
     "vllm": "rollout_server.engines.vllm.engine:VLLMEngine",
+    "sglang": "rollout_server.engines.sglang.engine:SGLangEngine",
     "scripted": "rollout_server.engines.scripted:ScriptedEngine",
 }
 """Imported only when chosen: one engine's dependencies are no burden on the users of another."""

@@ -166,6 +166,23 @@ class FailedRequest:
     stream: tuple[int, ...] = ()
 
 
+def version_column(spans: Sequence[tuple[int, int, int]], length: int, engine: str) -> np.ndarray:
+    """[T] int32 from an engine's own record of which weights sampled which tokens: version, first token, one past the
+    last. Raises BadStateError unless it covers all of them in order."""
+    column = np.empty(length, np.int32)
+    covered = 0
+    for version, start, end in spans:
+        if start != covered or end < start:
+            break
+        column[start:end] = version
+        covered = end
+    if covered != length:
+        raise BadStateError(
+            f"{engine}'s record of weight versions {list(spans)} does not cover {length} tokens in order"
+        )
+    return column
+
+
 def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:
     """[N] of all completions, or None where it would repeat their versions."""
     if all(c.kv_versions is None for c in completions):

@@ -22,13 +22,13 @@ IDS = {
 }
 
 
-def make_family(family: Family, folder: Path, *, tied: bool = False) -> Path:
+def make_family(family: Family, folder: Path, *, tied: bool = False, patch: int = PATCH) -> Path:
     """A Hugging Face folder: model, tokenizer, processor with image and video parts. With `tied`, the output layer
-    shares its weight with the embedding."""
+    shares its weight with the embedding. Image patches are `patch` pixels wide."""
     tokenizer = build_tokenizer()
     common: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(text) for name, text in IDS.items()}
     common |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.1}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": patch, "initializer_range": 0.1}
     text = _text_config(tokenizer)
     torch.manual_seed(0)
     if family == "qwen2_vl":
@@ -36,7 +36,7 @@ def make_family(family: Family, folder: Path, *, tied: bool = False) -> Path:
     else:
         vision |= {"hidden_size": VISION, "intermediate_size": 64, "out_hidden_size": HIDDEN}
     if family == "qwen2_5_vl":
-        vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
     if family == "qwen3_vl":
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         text["rope_parameters"]["mrope_interleaved"] = True
@@ -49,12 +49,12 @@ def make_family(family: Family, folder: Path, *, tied: bool = False) -> Path:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    size = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
+    size = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 64 * (2 * patch) ** 2}
     video: Any = transformers.Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
     processor = getattr(transformers, f"{name}Processor")(
-        image_processor=Qwen2VLImageProcessor(patch_size=PATCH, size=size),
+        image_processor=Qwen2VLImageProcessor(patch_size=patch, size=size),
         tokenizer=tokenizer,
-        video_processor=video(patch_size=PATCH, size=size),
+        video_processor=video(patch_size=patch, size=size),
         chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(folder)

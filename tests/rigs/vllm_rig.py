@@ -69,20 +69,23 @@ class Rig:
         self.config = config
         self.processor = PromptProcessor(config.model)
         self.loop = asyncio.new_event_loop()
-        self.engine = VLLMEngine(config, self.processor)
+        self.engine = self.make_engine()
         self.publication = Publication("vllm-tests", Path("/dev/shm"))
         self.initial = weights
         self.version = 0
         self.numbers = 0
-        fork_cores(config)
         self.run(self.engine.start(), START_S)
+
+    def make_engine(self) -> Any:
+        fork_cores(self.config)
+        return VLLMEngine(self.config, self.processor)
 
     def revive(self) -> None:
         try:
             self.engine.check_alive()
         except EngineDied:
             self.run(self.engine.close())
-            self.engine = VLLMEngine(self.config, self.processor)
+            self.engine = self.make_engine()
             self.run(self.engine.start(), START_S)
 
     def run(self, work: Awaitable[T], timeout_s: float = 120.0) -> T:
@@ -123,7 +126,7 @@ class Rig:
             Tensor(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), tensor_bytes(t))
             for name, t in weights.items()
         ]
-        return self.publication.publish(self.version, tensors, self.engine._adapter)
+        return self.publication.publish(self.version, tensors, getattr(self.engine, "_adapter", None))
 
     async def update(self, weights: Weights) -> int:
         """As the server does it: the learner's file, verified, into the engine."""

@@ -168,7 +168,9 @@ OTHER_VALUE: dict[str, Rule] = {
     "actor.ulysses_sequence_parallel_size": one_value(1, _WHOLE_SEQUENCES, _WHOLE_SEQUENCES),
     "actor.optim.strategy": one_value("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
     "actor.optim.num_cycles": one_value(0.5, "cosine goes down once", "cosine goes down once"),
-    "rollout.name": other_values("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
+    "rollout.name": other_values(
+        "rollout.engine", {name: name for name in ("vllm", "sglang", "hf")}, "engines are vllm, sglang and hf"
+    ),
     "rollout.top_k": off_is_zero("rollout.top_k"),
     "rollout.ignore_eos": one_value(False, "off", "it bans the stop token, of which the learner knows nothing"),
     "rollout.val_override_config.top_p": one_value(1.0, "off", "evaluation samples from the whole distribution"),
@@ -251,7 +253,7 @@ SECTIONS: Mapping[str, Rule] = {
     "actor.model.override_config.": absent("the model is as its folder says: change its config.json"),
     "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
     "critic": absent(_CRITIC),
-    "rollout.sglang.": absent("there is no sglang engine"),
+    "rollout.sglang.": absent("its arguments are rollout.engine_args"),
     "rollout.multi_turn.": lambda value, _: (
         derived.lost("a completion is one turn") if value else derived.no_setting("as here")
     ),

@@ -14,7 +14,7 @@ from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import MeasuredPrompt
 from protocol.messages import FinishReason
-from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames
+from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames, version_column
 
 ABORTED = "abort"
 """vLLM's finish reason of what was interrupted."""
@@ -127,7 +127,8 @@ def to_completion(
     """
     prefix = request.prefix(index)
     token_ids = np.asarray([*prefix, *output.token_ids], np.int32)
-    sampled_versions = version_column(output.weight_versions or (), len(output.token_ids))
+    spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or ()]
+    sampled_versions = version_column(spans, len(output.token_ids), "vLLM")
     versions = np.concatenate([np.full(len(prefix), submitted_version, np.int32), sampled_versions])
     logprobs = np.asarray([*[0.0] * len(prefix), *output.logprobs.logprobs], np.float32)
     if output.logprobs.token_ids != list(output.token_ids):
@@ -146,20 +147,6 @@ def to_completion(
         kv_versions=np.full_like(versions, submitted_version) if mixed else None,
         stream=request.stream,
     )
-
-
-def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
-    """[T] from vLLM's own record of which weights sampled which tokens, which must cover all of them in order."""
-    column = np.empty(length, np.int32)
-    end = 0
-    for span in spans:
-        if span.start != end or span.end < span.start:
-            break
-        column[span.start : span.end] = int(span.version)
-        end = span.end
-    if end != length:
-        raise BadStateError(f"vLLM's record of weight versions {list(spans)} does not cover {length} tokens in order")
-    return column
 
 
 def check_alignment(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:

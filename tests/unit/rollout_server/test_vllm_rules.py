@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt
 from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm import rules, start
-from rollout_server.engines.vllm.conversion import check_alignment, version_column
+from rollout_server.engines.vllm.conversion import check_alignment
 from rollout_server.engines.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
 from rollout_server.engines.vllm.start import await_or_engine_death
 from rollout_server.engines.vllm.weights import vision_entries
@@ -224,21 +224,6 @@ def test_image_embeddings_stay_valid_exactly_while_tower_and_connector_are_the_s
 
 
 # --- outputs --------------------------------------------------------------------------------
-
-
-@dataclass
-class Span:
-    version: str
-    start: int
-    end: int
-
-
-def test_vllms_spans_become_the_column_or_are_refused() -> None:
-    assert version_column([Span("3", 0, 2), Span("5", 2, 5)], 5).tolist() == [3, 3, 5, 5, 5]
-    assert version_column([], 0).tolist() == []
-    for spans in ([], [Span("3", 0, 4)], [Span("3", 0, 2), Span("4", 3, 5)], [Span("3", 1, 5)]):
-        with pytest.raises(BadStateError, match="does not cover 5 tokens in order"):
-            version_column(spans, 5)
 
 
 @dataclass

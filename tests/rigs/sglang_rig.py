@@ -1,0 +1,69 @@
+"""A real SGLang server for many tests, started once: the vLLM rig with another engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.sections import RolloutConfig
+from asyncrl.telemetry.sglang_environment import python_of
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.sglang.engine import SGLangEngine
+from tests.rigs.policies import Weights
+from tests.rigs.vllm_rig import Rig
+
+MISSING = not python_of(RolloutConfig()).is_file()
+NEEDS_SGLANG = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        MISSING, reason=f"SGLang's environment is missing, {Path(sys.prefix).parent}/.venv-sglang: make install-sglang"
+    ),
+]
+
+
+class SGLangRig(Rig):
+    engine: SGLangEngine
+
+    def make_engine(self) -> Any:
+        self.answers: list[dict[str, Any]] = []
+        """Answers of SGLang to requests for completions, as they came."""
+        return WatchedEngine(self.config, self.processor, self.answers)
+
+    async def update_after(
+        self, weights: Weights, tokens: int, requests: Sequence[GenerationRequest]
+    ) -> dict[tuple[int, int], Completion]:
+        """New weights when another sequence, which was submitted with the requests, has so many tokens."""
+        other = self.request("read", tokens=tokens)
+        sampling = asyncio.create_task(self.complete(requests))
+        await self.complete([other])
+        if self.engine._config.rollout.weight_update != "drain":
+            # Sampling 300 tokens takes a second here: it stands still while the version is published and verified.
+            assert self.engine._client is not None
+            await self.engine._client.call("/pause_generation", {"mode": "retract"}, timeout_s=30)
+        assert not sampling.done(), "the requests were too short"
+        await self.update(weights)
+        return await sampling
+
+
+class WatchedEngine(SGLangEngine):
+    def __init__(self, config: Any, processor: Any, answers: list[dict[str, Any]]):
+        super().__init__(config, processor)
+        self._answers = answers
+
+    async def start(self) -> None:
+        await super().start()
+        assert self._client is not None
+        call = self._client.call
+
+        async def watched(path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None) -> Any:
+            answer = await call(path, body, timeout_s=timeout_s)
+            if path == "/generate":
+                self._answers.append(answer)
+            return answer
+
+        self._client.call = watched

@@ -1,0 +1,374 @@
+"""The real SGLang on a CPU, in processes and an environment of its own: a Qwen2.5-VL, weights published as a learner
+does. The run in test_sglang_end_to_end.py is of a Qwen2-VL."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.errors import BadStateError, UserError
+from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.sglang.client import SGLangRefused
+from rollout_server.weights.staging import ArrivedWeights
+from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
+from tests.rigs.sglang_rig import NEEDS_SGLANG, SGLangRig
+from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
+from tests.unit.rollout_server.test_partial_rollouts import partial_of
+
+pytestmark = NEEDS_SGLANG
+
+
+async def all_of(engine: Any, requests: list[GenerationRequest]) -> dict[tuple[int, int], Completion]:
+    await engine.start()
+    try:
+        return {(c.request_id, c.index): c for c in await complete_all(engine, requests)}
+    finally:
+        await engine.close()
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+def stops(rig: Rig) -> tuple[int, ...]:
+    """A common id, and the end of text, at which SGLang ends in any case."""
+    return 7, rig.processor.tokenizer.eos_token_id
+
+
+def recorded(rig: Rig) -> list[GenerationRequest]:
+    """Prompts of the digits task, and some with other numbers and sizes of images; the most probable tokens."""
+    rows, renderer = open_train(rig.config.data), PromptRenderer(rig.config.data)
+    requests = []
+    for number in range(8):
+        rendered = renderer.render(rows[number], rows.row_id(number))
+        images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
+        prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
+        sampling = Sampling(
+            temperature=0, max_new_tokens=16, stop_token_ids=stops(rig), banned_token_ids=rig.processor.placeholder_ids
+        )
+        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
+    return [
+        *requests,
+        rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
+        rig.request("What is the largest digit?", picture(1), picture(1)),
+        rig.request("answer 1 2 3"),
+    ]
+
+
+def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine_and_of_vllm(sglang: SGLangRig) -> None:
+    requests = recorded(sglang)
+    assert sum(len(r.images) for r in requests) >= 13
+    ours = sglang.sample(*requests)
+    engines = {"hf": HFEngine(sglang.config, sglang.processor)}
+    if not MISSING:
+        engines["vllm"] = Rig.make_engine(sglang)
+    for name, engine in engines.items():
+        theirs = sglang.run(all_of(engine, requests), START_S)
+        for request in requests:
+            done, expected = ours[request.request_id, 0], theirs[request.request_id, 0]
+            assert done.token_ids.tolist() == expected.token_ids.tolist(), name
+            assert np.abs(done.logprobs - expected.logprobs).max() < FP32, name
+            assert done.finish_reason is expected.finish_reason
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(sglang: SGLangRig) -> None:
+    requests = [
+        sglang.request(QUESTION, picture(1), tokens=40, size=4, temperature=0.7),
+        sglang.request("read", tokens=40, size=4, temperature=1.3),
+    ]
+    done = sglang.sample(*requests)
+    for request in requests:
+        completions = [done[request.request_id, index] for index in range(4)]
+        assert all(gap_to(sglang, sglang.initial, request, one) < FP32 for one in completions)
+        assert len({tuple(one.token_ids.tolist()) for one in completions}) == 4
+
+
+def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLangRig) -> None:
+    """Its row has tokens that another reading of its text would not give, between two images."""
+    sizes = (picture(1), picture(2, 56, 84))
+    parts = [encoded_prompt(sglang.processor, QUESTION, image) for image in sizes]
+    sampled = np.asarray([72, 101, 108, 108, 111, 300, 7], np.int32)
+    assert sglang.processor.tokenizer.encode(sglang.processor.tokenizer.decode(sampled)) != sampled.tolist()
+
+    def row(name: str, between: np.ndarray) -> np.ndarray:
+        first, second = (getattr(part, name) for part in parts)
+        return np.concatenate([first, between, second])
+
+    prompt = dataclasses.replace(
+        parts[0],
+        row_id="two turns",
+        token_ids=row("token_ids", sampled),
+        unexpanded_ids=row("unexpanded_ids", sampled),
+        token_types=row("token_types", np.zeros_like(sampled)),
+        image_grids=np.concatenate([part.image_grids for part in parts]),
+        image_hashes=parts[0].image_hashes + parts[1].image_hashes,
+        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
+    )
+    plain = sglang.request(QUESTION, *sizes, tokens=12, temperature=1.0)
+    request = dataclasses.replace(plain, prompt=prompt, stream=(0, 1))
+    done = sglang.sample(request)[request.request_id, 0]
+    assert gap_to(sglang, sglang.initial, request, done) < FP32
+
+
+def test_orders_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
+    plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops(sglang))
+    other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
+    orders = (
+        TrajectoryOrder(),
+        TrajectoryOrder(prefix=hint),
+        TrajectoryOrder(prefix=(31, 7)),
+        TrajectoryOrder(greedy=True),
+        TrajectoryOrder(greedy=True, prefix=hint, images=other.image_hashes),
+    )
+    seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
+    request = dataclasses.replace(plain, request_id=700, orders=orders, seen=seen)
+    ours = sglang.sample(request)
+    assert ours[700, 2].token_ids.tolist() == [31, 7]
+    theirs = sglang.run(all_of(HFEngine(sglang.config, sglang.processor), [request]))
+    for index, order in enumerate(orders):
+        done, count = ours[700, index], len(order.prefix)
+        assert tuple(done.token_ids[:count].tolist()) == order.prefix
+        assert not done.logprobs[:count].any()
+        assert len(done.token_ids) <= 16
+        if order.greedy:
+            assert done.token_ids.tolist() == theirs[700, index].token_ids.tolist()
+            assert np.abs(done.logprobs - theirs[700, index].logprobs).max() < FP32
+        elif index != 2:
+            policies = dict.fromkeys(done.versions.tolist(), sglang.initial)
+            assert gaps(sglang.config, policies, request, done)[count:].max() < FP32
+
+
+def test_a_stop_id_ends_a_completion_and_belongs_to_it(sglang: SGLangRig) -> None:
+    free = sglang.request(QUESTION, picture(1), tokens=20)
+    ids = sglang.sample(free)[free.request_id, 0].token_ids.tolist()
+    stop = int(ids[9])
+    stopped = sglang.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
+    done = sglang.sample(stopped)[stopped.request_id, 0]
+    assert done.token_ids.tolist() == ids[: ids.index(stop) + 1]
+    assert done.finish_reason is FinishReason.STOP
+
+
+def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(sglang: SGLangRig) -> None:
+    banned = sglang.processor.placeholder_ids
+    (tied,) = [name for name in sglang.initial if "embed_tokens" in name]
+    head = torch.zeros_like(sglang.initial[tied])  # what is said is a sum of the images
+    wish = 1000 * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
+    head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
+    sglang.run(sglang.update({**sglang.initial, tied: head}))
+    requests = [
+        sglang.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
+        sglang.request(QUESTION, picture(1), tokens=50, temperature=0),
+    ]
+    for done in sglang.sample(*requests).values():
+        assert not set(done.token_ids.tolist()) & set(banned)
+        np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+
+
+def test_what_it_cannot_honour_is_refused_with_the_reason_and_alone(sglang: SGLangRig) -> None:
+    good = sglang.request("read", tokens=3)
+    film = dataclasses.replace(sglang.request(QUESTION), videos=(VideoFrames((picture(1),), 1.0),))
+    wrong = {
+        r"allows image placeholder ids \[\d+": sglang.request(QUESTION, picture(1), banned_token_ids=()),
+        "top_p 0.9, top_k 0 and min_p 0, and SGLang's": sglang.request(QUESTION, temperature=0.7, top_p=0.9),
+        "has videos, which the sglang engine does not": film,
+        r"row .* are more than the \d+ that SGLang": sglang.request(QUESTION, tokens=5000),
+    }
+
+    async def beside_it() -> list[Any]:
+        return [item async for item in sglang.engine.generate([*wrong.values(), good])]
+
+    *failed, done = sglang.run(beside_it())
+    for one, message in zip(failed, wrong, strict=True):
+        with pytest.raises(UserError, match=message):
+            raise one.error
+    assert (done.request_id, len(done.token_ids)) == (good.request_id, 3)
+
+
+def test_a_prompt_that_sglang_expands_otherwise_names_its_row(sglang: SGLangRig) -> None:
+    request = sglang.request(QUESTION, picture(1), picture(2), tokens=2)
+    square = dataclasses.replace(request, images=(picture(1), picture(2, 28, 28)))
+    with pytest.raises(UserError, match=rf"{request.prompt.row_id}: SGLang and the processor make .* at position"):
+        sglang.sample(square)
+
+
+def test_closing_the_iterator_aborts_what_still_runs(sglang: SGLangRig) -> None:
+    async def take_one() -> Completion:
+        long = [sglang.request(QUESTION, picture(n), tokens=300, size=4, temperature=1.0) for n in range(3)]
+        completions = sglang.engine.generate([sglang.request("read", tokens=2), *long])
+        done = await anext(completions)
+        await completions.aclose()
+        return done
+
+    assert len(sglang.run(take_one()).token_ids) == 2
+    assert sglang.engine.usage.sequences_running == 0
+    assert len(sglang.answers) == 1
+
+    async def nothing_is_left() -> None:
+        assert sglang.engine._client is not None
+        while True:
+            with suppress(SGLangRefused):  # while anything runs; a sequence ends at its next token
+                return await sglang.engine._client.call("/flush_cache", timeout_s=10)
+            await asyncio.sleep(0.05)
+
+    sglang.run(nothing_is_left(), timeout_s=5)
+
+
+def test_what_is_interrupted_goes_on_behind_its_own_tokens(sglang: SGLangRig) -> None:
+    request = sglang.request(QUESTION, picture(1), tokens=300, size=3, temperature=0.8)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        work = asyncio.create_task(complete_all(sglang.engine, [request]))
+        await sglang.complete([sglang.request("read", tokens=40)])
+        await sglang.engine.interrupt([request.request_id])
+        begun = await work
+        partial = partial_of(begun)
+        going_on = dataclasses.replace(request, request_id=710, partial=partial)
+        return begun, [done.behind(partial) for done in await complete_all(sglang.engine, [going_on])]
+
+    begun, done = sglang.run(scenario())
+    assert all(start.finish_reason is None and len(start.token_ids) for start in begun)
+    ends = {completion.index: completion for completion in done}
+    for start in begun:
+        end, count = ends[start.index], len(start.token_ids)
+        assert end.finish_reason is FinishReason.LENGTH
+        assert len(end.token_ids) == 300
+        assert end.token_ids[:count].tolist() == start.token_ids.tolist()
+        assert end.logprobs[:count].tolist() == start.logprobs.tolist()
+        assert gap_to(sglang, sglang.initial, request, end) < FP32
+
+
+# --- new weights under running sequences ---------------------------------------------------------
+
+
+def test_recompute_gives_every_token_the_policy_of_its_version_by_sglangs_own_record(sglang: SGLangRig) -> None:
+    requests = [
+        sglang.request(QUESTION, picture(1), picture(2), tokens=300, size=2, temperature=0.8),
+        sglang.request("read", tokens=300, size=2, temperature=0.8),
+    ]
+    old, new, pause = sglang.version, moved(sglang.initial, 1), sglang.engine.usage.update_pause_s
+    done = sglang.run(sglang.update_after(new, 60, requests))
+    policies = {old: sglang.initial, sglang.version: new}
+    records = {answer["meta_info"]["id"].rpartition("-")[0]: answer["meta_info"] for answer in sglang.answers}
+    for request in requests:
+        for index in range(2):
+            completion = done[request.request_id, index]
+            spans = records[f"{request.request_id}-{index}"]["weight_versions"]
+            assert completion.versions.tolist() == [
+                int(span["version"]) for span in spans for _ in range(span["start"], span["end"])
+            ]
+            assert set(completion.versions.tolist()) == {old, old + 1}
+            assert completion.kv_versions is None
+            assert gaps(sglang.config, policies, request, completion).max() < FP32
+    assert 0 < sglang.engine.usage.update_pause_s - pause < 10
+
+
+def test_nothing_of_an_old_policy_is_served_from_a_cache(sglang: SGLangRig) -> None:
+    request = sglang.request("read 0 1 2 3 4 5 6 7 8 9 " * 4, picture(5), tokens=8)
+    for seed, part in ((4, "visual"), (5, "language_model"), (6, "visual")):
+        sglang.sample(request)  # fills the caches of prefixes and images
+        new = moved(sglang.initial, seed, only=part, by=0.5)
+        sglang.run(sglang.update(new))
+        assert gap_to(sglang, new, request, sglang.sample(request)[request.request_id, 0]) < FP32
+
+
+def test_an_image_of_a_running_sequence_is_seen_by_the_new_vision_tower(sglang: SGLangRig) -> None:
+    request = sglang.request(QUESTION, picture(5), tokens=300, temperature=0.8)
+    old, new = sglang.version, moved(sglang.initial, 7, only="visual", by=0.5)
+    (done,) = sglang.run(sglang.update_after(new, 60, [request])).values()
+    assert set(done.versions.tolist()) == {old, old + 1}
+    assert gaps(sglang.config, {old: sglang.initial, old + 1: new}, request, done).max() < FP32
+
+
+def test_drain_finishes_what_runs_with_the_old_policy(sglang: SGLangRig) -> None:
+    sglang.mode("drain")
+    request = sglang.request(QUESTION, picture(1), tokens=200, size=2, temperature=0.8)
+    old, new = sglang.version, moved(sglang.initial, 3)
+    done = sglang.run(sglang.update_after(new, 40, [request]))
+    assert {int(v) for c in done.values() for v in c.versions} == {old}
+    assert sglang.engine.version == old + 1
+    later = dataclasses.replace(request, request_id=903)
+    assert gap_to(sglang, new, later, sglang.sample(later)[903, 0]) < FP32
+
+
+# --- metrics, sleep and damage -----------------------------------------------------------------------
+
+
+def test_its_own_metrics_are_among_the_servers(sglang: SGLangRig) -> None:
+    sglang.sample(sglang.request("read", tokens=3))
+    families = {family.name: family for family in REGISTRY.collect() if family.name.startswith("sglang:")}
+    assert sum(sample.value for sample in families["sglang:generation_tokens"].samples) >= 3
+    assert "sglang:token_usage" in families
+
+
+def test_it_wakes_up_as_it_was_and_what_comes_meanwhile_waits(sglang: SGLangRig) -> None:
+    request = sglang.request(QUESTION, picture(1), tokens=8)
+    before = sglang.sample(request)[request.request_id, 0]
+
+    async def scenario() -> Completion:
+        await sglang.engine.sleep()
+        with pytest.raises(BadStateError, match="the sglang engine is asleep: wake it before it takes new weights"):
+            await sglang.update(sglang.initial)
+        sampling = asyncio.create_task(sglang.complete([dataclasses.replace(request, request_id=904)]))
+        await asyncio.sleep(0.2)
+        assert not sampling.done()
+        await sglang.engine.wake()
+        return (await sampling)[904, 0]
+
+    after = sglang.run(scenario())
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert np.abs(after.logprobs - before.logprobs).max() < FP32
+
+
+def test_a_version_that_it_cannot_load_ends_the_engine_and_nothing_of_a_dead_one_stays(sglang: SGLangRig) -> None:
+    assert sglang.engine._process is not None
+    leader = sglang.engine._process.pid
+    group = [process for process in psutil.process_iter() if os.getpgid(process.pid) == leader]
+    assert len(group) >= 3  # HTTP server, scheduler, detokenizer
+    (scheduler,) = [process for process in group if "scheduler" in " ".join(process.cmdline())]
+
+    async def scenario() -> None:
+        task = asyncio.create_task(sglang.complete([sglang.request(QUESTION, tokens=380, temperature=1.0)]))
+        await sglang.complete([sglang.request("read", tokens=5)])
+        name = next(name for name in sglang.initial if name.endswith("embed_tokens.weight"))
+        broken = {**sglang.initial, name: sglang.initial[name][:, 1:]}
+        manifest = sglang.publish(broken)
+        with pytest.raises(Exception, match="SGLang"):
+            await sglang.engine.update_weights(manifest.version, ArrivedWeights(manifest, pieces_of(broken)))
+        with pytest.raises(EngineDied):
+            await task
+        with pytest.raises(EngineDied, match="SGLang"):
+            await sglang.complete([sglang.request("read", tokens=2)])
+        with pytest.raises(EngineDied, match="SGLang"):
+            await sglang.update(sglang.initial)
+        sglang.engine._failure = None
+        with suppress(psutil.NoSuchProcess):
+            scheduler.kill()
+        with pytest.raises(EngineDied, match=r"SGLang's server .*\. Its last output"):
+            await until_noticed(sglang)
+        await sglang.engine.close()
+
+    sglang.run(scenario())
+    _, alive = psutil.wait_procs(group, timeout=10)
+    assert not alive
+
+
+async def until_noticed(sglang: SGLangRig) -> None:
+    while True:
+        sglang.engine.check_alive()
+        await asyncio.sleep(0.05)
+
+
+def pieces_of(weights: dict[str, torch.Tensor]) -> dict[str, memoryview]:
+    return {name: memoryview(tensor.contiguous().view(-1).numpy()).cast("B") for name, tensor in weights.items()}
