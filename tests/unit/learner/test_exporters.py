@@ -423,7 +423,10 @@ def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
     )
     lengths = np.asarray([12, 12], np.int32)
     server.produced(group.model_copy(update={"timings": timings, "trajectories": records, "lengths": lengths}))
-    pool: Any = SimpleNamespace(errors={"environment_died": 2}, restarts=1, live=4, parked=3)
+    answers = [("reset", 0.5), ("step", 1.0), ("step", 2.0)]
+    pool: Any = SimpleNamespace(
+        errors={"environment_died": 2}, restarts=1, live=4, parked=3, take_answers=lambda: answers
+    )
     server.environments(pool)
     server.loaded(WeightsLoaded(version=5, channel="shm", transfer_s=0.3, load_s=0.7), nbytes=512)
     server.stopped("learner_left")
@@ -438,6 +441,7 @@ def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
         "limited_trajectories_total": {"limit=turns": 1},
         "environment_errors_total": {"kind=environment_died": 2},
         "environment_trajectories": {"state=live": 4, "state=parked": 3},
+        "environment_answer_seconds_sum": {"do=reset": 0.5, "do=step": 3.0},
         "weight_seconds_sum": {"phase=transfer": 0.3, "phase=load": 0.7},
         "stopped": {"kind=learner_left": 1},
     }.items():
