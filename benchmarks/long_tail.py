@@ -88,8 +88,8 @@ def mixed_speeds(number: int, bounds: Sequence[int]) -> list[Observation]:
     for name, speeds in FLEETS.items():
         workload = at_equal_capacity(replace(BASE, servers=number, speeds=speeds))
         for bound in bounds:
-            for policy, setting in POLICIES.items():
-                observation = simulate(replace(workload, bound=bound, **setting))
+            for policy, changes in POLICIES.items():
+                observation = simulate(replace(workload, bound=bound, **changes))
                 seen.append(observation)
                 base = next(o for o in seen if o.workload.speeds == speeds)  # evenly, at the first bound
                 row(name, bound, policy, *cells(observation, base))

@@ -203,7 +203,9 @@ class GroupProducer:
             if any(completion.finish_reason is None for completion in group.completions.values()):
                 for score in group.scores:
                     score.cancel()
-                return TicketReturned(ticket_id=group.ticket.ticket_id, partial=_partial(group))
+                return TicketReturned(
+                    ticket_id=group.ticket.ticket_id, partial=partial_rollout(group.completions.values())
+                )
             return self._joined(group, generated_at, dict(await asyncio.gather(*group.scores)))
         except Exception as error:
             logger.exception("ticket %d (row %s) failed", group.ticket.ticket_id, group.ticket.prompt.row_id)
@@ -239,8 +241,9 @@ class GroupProducer:
         )
 
 
-def _partial(group: _GroupInProgress) -> PartialRollout:
-    ordered = [group.completions[index] for index in range(group.ticket.group_size)]
+def partial_rollout(completions: Iterable[Completion]) -> PartialRollout:
+    """What there is of a group, finished or not; `completions` are all of its trajectories, in any order."""
+    ordered = sorted(completions, key=lambda completion: completion.index)
     return PartialRollout(
         lengths=np.asarray([len(c.token_ids) for c in ordered], np.int32),
         token_ids=np.concatenate([c.token_ids for c in ordered]),

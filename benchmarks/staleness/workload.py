@@ -84,7 +84,7 @@ class Workload:
         return 0.5 * math.erfc(z / math.sqrt(2))
 
     def config(self, number: int = 0, **network: Any) -> RunConfig:
-        """Of server `number`."""
+        """Configuration of server `number`."""
         script = {
             "mean_length": self.median_length,
             "length_sigma": self.length_sigma,

@@ -158,9 +158,7 @@ class OutstandingTickets:
 
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         """Number of training, or of evaluation tickets that a server has: neither takes room from the other."""
-        with self._lock:
-            entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
-            return sum(server_id in entry.holders for entry in entries)
+        return self.held(is_training=is_training)[server_id]
 
     def held(self, *, is_training: bool) -> Counter[str]:
         """`held_of_kind` of all servers at once."""

@@ -21,6 +21,7 @@ from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
 _PARTIAL_FRAMES = 5
+"""Columns of a partial rollout."""
 _BLOB_ENTRY_BYTES = 128
 """Header bytes for each image: its hash and where its frame is."""
 

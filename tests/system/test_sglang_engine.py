@@ -22,11 +22,11 @@ from protocol.messages import FinishReason, Sampling, TrajectoryOrder
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.client import SGLangRefused
+from rollout_server.group_producer import partial_rollout
 from rollout_server.weights.staging import ArrivedWeights
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
-from tests.unit.rollout_server.test_partial_rollouts import partial_of
 
 pytestmark = NEEDS_SGLANG
 
@@ -233,7 +233,7 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens(sglang: SGLangRig) ->
         await sglang.complete([sglang.request("read", tokens=40)])
         await sglang.engine.interrupt([request.request_id])
         begun = await work
-        partial = partial_of(begun)
+        partial = partial_rollout(begun)
         going_on = dataclasses.replace(request, request_id=710, partial=partial)
         return begun, [done.behind(partial) for done in await complete_all(sglang.engine, [going_on])]
 

@@ -19,10 +19,10 @@ from protocol.messages import FinishReason, Sampling, TrajectoryOrder
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.start import engine_arguments
+from rollout_server.group_producer import partial_rollout
 from rollout_server.weights.staging import ArrivedWeights
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
-from tests.unit.rollout_server.test_partial_rollouts import partial_of
 
 pytestmark = NEEDS_VLLM
 
@@ -105,7 +105,7 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
             await asyncio.sleep(0.001)
         await rig.engine.interrupt([request.request_id])
         begun = [done for done in await work if done.request_id == request.request_id]
-        partial = partial_of(begun)
+        partial = partial_rollout(begun)
         going_on = dataclasses.replace(request, request_id=710, partial=partial)
         return begun, [done.behind(partial) for done in await complete_all(rig.engine, [going_on])]
 

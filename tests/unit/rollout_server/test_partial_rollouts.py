@@ -11,10 +11,10 @@ import pytest
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryOrder
-from rollout_server.engines.base import Completion, GenerationRequest, kv_versions_column
+from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.group_producer import GroupProducer, partial_rollout
 from tests.rigs.policies import (
     MakeConfig,
     complete_all,
@@ -30,17 +30,6 @@ from tests.unit.rollout_server.test_engine_death import written
 __all__ = ["prompts"]
 STOP = 7
 DONE, HINT = (31, 32, STOP), (21, 22, 23)
-
-
-def partial_of(done: list[Completion]) -> PartialRollout:
-    ordered = sorted(done, key=lambda completion: completion.index)
-    return PartialRollout(
-        lengths=np.asarray([len(c.token_ids) for c in ordered], np.int32),
-        token_ids=np.concatenate([c.token_ids for c in ordered]),
-        logprobs=np.concatenate([c.logprobs for c in ordered]),
-        versions=np.concatenate([c.versions for c in ordered]),
-        kv_versions=kv_versions_column(ordered),
-    )
 
 
 async def interrupted(engine: HFEngine, *requests: GenerationRequest, tokens: int) -> list[Completion]:
@@ -75,7 +64,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
         await second.start()
         whole = await complete_all(second, [request])
         begun = await interrupted(first, request, neighbour, tokens=24)
-        going_on = replace(request, partial=partial_of(begun))
+        going_on = replace(request, partial=partial_rollout(begun))
         same = await complete_all(second, [going_on])
         await second.update_weights(1, policies[1].items())
         newer = await complete_all(second, [going_on])
@@ -84,7 +73,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
         return whole, begun, same, newer
 
     whole, begun, same, newer = asyncio.run(asyncio.wait_for(scenario(), 120))
-    partial = partial_of(begun)
+    partial = partial_rollout(begun)
     in_order = [sorted(done, key=lambda c: c.index) for done in (whole, begun, same, newer)]
     assert any(c.finish_reason is None and len(c.token_ids) > len(orders[c.index].prefix) for c in begun)
     for uninterrupted, start, end, changed in zip(*in_order, strict=True):
