@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,16 @@ def steps_of(run: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
+def sampled_tokens(config: RunConfig) -> float:
+    """The server's own count; 0 before it answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{config.telemetry.rollout_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return 0.0
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("asyncrl_rollout_tokens_total"))
+
+
 def test_a_wall_clock_that_jumps_by_days_changes_nothing(
     make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,11 +124,11 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
     file = write_config(config, run)
     second = config.telemetry.model_copy(update={"rollout_port": 0})
     other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
-    learner, leaving, staying = start("learner", file), start("rollout_server", file), start("rollout_server", other)
+    learner, staying = start("learner", file), start("rollout_server", other)
+    leaving = start("rollout_server", file, "rollout.engine_args.seconds_per_token=1.0")  # is in the middle for seconds
     said, theirs = run / "learner.log", run / "rollout_server.log"
     with running(learner, leaving, staying):
-        wait_until(lambda: said.read_text().count("is welcome") == 2, "two servers", run)
-        wait_until(lambda: steps_of(run) >= 3, "three steps", run)
+        wait_until(lambda: sampled_tokens(config) > 0, "its first token", run)
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(timeout=20) == 130, logs(run)
         assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
