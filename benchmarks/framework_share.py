@@ -33,6 +33,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo import data as demo_data
 from asyncrl.demo import model as demo_model
 from asyncrl.models import output_head
+from asyncrl.models.devices import keep_freed_memory
 from learner import service
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
@@ -132,6 +133,7 @@ def run(folder: Path, length: int, steps: int, overrides: list[str]) -> Meter:
     )
     file = folder / f"config-{length}.yaml"
     file.write_text(dump_config(config))
+    keep_freed_memory()  # as `python -m learner` does
     meter = Meter()
     undo = [meter.watch(owner, name, part) for part, places in PARTS.items() for owner, name in places]
     with (folder / "server.log").open("w") as log:

@@ -43,6 +43,11 @@ def _follow(config: RunConfig) -> None:
 def _set_up(config: RunConfig) -> None:
     import torch
 
+    from asyncrl.config.device_rules import meant_device
+    from asyncrl.models.devices import keep_freed_memory
+
+    if config.trainer.mode == "async" and meant_device(config.learner.device, cuda=torch.cuda.is_available()) == "cpu":
+        keep_freed_memory()
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)

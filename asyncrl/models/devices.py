@@ -42,6 +42,7 @@ TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
 """The same for float32 with a GPU: vLLM's attention is in Triton there, which multiplies float32 numbers in TF32. Its
 factors have three bits more than bfloat16's."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def resolve_device(name: str, setting: str = "device") -> torch.device:
@@ -178,6 +179,17 @@ def free_caches(device: torch.device) -> None:
         torch.cuda.empty_cache()
     if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to a GiB of what is freed, and all blocks below 32 MiB, for what is taken next.
+
+    A training step on a CPU frees and takes the same memory again: given back in between, each of its pages costs a
+    fault. Only glibc has these numbers (malloc.h); elsewhere nothing changes.
+    """
+    if _LIBC is not None and hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(_TRIM_THRESHOLD, 1 << 30)
+        _LIBC.mallopt(_MMAP_THRESHOLD, 32 << 20)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -50,12 +50,14 @@ def segments(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], list[tuple
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:
     """Batch sequences of similar length, by their indices, shortest first."""
+    order = np.argsort(lengths, kind="stable")
+    sizes = np.asarray(lengths)[order] + SLACK
     parts: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if parts and lengths[i] + SLACK <= WASTE * (lengths[parts[-1][0]] + SLACK):
-            parts[-1].append(i)
-        else:
-            parts.append([i])
+    begin = 0
+    while begin < len(order):
+        end = int(np.searchsorted(sizes, WASTE * sizes[begin], side="right"))
+        parts.append(order[begin:end].tolist())
+        begin = end
     return parts
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class TrainGroup:
     def whole_prompt(self) -> EncodedPrompt:
         return self.encode() if self.encode else self.prompt
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Packed input tokens."""
         return len(self.prompt.token_ids) + sum(len(c.token_ids) - 1 for c in self.completions)
