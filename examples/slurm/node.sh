@@ -1,18 +1,20 @@
 #!/bin/bash
 # What train.sbatch runs on each node: on the first the learner with its first LEARNER_GPUS GPUs, one for each rank, and
-# on every GPU left a rollout server.
+# on every GPU left a rollout server. LEARNER_GPUS=0: servers alone, of a learner elsewhere.
 set -euo pipefail
 network=(network.host="$LEARNER_NODE" network.control_port="$CONTROL_PORT" network.weights_port="$WEIGHTS_PORT"
   network.keys_dir="$KEYS")
 servers=()
 learner=""
 learner_gpus="${LEARNER_GPUS:-1}"
-serve() { # on GPU $1; again where it waited in vain for a learner that is not up yet (3: a wait ran out)
+gpus="${SLURM_GPUS_ON_NODE:-1}"
+IFS=, read -ra gpu_names <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}" # those that the job may use
+serve() { # on the job's GPU $1; again where it waited in vain for a learner that is not up yet (3: a wait ran out)
   local gpu="$1" attempt code=0 server=""
   shift
   trap 'kill -TERM $server 2>/dev/null || true; wait; exit 143' TERM
   for attempt in {1..50}; do
-    CUDA_VISIBLE_DEVICES="$gpu" "$ASYNCRL" rollout "$CONFIG" "${network[@]}" \
+    CUDA_VISIBLE_DEVICES="${gpu_names[gpu]}" "$ASYNCRL" rollout "$CONFIG" "${network[@]}" \
       telemetry.rollout_port="$((FIRST_METRICS_PORT + gpu))" "$@" &
     server=$!
     code=0
@@ -26,16 +28,16 @@ serve() { # on GPU $1; again where it waited in vain for a learner that is not u
 }
 trap 'kill -TERM $learner "${servers[@]}" 2>/dev/null || true' TERM INT EXIT
 
-if [ "${SLURM_NODEID:-0}" = 0 ]; then
+if [ "${SLURM_NODEID:-0}" = 0 ] && [ "$learner_gpus" -gt 0 ]; then
   ranks=()
   if [ "$learner_gpus" -gt 1 ]; then
     ranks=(learner.engine=fsdp2 learner.num_processes="$learner_gpus")
   fi
-  CUDA_VISIBLE_DEVICES="$(seq -s, 0 $((learner_gpus - 1)))" \
+  CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpu_names[*]:0:learner_gpus}")" \
     "$ASYNCRL" learn "$CONFIG" --unattended "${network[@]}" "${ranks[@]}" "$@" &
   learner=$!
 fi
-for ((gpu = ${learner:+$learner_gpus}+0; gpu < ${SLURM_GPUS_ON_NODE:-1}; gpu++)); do
+for ((gpu = ${learner:+$learner_gpus}+0; gpu < gpus; gpu++)); do
   serve "$gpu" "$@" &
   servers+=($!)
 done

@@ -1,4 +1,4 @@
-"""The files in examples/slurm and examples/kubernetes: what can be known of them without a cluster."""
+"""The files in examples/slurm, kubernetes and skypilot: what can be known of them without a cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import psutil
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from tests.rigs.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "slurm"
 KUBERNETES = ROOT / "examples" / "kubernetes" / "asyncrl.yaml"
+AUTOSCALED = KUBERNETES.with_name("autoscaled-rollout.yaml")
 STAND_IN = """#!/bin/bash
 echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
 [ "$1" = learn ] && exit "${LEARNER_CODE:-0}"
@@ -34,13 +36,32 @@ sleep 30 & wait $!
 """
 
 
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(KUBERNETES.read_text()))
+def documents(file: Path = KUBERNETES) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(file.read_text()))
 
 
 def container(document: dict[str, Any]) -> dict[str, Any]:
     [only] = document["spec"]["template"]["spec"]["containers"]
     return only
+
+
+@pytest.mark.parametrize("file", [KUBERNETES, AUTOSCALED], ids=lambda file: file.stem)
+def test_manifests_are_what_kubernetes_takes(file: Path) -> None:
+    for document in documents(file):
+        kubernetes_validate.validate(document, "1.34", strict=True)
+
+
+def test_the_autoscaler_scales_the_servers_on_a_metric_that_they_have() -> None:
+    deployment, scaler = documents(AUTOSCALED)
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (deployment["kind"], deployment["metadata"]["name"])
+    pods = deployment["spec"]["template"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    of_job = documents()[2]["spec"]["template"]
+    assert pods == {**of_job, "spec": {key: value for key, value in of_job["spec"].items() if key != "restartPolicy"}}
+    (rule,) = yaml.safe_load(AUTOSCALED.with_name("prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert rule["name"]["as"] == scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert rule["seriesQuery"].partition("{")[0] in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_the_manifest_has_a_service_a_learner_and_servers() -> None:
@@ -128,6 +149,30 @@ def test_a_learner_of_several_ranks_has_as_many_gpus(tmp_path: Path) -> None:
     assert {call.split()[0] for call in calls if " rollout " in call} <= {"2"}
 
 
+def test_an_array_job_has_servers_alone_on_the_gpus_that_it_was_given(tmp_path: Path) -> None:
+    mine = {"CUDA_VISIBLE_DEVICES": "5,7", "SLURM_GPUS_ON_NODE": "2", "FIRST_METRICS_PORT": "9110"}
+    code, calls = run_node(tmp_path, 0, LEARNER_GPUS="0", SERVER_CODE="0", **mine)
+    assert code == 0
+    assert [(call.split()[:2], call.split()[-2]) for call in calls] == [
+        (["5", "rollout"], "telemetry.rollout_port=9110"),
+        (["7", "rollout"], "telemetry.rollout_port=9111"),
+    ]
+
+
+def test_machines_of_skypilot_have_the_roles_of_a_slurm_job(tmp_path: Path) -> None:
+    task = yaml.safe_load((ROOT / "examples" / "skypilot" / "train.yaml").read_text())
+    said = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "2", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    stand_in, calls = tmp_path / "asyncrl", tmp_path / "calls"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, **task["envs"], **said, "PATH": path, "CALLS": str(calls), "SERVER_CODE": "0"}
+    subprocess.run(["bash", "-c", task["run"]], env=environment, cwd=ROOT, check=True, timeout=20)
+    assert sorted(line.split()[:4] for line in calls.read_text().splitlines()) == [
+        [gpu, "rollout", "my_run.yaml", "network.host=10.0.0.5"] for gpu in ("0", "1")
+    ]
+
+
 def test_the_manifests_ranks_are_words_that_a_learner_takes() -> None:
     words = re.findall(r"^ *# - (learner\.\S+)$", KUBERNETES.read_text(), re.MULTILINE)
     learner = load_config(GRPO, words).learner
@@ -170,7 +215,7 @@ def _serves(process: psutil.Process) -> bool:
 
 
 def test_slurm_scripts_are_bash_and_name_keys_that_exist() -> None:
-    for script in (SLURM / "train.sbatch", SLURM / "node.sh"):
+    for script in SLURM.iterdir():
         subprocess.run(["bash", "-n", str(script)], check=True)
         for word in script.read_text().split():
             name, equals, _ = word.lstrip("(").partition("=")
