@@ -243,7 +243,8 @@ def lasting_settings(
         settings |= {name: attrgetter(name)(config) for name in (*names, "data.target_key", "data.max_response_length")}
     if config.environment.is_used:
         asked = config.environment.model_dump(mode="json", include={"name", "tools", "config", "limits", "call_format"})
-        settings["environment"] = json.dumps(asked, sort_keys=True)
+        rewriting = config.environment.model_dump(include={"history", "keep_images"}, exclude_defaults=True)
+        settings["environment"] = json.dumps(asked | rewriting, sort_keys=True)
         if processor.shown_tools:
             settings[TOOLS] = processor.shown_tools.as_json
     if adapter is not None:

@@ -26,7 +26,8 @@ from asyncrl.environments.recording import recorded, recorded_calls, recorded_in
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from asyncrl.models.history import History, Shown
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.rows import joined_row, sampled_piece
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import plain_text, sample_of
@@ -93,6 +94,9 @@ class _Trajectory:
     """None when it is closed."""
     turns: list[Turn] = field(default_factory=list)
     pieces: list[EncodedPrompt] = field(default_factory=list)
+    """Of all segments."""
+    context: int = 0
+    """Tokens at their end with which a new segment has begun, until a turn follows."""
     images: list[bytes] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
@@ -112,7 +116,7 @@ class _Trajectory:
     def add_turn(self, sampled: Completion) -> None:
         start = self.length
         self.pieces.append(sampled_piece(sampled.token_ids))
-        self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason))
+        self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason, context=self.context))
         self.logprobs.append(sampled.logprobs)
         self.versions.append(sampled.versions)
         self.kv_versions.append(sampled.versions if sampled.kv_versions is None else sampled.kv_versions)
@@ -122,14 +126,14 @@ class _Trajectory:
         """Say more of the last turn."""
         self.turns[-1] = self.turns[-1].model_copy(update=changes)
 
-    def add_observation(self, observation: Observation, bridge: EncodedPrompt) -> None:
-        self.describe_turn(observation=recorded(observation, bridge.image_grids))
-        self.pieces.append(bridge)
+    def add_observation(self, observation: Observation, shown: Shown) -> None:
+        self.describe_turn(observation=recorded(observation, shown.pieces[-1].image_grids))
+        self.pieces += shown.pieces
+        self.context = shown.context
         self.images += observation.images
-        count = len(bridge.token_ids)
-        self.logprobs.append(np.zeros(count, np.float32))
+        self.logprobs.append(np.zeros(shown.num_tokens, np.float32))
         for column in (self.versions, self.kv_versions):
-            column.append(np.full(count, column[-1][-1], np.int32))
+            column.append(np.full(shown.num_tokens, column[-1][-1], np.int32))
 
     async def close(self) -> None:
         """Close the environment, once; what goes wrong there concerns nobody but the log."""
@@ -143,6 +147,7 @@ class _Trajectory:
     def begin_anew(self, environment: Environment) -> None:
         """Forget all turns, for another try."""
         self.environment, self.failure, self.limit, self.has_kv_versions = environment, None, "", False
+        self.context = 0
         for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
             column.clear()
 
@@ -195,17 +200,17 @@ class _Ticket:
         room = min(self.limits.tokens_per_turn, self.ticket.sampling.max_new_tokens - length)
         return self.ticket.sampling.model_copy(update={"max_new_tokens": room})
 
-    def later_turn(self, trajectory: _Trajectory) -> GenerationRequest:
-        """The request for the next turn of a trajectory, whose prompt is all tokens before it."""
+    def later_turn(self, trajectory: _Trajectory, history: History) -> GenerationRequest:
+        """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
         order = self.ticket.order(trajectory.index)
         prompt = self.first.prompt
         assert isinstance(prompt, EncodedPrompt)
         return replace(
             self.first,
-            prompt=joined_row(prompt, trajectory.pieces),
+            prompt=joined_row(prompt, history.pieces),
             group_size=1,
             sampling=self.sampling(trajectory.length),
-            images=(*self.first.images, *trajectory.images),
+            images=(*self.first.images, *history.images),
             orders=(order,) if order != NO_ORDER else (),
             stream=(trajectory.index, len(trajectory.turns)),
         )
@@ -302,7 +307,7 @@ class ConversationProducer:
         most = min(limits.tokens_per_turn, ticket.sampling.max_new_tokens)
         first = GenerationRequest(
             request_id=ticket.ticket_id,
-            prompt=_with_pixels(prepare(prompt, found)),
+            prompt=EncodedPrompt.of(prepare(prompt, found)),
             group_size=ticket.group_size,
             seed=ticket.seed,
             sampling=ticket.sampling.model_copy(update={"max_new_tokens": most}),
@@ -357,22 +362,27 @@ class ConversationProducer:
 
     async def _take_turns(self, opened: _Ticket, trajectory: _Trajectory, turn: Completion) -> None:
         """Take turns until policy, environment or a limit ends them."""
+        history = History(opened.bridge, opened.limits, pixels=self._engine.takes_pixels)
         while True:
             trajectory.add_turn(turn)
+            history.add_turn(turn.token_ids)
             trajectory.text = self._processor.decode(turn.token_ids)
             if turn.finish_reason is FinishReason.LENGTH:  # what was cut off is no answer and no call
                 break
-            answered = await self._answer(opened, trajectory)
+            answered = await self._answer(opened, trajectory, history)
             if answered is None:
                 break
             trajectory.add_observation(*answered)
-            (sampled,) = [item async for item in opened.turns.sample(opened.later_turn(trajectory))]
+            history.show(*answered)
+            (sampled,) = [item async for item in opened.turns.sample(opened.later_turn(trajectory, history))]
             if isinstance(sampled, FailedRequest):
                 raise sampled.error
             turn = sampled
 
-    async def _answer(self, opened: _Ticket, trajectory: _Trajectory) -> tuple[Observation, EncodedPrompt] | None:
-        """What the environment shows after a turn, and its bridge; None where the trajectory has ended."""
+    async def _answer(
+        self, opened: _Ticket, trajectory: _Trajectory, history: History
+    ) -> tuple[Observation, Shown] | None:
+        """What the environment shows after a turn, and its tokens; None where the trajectory has ended."""
         began = time.monotonic()
         assert trajectory.environment is not None, "it is closed at the end of the trajectory"
         try:
@@ -393,15 +403,13 @@ class ConversationProducer:
         if result.done or result.observation is None:
             return None
         observation = self._shortened(result.observation)
-        make = opened.bridge.encode if self._engine.takes_pixels else opened.bridge.measure
-        last = int(trajectory.pieces[-1].token_ids[-1])
         try:
-            bridge = _with_pixels(await asyncio.to_thread(make, last, observation))
+            shown = await asyncio.to_thread(history.after, observation)
         except UserError as error:  # an image that cannot be read
             trajectory.failure = "environment_observation", str(error)
             return None
-        trajectory.limit = self._limit(opened, trajectory, observation, len(bridge.token_ids))
-        return None if trajectory.limit else (observation, bridge)
+        trajectory.limit = self._limit(opened, trajectory, observation, shown.num_tokens)
+        return None if trajectory.limit else (observation, shown)
 
     def _shortened(self, observation: Observation) -> Observation:
         """The observation with as much text as one may have."""
@@ -503,8 +511,3 @@ def _start(ticket: Ticket, images: list[bytes], index: int) -> Start:
         seed=ticket.seed,
         index=index,
     )
-
-
-def _with_pixels(prompt: MeasuredPrompt) -> EncodedPrompt:
-    """The same for an engine that takes no pixels, which are None then."""
-    return prompt if isinstance(prompt, EncodedPrompt) else EncodedPrompt(**vars(prompt))

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from asyncrl.config.sections import Section
 from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
+from protocol.messages.tickets import HistoryRule
 
 OverLimit = Literal["mask", "score", "zero"]
 ShowTools = Literal["auto", "template", "text", "off"]
@@ -23,11 +24,12 @@ class LimitsConfig(Section):
     calls_per_turn: int = Field(default=4, gt=0)
     """Most calls in one turn; each one over it is not run, and its result says so."""
     tokens: int = Field(default=2048, gt=0)
-    """Most tokens behind the prompt, sampled and observed ones together."""
+    """Most tokens behind the prompt, sampled and observed ones together; of all segments, where `history` or
+    `keep_images` makes several: what is shown again counts again, as it is computed again in training."""
     tokens_per_turn: int = Field(default=512, gt=0)
     """Most sampled tokens of one turn."""
     images: int = Field(default=8, ge=0)
-    """Most images in observations."""
+    """Most images in observations; one that later segments show again counts once."""
     image_pixels: int = Field(default=200_704, gt=0)
     """Largest area of an observed image, in pixels; a larger one is scaled down."""
     tool_text_tokens: int = Field(default=512, gt=0)
@@ -74,6 +76,12 @@ class EnvironmentConfig(Section):
     """Settings of the class's own, checked by its `Config`."""
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    history: HistoryRule = "whole"
+    """What a turn sees of the turns before: `whole`, or `strip_thinking`: without what they thought (up to `</think>`).
+    Where this is not what the row of tokens holds, a new segment begins, in which the history is shown again."""
+    keep_images: int = Field(default=0, ge=0)
+    """Images of observations that a turn sees: the newest, and at least all of the last observation. Where an older one
+    is left out a new segment begins. 0 leaves none out."""
     over_limit: OverLimit = "mask"
     """A trajectory that reaches a limit: `score` trains it as it is, `zero` with a score of 0, `mask` counts its score
     in the group and its tokens in the loss's denominators, and does not train it (Mini-o3)."""

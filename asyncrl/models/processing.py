@@ -88,6 +88,11 @@ class EncodedPrompt(MeasuredPrompt):
     masked_pixel_values: torch.Tensor | None = None
     """[patches, features] of the images with parts of them black; None without images, or where nothing asks."""
 
+    @classmethod
+    def of(cls, prompt: MeasuredPrompt) -> EncodedPrompt:
+        """The same, without pixels where none were computed."""
+        return prompt if isinstance(prompt, EncodedPrompt) else cls(**vars(prompt))
+
     @property
     def nbytes(self) -> int:
         pixels = (self.pixel_values, self.video_pixel_values)

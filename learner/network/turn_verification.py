@@ -1,7 +1,8 @@
 """Verification of conversations: between two turns stands exactly what the environment's answer becomes, and no more.
 
-The learner makes each bridge again of the messages and images that the group records, and compares token ids, grids and
-content hashes. Turns tile the sampled tokens: a token is trained if and only if a turn has sampled it.
+The learner makes each bridge again of the messages and images that the group records, and each history that the ticket
+has rewritten, and compares token ids, grids, content hashes and where segments begin. Turns tile the sampled tokens: a
+token is trained if and only if a turn has sampled it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from asyncrl.environments.recording import images_of, observation_of
 from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.history import History
 from protocol.messages import ConversationLimits, FinishReason, Group, Ticket, TrajectoryRecord, TrajectoryStatus, Turn
 
 
@@ -45,19 +47,21 @@ def turn_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> It
             yield f"completion {index}: {problem}"
 
 
-def bridge_problems(group: Group, bridge: TurnBridge | None) -> Iterator[str]:
-    """What a group that was verified before must still be: its bridges those that this chat template makes."""
-    if bridge is None:
+def bridge_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> Iterator[str]:
+    """What a group that was verified before must still be: its bridges and segments those that this chat template and
+    this ticket make."""
+    if bridge is None or ticket.conversation is None:
         return
     for index, record in enumerate(group.trajectories):
-        columns = _columns(group, index)
+        columns, history = _columns(group, index), History(bridge, ticket.conversation, pixels=False)
         for number, (turn, following) in enumerate(pairwise(record.turns)):
-            for problem in _bridge_problems(turn, following.start, columns, group.blobs, bridge):
+            for problem in _between_problems(turn, following, columns, group.blobs, history):
                 yield f"completion {index}: after turn {number} {problem}"
 
 
 def _has_turns(record: TrajectoryRecord) -> bool:
-    return len(record.turns) > 1 or bool(record.limit) or any(t.observation or t.calls or t.info for t in record.turns)
+    said = any(turn.observation or turn.calls or turn.info or turn.context for turn in record.turns)
+    return len(record.turns) > 1 or bool(record.limit) or said
 
 
 def _columns(group: Group, index: int) -> _Columns:
@@ -92,7 +96,9 @@ def _trajectory_problems(
     images = sum(len(images_of(turn.observation)) for turn in record.turns)
     if images > limits.images:
         yield f"it was shown {images} images, over the limit of {limits.images}"
-    start = 0
+    if record.turns[0].context:
+        yield f"its first turn has a history of {record.turns[0].context} tokens"
+    history, start = History(bridge, limits, pixels=False), 0
     for number, turn in enumerate(record.turns):
         if turn.start != start or turn.end <= start:
             yield f"turn {number} has the tokens [{turn.start}, {turn.end}), and what came before it ends at {start}"
@@ -110,7 +116,7 @@ def _trajectory_problems(
         if not turn.end <= start <= length:
             yield f"turn {number + 1} begins at token {start}, inside another or behind the end"
             return
-        for problem in _bridge_problems(turn, start, columns, blobs, bridge):
+        for problem in _between_problems(turn, record.turns[number + 1], columns, blobs, history):
             yield f"after turn {number} {problem}"
     yield from _end_problems(record)
 
@@ -135,31 +141,44 @@ def _turn_problems(turn: Turn, columns: _Columns, ticket: Ticket, limits: Conver
         yield f"has the reward {turn.reward}"
 
 
-def _bridge_problems(
-    turn: Turn, until: int, columns: _Columns, blobs: Mapping[str, memoryview], bridge: TurnBridge
+def _between_problems(
+    turn: Turn, following: Turn, columns: _Columns, blobs: Mapping[str, memoryview], history: History
 ) -> Iterator[str]:
-    """Compare the tokens `[turn.end, until)` with the bridge of the turn's observation."""
+    """Compare the tokens between two turns with the bridge of the observation, or with the history as it is rewritten.
+
+    `history` has the turns before, and goes on with this one.
+    """
+    history.add_turn(columns.token_ids[turn.start : turn.end])
     try:
-        made = bridge.measure(int(columns.token_ids[turn.end - 1]), observation_of(turn.observation, blobs))
+        observation = observation_of(turn.observation, blobs)
+        made = history.after(observation)
     except UserError as error:
         yield str(error)
         return
-    between = slice(turn.end, until)
-    theirs, mine = columns.token_ids[between], made.token_ids
+    history.show(observation, made)
+    if following.context != made.context:
+        yield f"{_segment(following.context)}, and by the ticket's rule {_segment(made.context)}"
+    between = slice(turn.end, following.start)
+    theirs, mine = columns.token_ids[between], np.concatenate([piece.token_ids for piece in made.pieces])
     if theirs.shape != mine.shape or (theirs != mine).any():
         place = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), "their end")
-        yield (
-            f"stand other tokens than those of the recorded observation, from place {place} of the bridge "
-            f"({len(theirs)} ids against {len(mine)})"
-        )
-    grids, own = [list(image.grid) for image in images_of(turn.observation)], made.image_grids.tolist()
+        if made.begins_segment:
+            mine_are = f"the history as it is rewritten, from place {place} of the segment"
+        else:
+            mine_are = f"those of the recorded observation, from place {place} of the bridge"
+        yield f"stand other tokens than {mine_are} ({len(theirs)} ids against {len(mine)})"
+    grids, own = [list(image.grid) for image in images_of(turn.observation)], made.pieces[-1].image_grids.tolist()
     if grids != own:
         yield f"the image grids differ: {grids} against {own}"
     if columns.loss_mask[between].any() or columns.logprobs[between].any():
-        yield "a token of the observation has a loss mask or a log-prob: nobody sampled it"
+        yield "a token of the observation has a loss mask or a log-prob: nobody sampled it there"
     for name, versions in (("version", columns.versions), ("key-value version", columns.kv_versions)):
         if (versions[between] != versions[turn.end - 1]).any():
             yield f"a token of the observation has another {name} than the token before it, {versions[turn.end - 1]}"
+
+
+def _segment(context: int) -> str:
+    return f"a segment of {context} tokens of history begins" if context else "no segment begins"
 
 
 def _end_problems(record: TrajectoryRecord) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -115,7 +116,7 @@ def _videos(piece: EncodedPrompt) -> int:
 
 
 def _shows(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> bool:
-    return shown(group.prompt) > 0 or any(c.observed is not None and shown(c.observed) for c in group.completions)
+    return shown(group.prompt) > 0 or any(map(shown, chain.from_iterable(c.observed for c in group.completions)))
 
 
 def _untrained(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> TrainGroup:
@@ -125,5 +126,5 @@ def _untrained(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> Trai
         first = group.completions[0]
         ids = first.token_ids[:1]
         return replace(group, completions=(Completion(first.row, ids, np.zeros_like(ids)),))
-    showing = min((c for c in group.completions if c.observed and shown(c.observed)), key=lambda c: len(c.token_ids))
+    showing = min((c for c in group.completions if any(map(shown, c.observed))), key=lambda c: len(c.token_ids))
     return replace(group, completions=(replace(showing, loss_mask=np.zeros_like(showing.loss_mask)),))

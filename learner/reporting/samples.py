@@ -54,6 +54,7 @@ def _turns(group: Group, index: int, decode: Decode) -> list[dict[str, Any]]:
         {
             "text": decode(group.token_ids[start + turn.start : start + turn.end]),
             "reward": turn.reward,
+            "context": turn.context,
             "versions": sorted(set(group.versions[start + turn.start : start + turn.end].tolist())),
             "calls": [call.model_dump() for call in turn.calls],
             "info": turn.info,

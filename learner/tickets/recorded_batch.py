@@ -47,8 +47,10 @@ def batch_again(
 
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
-    """Pair a journaled group with its ticket. Raises UserError if their prompts differ, or bridges between turns."""
-    problems = chain(prompt_problems(group, prepared.facts_of(group)), bridge_problems(group, prepared.bridge))
+    """Pair a journaled group with its ticket. Raises UserError where prompts differ, or what stands between turns."""
+    problems = chain(
+        prompt_problems(group, prepared.facts_of(group)), bridge_problems(group, prepared.ticket, prepared.bridge)
+    )
     if problem := next(problems, None):
         raise UserError(
             f"--resume: the journaled group of ticket {group.ticket_id} was not sampled from row "

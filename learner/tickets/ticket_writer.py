@@ -227,8 +227,14 @@ class TicketWriter:
         """Limits of a trajectory of several turns; None where nobody answers."""
         if not self.config.environment.is_used:
             return None
-        limits = self.config.environment.limits
-        return ConversationLimits(turns=limits.turns, tokens_per_turn=limits.tokens_per_turn, images=limits.images)
+        environment, limits = self.config.environment, self.config.environment.limits
+        return ConversationLimits(
+            turns=limits.turns,
+            tokens_per_turn=limits.tokens_per_turn,
+            images=limits.images,
+            history=environment.history,
+            keep_images=environment.keep_images,
+        )
 
 
 def _has_media(cell: Any) -> bool:

@@ -17,7 +17,7 @@ from asyncrl.environments.tool_environment import key_of
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.conversations import describe_conversations
-from learner.training.observations import observed_row
+from learner.training.observations import segments_of
 from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
 
@@ -213,7 +213,7 @@ def make_batch(
         for index, (record, is_out, start, end) in enumerate(rows):
             token_ids, mask = group.token_ids[start:end], loss_mask[start:end]
             if record.status.is_scored and mask.any() and not is_out:
-                completions.append(Completion(len(scores), token_ids, mask, observed_row(item, index)))
+                completions.append(Completion(len(scores), token_ids, mask, segments_of(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
@@ -248,7 +248,7 @@ def _encode(item: ReceivedGroup, processor: PromptProcessor, papo: PapoConfig | 
 
 
 def _measure(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
-    return EncodedPrompt(**vars(processor.measure(item.prompt, item.blobs)))
+    return EncodedPrompt.of(processor.measure(item.prompt, item.blobs))
 
 
 def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ def describe_conversations(records: Sequence[TrajectoryRecord]) -> dict[str, flo
     return {
         "env/turns": float(np.mean(turns)),
         "env/turns_max": float(max(turns)),
+        "env/segments": float(np.mean([len(record.segment_starts) for record in records])),
         **{
             f"env/reward_{'with' if called else 'without'}_calls": float(np.mean(found))
             for called, found in rewards.items()

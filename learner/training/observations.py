@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from asyncrl.environments.recording import images_of, observation_of
-from asyncrl.models.processing import EncodedPrompt
-from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.models.history import History
+from asyncrl.models.rows import joined_row
 from learner.tickets.ticket import ReceivedGroup
+from learner.training.packing import Segment
 
 
-def observed_row(item: ReceivedGroup, index: int) -> EncodedPrompt | None:
-    """The tokens of completion `index` with the images that it was shown; None where all of it is text.
+def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
+    """The segments of completion `index`, with the images that it was shown in each.
 
     Its bridges are made again, with pixels, of the messages and bytes that the group records: no environment is asked.
     What was made lately waits in the processor's cache. The group is verified.
     """
-    turns, bridge = item.group.trajectories[index].turns, item.prepared.bridge
-    if bridge is None or not any(images_of(turn.observation) for turn in turns):
-        return None
+    record, bridge, rule = item.group.trajectories[index], item.prepared.bridge, item.ticket.conversation
+    turns, starts = record.turns, record.segment_starts
+    if bridge is None or rule is None or not any(images_of(turn.observation) for turn in turns):
+        return tuple(map(Segment, starts))
     token_ids = item.group.token_ids[item.group.span(index)]
-    pieces: list[EncodedPrompt] = []
-    for turn in turns:
-        pieces.append(sampled_piece(token_ids[turn.start : turn.end]))
-        if turn.observation:
-            shown = observation_of(turn.observation, item.group.blobs)
-            pieces.append(bridge.encode(int(token_ids[turn.end - 1]), shown))
-    return joined_row(pieces[0], pieces[1:])
+    history, segments = History(bridge, rule, pixels=True), list[Segment]()
+
+    def end_segment() -> None:
+        row = joined_row(history.pieces[0], history.pieces[1:])
+        segments.append(Segment(starts[len(segments)], row if len(row.image_hashes) else None))
+
+    for turn, following in pairwise(turns):
+        history.add_turn(token_ids[turn.start : turn.end])
+        if following.context:
+            end_segment()
+        observation = observation_of(turn.observation, item.group.blobs)
+        history.show(observation, history.after(observation))
+    history.add_turn(token_ids[turns[-1].start : turns[-1].end])
+    end_segment()
+    return tuple(segments)

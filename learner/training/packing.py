@@ -1,7 +1,8 @@
 """Packing of groups into micro-batches: each group's prompt once, then its completions, with the images in them.
 
 See asyncrl/models/shared_prefix.py for the attention between them. The last token of a completion predicts nothing that
-was sampled, so it is a target but no input.
+was sampled, so it is a target but no input. A trajectory whose history was rewritten is packed as several completions,
+its segments, which stay together: losses may weigh whole trajectories.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,16 @@ from asyncrl.models.tiled_images import images_of
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Tokens of a trajectory that see the prompt and each other, up to where the next segment begins."""
+
+    start: int = 0
+    """Its first token."""
+    observed: EncodedPrompt | None = None
+    """The same tokens with the images that an environment showed among them; None: they are all text."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One trajectory to train on. Columns are [T]."""
 
@@ -30,8 +42,23 @@ class Completion:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     """1 on tokens that count in the loss."""
-    observed: EncodedPrompt | None = None
-    """The same tokens with the images that an environment showed among them; None: they are all text."""
+    segments: tuple[Segment, ...] = (Segment(),)
+    """In order; the first one begins with token 0. They are packed like completions of their own."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Packed input tokens: all but the last of each segment."""
+        return len(self.token_ids) - len(self.segments)
+
+    @property
+    def segment_lengths(self) -> list[int]:
+        starts = [segment.start for segment in self.segments]
+        return [end - start for start, end in pairwise([*starts, len(self.token_ids)])]
+
+    @property
+    def observed(self) -> list[EncodedPrompt]:
+        """Segments with images of observations."""
+        return [segment.observed for segment in self.segments if segment.observed is not None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,7 @@ class TrainGroup:
     @cached_property
     def num_tokens(self) -> int:
         """Packed input tokens."""
-        return len(self.prompt.token_ids) + sum(len(c.token_ids) - 1 for c in self.completions)
+        return len(self.prompt.token_ids) + sum(completion.num_inputs for completion in self.completions)
 
 
 @dataclass(frozen=True)
@@ -113,7 +140,7 @@ def split_group(group: TrainGroup, budget: int) -> list[TrainGroup]:
     parts: list[list[Completion]] = []
     tokens = 0
     for completion in group.completions:
-        inputs = len(completion.token_ids) - 1
+        inputs = completion.num_inputs
         if parts and tokens + inputs <= budget:
             parts[-1].append(completion)
             tokens += inputs
@@ -148,32 +175,35 @@ def build_micro_batch(
         prompt_position, next_position = prompt_positions(model, group.prompt)
         tokens = np.concatenate([completion.token_ids for completion in group.completions])
         mask = np.concatenate([completion.loss_mask for completion in group.completions])
-        number, column = flat_rows([len(completion.token_ids) for completion in group.completions])
-        is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each completion
+        segments = [segment for completion in group.completions for segment in completion.segments]
+        number, place = flat_rows([length for c in group.completions for length in c.segment_lengths])
+        is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each segment
         inputs = tokens[is_input]
         ids += [group.prompt.token_ids, inputs]
         types += [group.prompt.token_types, _token_types(group.completions)[is_input]]
-        after_prompt = torch.from_numpy(column + next_position).repeat(prompt_position.shape[0], 1)
-        for place, completion in enumerate(group.completions):
-            if completion.observed is not None:
-                after_prompt[:, number == place] = positions_behind(model, group.prompt, completion.observed)
+        after_prompt = torch.from_numpy(place + next_position).repeat(prompt_position.shape[0], 1)
+        for i, segment in enumerate(segments):
+            if segment.observed is not None:
+                after_prompt[:, number == i] = positions_behind(model, group.prompt, segment.observed)
         positions += [prompt_position, after_prompt[:, is_input]]
         end += len(group.prompt.token_ids)
-        # A token is predicted from the one before it; completions before its own have an input less than tokens.
-        sources = np.where(column == 0, end - 1, end + np.arange(len(tokens)) - number - 1)
+        # A token is predicted from the one before it; segments before its own have an input less than tokens.
+        sources = np.where(place == 0, end - 1, end + np.arange(len(tokens)) - number - 1)
         kept = np.flatnonzero(mask)
         predict_from.append(sources[kept])
         targets.append(tokens[kept])
-        rows.append(np.asarray([completion.row for completion in group.completions])[number[kept]])
+        owner, column = flat_rows([len(completion.token_ids) for completion in group.completions])
+        rows.append(np.asarray([completion.row for completion in group.completions])[owner[kept]])
         columns.append(column[kept])
         end += len(inputs)
-    lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
+    lengths = [
+        (len(g.prompt.token_ids), [length - 1 for c in g.completions for length in c.segment_lengths]) for g in groups
+    ]
     prompts = [group.whole_prompt for group in groups]
     seen = [
         piece
         for group, prompt in zip(groups, prompts, strict=True)
-        for piece in (prompt, *(c.observed for c in group.completions))
-        if piece is not None
+        for piece in (prompt, *(observed for c in group.completions for observed in c.observed))
     ]
     media, media_on = media_inputs(model, seen, _int64(types)[None]), media_on or device
     masked = [prompt.masked_pixel_values for prompt in prompts]
@@ -206,10 +236,15 @@ def build_micro_batch(
 
 def _token_types(completions: Sequence[Completion]) -> np.ndarray:
     """[T] of all completions, one after another: 0 on text, 1 on the tokens of images."""
-    if all(c.observed is None for c in completions):
-        return np.zeros(sum(len(c.token_ids) for c in completions), np.int32)
-    types = (np.zeros_like(c.token_ids) if c.observed is None else c.observed.token_types for c in completions)
-    return np.concatenate(list(types))
+    types = np.zeros(sum(len(c.token_ids) for c in completions), np.int32)
+    first = 0
+    for completion in completions:
+        for segment in completion.segments:
+            if segment.observed is not None:
+                start = first + segment.start
+                types[start : start + len(segment.observed.token_types)] = segment.observed.token_types
+        first += len(completion.token_ids)
+    return types
 
 
 def _masked_pixels(model: Any, pieces: Sequence[EncodedPrompt], types: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import threading
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
-from learner.training.observations import observed_row
+from learner.training.observations import segments_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,11 @@ class PromptsAhead:
             number = item.ticket.ticket_id
             self._encoded[number] = 0
             try:
-                observed = [observed_row(item, index) for index in range(len(item.group.trajectories))]
+                observed = [segments_of(item, index) for index in range(len(item.group.trajectories))]
                 prompt = self._processor.encode(item.prompt, item.blobs)
-                self._encoded[number] = prompt.nbytes + sum(row.nbytes for row in observed if row)
+                self._encoded[number] = prompt.nbytes + sum(
+                    s.observed.nbytes for row in observed for s in row if s.observed
+                )
             except Exception as error:  # the step encodes it again, and says what is wrong
                 logger.debug("ticket %d could not be encoded ahead: %s", number, error)
 

@@ -49,6 +49,11 @@ class TrajectoryRecord(Wire):
     """Content hash of each image that the engine saw in place of the prompt's, as its order has it."""
 
     @property
+    def segment_starts(self) -> tuple[int, ...]:
+        """Tokens of the completion with which its segments begin: 0, and wherever its history was rewritten."""
+        return (0, *(turn.start - turn.context for turn in self.turns if turn.context))
+
+    @property
     def environment_error(self) -> str:
         """The kind of failure by which the environment lost it; empty: none."""
         return self.error_kind if self.error_kind.startswith("environment_") else ""
@@ -132,7 +137,7 @@ class Group(Wire):
             raise ValueError(f"video_grids {grids} for {len(self.video_hashes)} videos")
         for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
             for turn in record.turns:
-                if turn.start > turn.end or turn.end > length:
+                if turn.start > turn.end or turn.end > length or turn.context > turn.start:
                     raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
         return self
 

@@ -126,16 +126,23 @@ class TrajectoryOrder(Wire):
 
 
 NO_ORDER = TrajectoryOrder()
+HistoryRule = Literal["whole", "strip_thinking"]
 
 
 class ConversationLimits(Wire):
-    """Limits of a trajectory of several turns; `Sampling.max_new_tokens` counts its tokens, the observed included."""
+    """Limits of a trajectory of several turns, and how much of its history later turns see. `Sampling.max_new_tokens`
+    counts its tokens: the observed included, and those that a rewritten history shows again."""
 
     turns: int = Field(gt=0)
     tokens_per_turn: int = Field(gt=0)
     """Sampled tokens of one turn. A turn that is cut here ends its trajectory."""
     images: int = Field(ge=0)
-    """Images that observations may show, the opening's not counted."""
+    """Images that observations may show, the opening's not counted; one that is shown again counts once."""
+    history: Annotated[HistoryRule, Field(exclude_if=lambda rule: rule == "whole")] = "whole"
+    """`strip_thinking`: later turns see earlier ones without what was thought. Not on the wire where it is `whole`."""
+    keep_images: Annotated[int, Field(ge=0, exclude_if=lambda count: not count)] = 0
+    """Images of observations that a turn sees: the newest, and at least all of the observation before it. 0 leaves none
+    out, and is not on the wire."""
 
 
 class PartialRollout(Wire):

@@ -87,6 +87,9 @@ class Turn(Wire):
     last turn."""
     calls: Annotated[Many[ToolCall], Field(max_length=MOST_CALLS, exclude_if=lambda calls: not calls)] = ()
     """The first MOST_CALLS calls that its text holds; not on the wire where there is none."""
+    context: Annotated[int, Field(ge=0, exclude_if=lambda count: not count)] = 0
+    """Tokens before `start` with which a new segment begins, behind the prompt: all turns before, as the ticket's rule
+    shows them now. 0, and not on the wire, where the turn goes on in the segment of the turn before."""
     info: Annotated[
         str, Field(max_length=LONGEST_INFO, exclude_if=lambda info: not info), AfterValidator(_is_json_object)
     ] = ""

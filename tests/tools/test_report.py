@@ -143,7 +143,7 @@ def test_a_trajectory_of_several_turns_is_a_chat_with_its_images(tmp_path: Path)
     turns: list[dict] = [
         {"text": "look there", "reward": 0.5, "versions": [3, 4], "calls": [crop, wrong], "info": '{"hit": true}',
          "shown": [{"role": "tool", "parts": ["here it is", {"image": digest}, {"image": "../x"}]}]},
-        {"text": "a seven", "reward": None, "versions": "?", "calls": [3], "shown": [{"role": 1}, "?"]},
+        {"text": "a seven", "reward": None, "versions": "?", "calls": [3], "shown": [{"role": 1}, "?"], "context": 41},
     ]  # fmt: skip
     one = made.completion("look there ... a seven", 1.0) | {"turns": turns, "end": "turns"}
     made.lines(run / "samples.jsonl", [made.sample(1, [], one) | {"opening": [{"role": "user", "parts": ["begin"]}]}])
@@ -158,6 +158,7 @@ def test_a_trajectory_of_several_turns_is_a_chat_with_its_images(tmp_path: Path)
         "not an image",
         "a seven",
     ]
+    assert text.index("here it is") < text.index("41 tokens of history") < text.index("turn 1")
     assert [word for word in said if word not in text] == []
     assert text.index("turn 0") < text.index("here it is") < text.index("data:image/png") < text.index("turn 1")
     assert "2 turns, ended by turns" in text

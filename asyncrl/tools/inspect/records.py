@@ -54,7 +54,7 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
         "limit": trajectory.limit,
         "turns": [
             {
-                **{name: getattr(turn, name) for name in ("start", "end", "finish_reason")},
+                **{name: getattr(turn, name) for name in ("start", "end", "finish_reason", "context")},
                 "reward": _finite(turn.reward),
                 "versions": sorted(set(trajectory.versions[turn.start : turn.end].tolist())),
                 "calls": [call.model_dump() for call in turn.calls],

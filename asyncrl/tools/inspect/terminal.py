@@ -217,6 +217,10 @@ def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str,
         yield Text("(its tokens are no longer kept)" if trajectory.row.length else "(empty)", "dim")
         return
     for number, turn in enumerate(trajectory.turns):
+        if turn.context:
+            shown_again = f"   {turn.context} tokens of history, as it is shown from here on"
+            yield Text.assemble(("new segment", "bold yellow"), (shown_again, "dim"))
+            yield _coloured(trajectory, colouring, levels, slice(turn.start - turn.context, turn.start))
         versions = "-".join(map(str, sorted({*trajectory.versions[[turn.start, turn.end - 1]].tolist()})))
         facts = f"   reward {_number(turn.reward)}   version {versions}   {turn.finish_reason}"
         yield Text.assemble((f"turn {number}", "bold"), (facts, "dim"))

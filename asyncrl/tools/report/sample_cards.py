@@ -166,7 +166,7 @@ def _chat(completion: Record, images: EmbeddedImages) -> list[dict[str, Any]]:
     turns = completion.get("turns")
     return [
         {
-            **{name: turn.get(name) for name in ("text", "reward", "info")},
+            **{name: turn.get(name) for name in ("text", "reward", "info", "context")},
             "versions": turn["versions"] if isinstance(turn.get("versions"), list) else [],
             "calls": [call for call in _list(turn.get("calls")) if isinstance(call, dict)],
             "shown": _shown(turn.get("shown"), images),

@@ -119,6 +119,8 @@ class SampleTurn:
     calls: tuple[ToolCall, ...] = ()
     info: str = ""
     """JSON of the environment's facts about it; empty: none."""
+    context: int = 0
+    """Tokens before it with which a new segment begins: its history as it was rewritten; 0: none begins."""
 
 
 @dataclass(frozen=True)

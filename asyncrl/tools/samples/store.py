@@ -203,6 +203,7 @@ def _turns(record: TrajectoryRecord, group: Group) -> tuple[SampleTurn, ...]:
             _messages(turn.observation, group),
             turn.calls,
             turn.info,
+            turn.context,
         )
         for turn in record.turns
     )

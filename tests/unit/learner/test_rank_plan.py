@@ -20,7 +20,7 @@ from learner.ranks.orders import pack_groups, unpack_groups
 from learner.ranks.plan import plan_shares
 from learner.ranks.processes import check_local_ranks, given_store, join
 from learner.training.batch import make_batch
-from learner.training.packing import Completion, TrainGroup, plan_micro_batches
+from learner.training.packing import Completion, Segment, TrainGroup, plan_micro_batches
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
@@ -72,11 +72,13 @@ def test_a_rank_without_work_repeats_a_part_that_does_not_count() -> None:
 def test_a_rank_without_images_is_shown_what_an_environment_shows_another() -> None:
     seen = group(5, [4], 0, images=1).prompt
     asked, answered = group(5, [30], 0), group(5, [30], 1)
-    observed = replace(answered.completions[0], observed=seen)
+    observed = replace(answered.completions[0], segments=(Segment(observed=seen),))
     (shares,) = plan_shares([asked, replace(answered, completions=(observed,))], 100, 2)
     masks = [[int(c.loss_mask.sum()) for part in share.groups for c in part.completions] for share in shares]
     assert sorted(masks) == [[30], [30, 0]]
-    assert all(any(c.observed is seen for part in share.groups for c in part.completions) for share in shares)
+    assert all(
+        any(o is seen for part in share.groups for c in part.completions for o in c.observed) for share in shares
+    )
 
 
 def test_one_rank_has_the_micro_batches_that_it_always_had() -> None:

@@ -53,8 +53,17 @@ const Group = (() => {
     return { ...one, ...Object.fromEntries(columns), levels };
   }
 
+  // The history with which a new segment begins before a turn, where it was rewritten.
+  function rewritten(one, { start, context }, i) {
+    if (!context) return [];
+    const history = { start: start - context, end: start };
+    return [element("p", { class: "turn warn" }, element("b", {}, "new segment"), ` ${context} tokens of history, as it is shown from here on`),
+      render(partOf(one, history), colouring(), `History before turn ${i} of completion ${one.trajectory}`)];
+  }
+
   function talk(one) {
     const made = one.turns.flatMap((turn, i) => [
+      ...rewritten(one, turn, i),
       element("p", { class: "turn soft" }, element("b", {}, `turn ${i}`), ` reward ${number(turn.reward, 2)} · version ${turn.versions.join(", ")} · ${turn.finish_reason}`),
       render(partOf(one, turn), colouring(), `Turn ${i} of completion ${one.trajectory}`), ...called(turn), ...shown(turn.shown)]);
     return one.limit ? [...made, element("p", { class: "turn warn" }, `ended by environment.limits.${one.limit}`)] : made;

@@ -1,0 +1,173 @@
+"""The history that a later turn is shown, and the segments of a trajectory that come of rewriting it.
+
+A segment is a stretch of tokens behind the prompt that only grows: what was sampled, and a bridge after each turn.
+Where the history is rewritten, and is then not what the segment holds, a new segment begins: the prompt again, and
+behind it all turns before as they are shown now. A turn is sampled, and trained, in one segment; in later ones it is
+context.
+
+Rollout server and learner follow the same rule on the same tokens, messages and images, and the learner compares.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.environments.observation import Message, Observation, Part
+from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.rows import sampled_piece
+from protocol.messages import ConversationLimits
+
+THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
+LEFT_OUT = "[image left out]"
+"""Text in the place of an image that is no longer shown: the policy knows that there was one, and numbers stay."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What stands between a turn and the next one, or in a new segment before the next one."""
+
+    pieces: tuple[EncodedPrompt, ...]
+    """One bridge; or all turns before with their bridges, where a new segment begins. The last one is the bridge of the
+    newest observation, with all of its images."""
+    images: tuple[bytes, ...]
+    """Encoded images of the pieces, in their order."""
+    begins_segment: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    @property
+    def context(self) -> int:
+        """`Turn.context` of the turn that follows."""
+        return self.num_tokens if self.begins_segment else 0
+
+
+@dataclass
+class _Taken:
+    """A turn, and what was shown after it."""
+
+    token_ids: np.ndarray
+    as_context: EncodedPrompt
+    """The turn as later segments have it."""
+    observation: Observation | None = None
+
+
+class History:
+    """The turns of one trajectory so far, and its current segment."""
+
+    def __init__(self, bridge: TurnBridge, rule: ConversationLimits, *, pixels: bool):
+        """`pixels`: pieces have those of their images."""
+        self._processor = bridge.processor
+        self._make = bridge.encode if pixels else bridge.measure
+        self._rule = rule
+        self._turns: list[_Taken] = []
+        self._bridges: dict[tuple[int, Observation], EncodedPrompt] = {}
+        """What was made of last tokens and observations: each later turn asks again."""
+        self.pieces: list[EncodedPrompt] = []
+        """The current segment behind the prompt."""
+        self.images: list[bytes] = []
+        """Encoded images of the current segment behind the prompt, in order."""
+
+    def add_turn(self, token_ids: np.ndarray) -> None:
+        piece = sampled_piece(token_ids)
+        strips = self._rule.history == "strip_thinking"
+        as_context = sampled_piece(without_thinking(token_ids, self._processor)) if strips else piece
+        self._turns.append(_Taken(token_ids, as_context))
+        self.pieces.append(piece)
+
+    def after(self, observation: Observation) -> Shown:
+        """What the next turn is to follow, where this comes after the last one. Changes nothing.
+
+        Raises UserError for images that the model cannot read.
+        """
+        newest = self._turns[-1]
+        bridge = self._bridge(newest, observation)
+        if self._rule.history == "whole" and not self._rule.keep_images:
+            return Shown((bridge,), observation.images, begins_segment=False)
+        pieces: list[EncodedPrompt] = []
+        images: list[bytes] = []
+        left_out = self._images_left_out(observation)
+        for turn in self._turns[:-1]:
+            assert turn.observation is not None, "another turn has followed it"
+            gone = min(left_out, len(turn.observation.images))
+            left_out -= gone
+            pieces += [turn.as_context, self._bridge(turn, without_images(turn.observation, gone))]
+            images += turn.observation.images[gone:]
+        pieces.append(newest.as_context)
+        if _same(pieces, self.pieces):
+            return Shown((bridge,), observation.images, begins_segment=False)
+        return Shown((*pieces, bridge), (*images, *observation.images), begins_segment=True)
+
+    def show(self, observation: Observation, shown: Shown) -> None:
+        """Go on with what `after` has made of the observation."""
+        self._turns[-1].observation = observation
+        if shown.begins_segment:
+            self.pieces, self.images = [], []
+        self.pieces += shown.pieces
+        self.images += shown.images
+
+    def _images_left_out(self, newest: Observation) -> int:
+        """Number of the oldest images that are shown no more. Those of the newest observation always are."""
+        if not self._rule.keep_images:
+            return 0
+        before = sum(len(turn.observation.images) for turn in self._turns if turn.observation)
+        return max(0, before - max(0, self._rule.keep_images - len(newest.images)))
+
+    def _bridge(self, turn: _Taken, observation: Observation) -> EncodedPrompt:
+        key = int(turn.token_ids[-1]), observation
+        if key not in self._bridges:
+            self._bridges[key] = EncodedPrompt.of(self._make(*key))
+        return self._bridges[key]
+
+
+def without_images(observation: Observation, count: int) -> Observation:
+    """The observation with a text in the place of its first `count` images."""
+    if not count:
+        return observation
+    left = count
+    messages: list[Message] = []
+    for message in observation.messages:
+        parts: list[Part] = []
+        for part in message.parts:
+            is_gone = isinstance(part, bytes) and left > 0
+            left -= is_gone
+            parts.append(LEFT_OUT if is_gone else part)
+        messages.append(Message(message.role, tuple(parts)))
+    return Observation(tuple(messages))
+
+
+def without_thinking(token_ids: np.ndarray, processor: PromptProcessor) -> np.ndarray:
+    """A turn's tokens without what was thought: those behind the last `</think>`, as they were sampled. [T] -> [<= T]
+
+    Of a token that holds the end of the tag and more, that text is tokenised. White space before the answer goes, too.
+    Where no `<think>` was sampled the prompt has opened the thinking, and the tag that closes it stays. A turn without
+    `</think>` stays as it is.
+    """
+    decode = processor.tokenizer.decode
+    ids: list[int] = token_ids.tolist()
+    text = decode(ids)
+    tags = text.count(THINKING_ENDS)
+    if not tags:
+        return token_ids
+    behind = bisect_left(range(len(ids) + 1), tags, key=lambda count: decode(ids[:count]).count(THINKING_ENDS))
+    begun, _, rest = decode(ids[:behind]).rpartition(THINKING_ENDS)
+    if THINKING_BEGINS not in begun:
+        kept = [*processor.tokenize(THINKING_ENDS + rest), *ids[behind:]]
+        return np.asarray(kept, np.int32)
+    if not (rest := rest.lstrip()):
+        while behind < len(ids) and decode(ids[behind : behind + 1]).isspace():
+            behind += 1
+    return np.asarray([*(processor.tokenize(rest) if rest else []), *ids[behind:]], np.int32)
+
+
+def _same(pieces: Sequence[EncodedPrompt], others: Sequence[EncodedPrompt]) -> bool:
+    """Whether both are the same tokens and images, however they are divided."""
+    if [h for piece in pieces for h in piece.image_hashes] != [h for piece in others for h in piece.image_hashes]:
+        return False
+    return np.array_equal(*(np.concatenate([piece.token_ids for piece in each]) for each in (pieces, others)))

@@ -1,0 +1,133 @@
+"""The history that later turns are shown: without what was thought, and without older images."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.config.sections import ModelConfig
+from asyncrl.data.images import content_hash
+from asyncrl.demo.model import build_tokenizer
+from asyncrl.environments.observation import Message, Observation, Part
+from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.history import LEFT_OUT, History, without_images, without_thinking
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.rows import joined_row
+from protocol.messages import ChatMessage, ConversationLimits, ImagePart, Prompt, TextPart
+from tests.rigs.pictures import picture
+from tests.rigs.tiny_families import make_family
+
+FIRST, SECOND, THIRD = picture(40, 30), picture(28, 60), picture(56, 28)
+QUESTION = ChatMessage(role="user", content=(ImagePart(), TextPart(text="Which digits are these?")))
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
+    return PromptProcessor(ModelConfig(path=str(make_family("qwen2_vl", tmp_path_factory.mktemp("history")))))
+
+
+def rule(**changes: object) -> ConversationLimits:
+    return ConversationLimits.model_validate({"turns": 9, "tokens_per_turn": 99, "images": 9, **changes})
+
+
+def tool(*parts: Part) -> Observation:
+    return Observation((Message("tool", parts),))
+
+
+def sampled(processor: PromptProcessor, text: str) -> np.ndarray:
+    return np.asarray(processor.tokenize_demonstration(text), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("<think>a b</think>answer 1", "answer 1"),
+        ("<think>a</think>\n\nanswer 1", "answer 1"),
+        ("first <think>a</think> answer 1", " answer 1"),
+        ("<think>a</think>b</think>answer 1", "answer 1"),
+        ("<think>a</think>", ""),
+        ("a b</think>\nanswer 1", "</think>\nanswer 1"),
+        ("answer 1", "answer 1"),
+        ("<think>answer 1", "<think>answer 1"),
+    ],
+)
+def test_what_was_thought_goes_and_what_was_answered_stays(processor: PromptProcessor, said: str, kept: str) -> None:
+    """Where no `<think>` was sampled, the prompt has opened the thinking, and it is closed. The stop token stays."""
+    left = without_thinking(sampled(processor, said), processor)
+    assert processor.tokenizer.decode(left.tolist()) == kept + processor.tokenizer.eos_token
+
+
+def test_an_answer_keeps_the_tokens_that_were_sampled(processor: PromptProcessor) -> None:
+    """Its text would be tokenised otherwise; of a token that ends the tag and begins the answer, only that part is."""
+    letters = [token for letter in "answer" for token in processor.tokenize(letter)]
+    assert letters != processor.tokenize("answer")
+    turn = np.asarray([*processor.tokenize("<think>a</think>"), *letters], np.int32)
+    assert without_thinking(turn, processor).tolist() == letters
+
+    other = PromptProcessor.__new__(PromptProcessor)
+    other.tokenizer = build_tokenizer(">! >! >!")
+    other.tokenize = lambda text: other.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[method-assign]
+    ids = other.tokenize("<think>a</think>!answer")
+    (joint,) = other.tokenize(">!")
+    assert joint in ids
+    assert without_thinking(np.asarray(ids), other).tolist() == other.tokenize("!answer")
+
+
+def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(processor: PromptProcessor) -> None:
+    stops = (processor.tokenizer.eos_token_id, processor.tokenizer.pad_token_id)
+    bridge = TurnBridge(processor, stops)
+    for settings, texts, starts in (
+        ({"history": "strip_thinking"}, ("answer 1", "read 2"), [True, True]),
+        ({"keep_images": 1}, ("<think>a</think>answer 1", "<think>a</think>read 2"), [False, True]),
+        ({"history": "strip_thinking", "keep_images": 1}, ("answer 1", "read 2"), [True, True]),
+        ({"keep_images": 2}, ("<think>a</think>answer 1", "<think>a</think>read 2"), [False, False]),
+    ):
+        history, begun = History(bridge, rule(**settings), pixels=True), []
+        for text, image in (("<think>a</think>answer 1", SECOND), ("<think>a</think>read 2", THIRD)):
+            history.add_turn(sampled(processor, text))
+            shown = history.after(tool("see", image))
+            history.show(tool("see", image), shown)
+            begun.append(shown.begins_segment)
+        assert begun == starts
+        kept = [SECOND, THIRD][-settings["keep_images"] if "keep_images" in settings else 0 :]  # type: ignore[operator]
+        messages: list[ChatMessage] = [QUESTION]
+        for text, image in zip(texts, (SECOND, THIRD), strict=True):
+            messages.append(ChatMessage(role="assistant", content=(TextPart(text=text),)))
+            seen = ImagePart() if image in kept else TextPart(text=LEFT_OUT)
+            messages.append(ChatMessage(role="tool", content=(TextPart(text="see"), seen)))
+        images = {content_hash(image): image for image in (FIRST, *kept)}
+        whole = processor.encode(Prompt(row_id="r", messages=tuple(messages), image_hashes=tuple(images)), images)
+        asked = Prompt(row_id="r", messages=(QUESTION,), image_hashes=(content_hash(FIRST),))
+        row = joined_row(processor.encode(asked, images), history.pieces)
+        assert processor.tokenizer.decode(row.token_ids) == processor.tokenizer.decode(whole.token_ids)
+        assert row.token_ids.tolist() == whole.token_ids.tolist()
+        assert row.image_hashes == whole.image_hashes
+        assert history.images == kept
+        assert row.pixel_values is not None
+        assert whole.pixel_values is not None
+        assert row.pixel_values.equal(whole.pixel_values)
+
+
+def test_the_newest_observation_is_shown_whole_and_older_images_give_way(processor: PromptProcessor) -> None:
+    history = History(TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(keep_images=2), pixels=False)
+    told: list[tuple[list[bytes], bool]] = []
+    for observation in (tool(FIRST), tool("nothing"), tool(SECOND), tool(FIRST, SECOND, THIRD), tool("nothing")):
+        history.add_turn(sampled(processor, "answer 1"))
+        shown = history.after(observation)
+        history.show(observation, shown)
+        told.append((list(history.images), shown.begins_segment))
+    assert told == [
+        ([FIRST], False),
+        ([FIRST], False),
+        ([FIRST, SECOND], False),
+        ([FIRST, SECOND, THIRD], True),
+        ([SECOND, THIRD], True),
+    ]
+
+
+def test_images_are_left_out_from_the_oldest_on_across_messages() -> None:
+    both = Observation((Message("tool", ("a", FIRST, SECOND)), Message("user", (THIRD, "b"))))
+    assert without_images(both, 2) == Observation(
+        (Message("tool", ("a", LEFT_OUT, LEFT_OUT)), Message("user", (THIRD, "b")))
+    )
+    assert without_images(both, 0) is both
