@@ -170,4 +170,5 @@ def _same(pieces: Sequence[EncodedPrompt], others: Sequence[EncodedPrompt]) -> b
     """Whether both are the same tokens and images, however they are divided."""
     if [h for piece in pieces for h in piece.image_hashes] != [h for piece in others for h in piece.image_hashes]:
         return False
-    return np.array_equal(*(np.concatenate([piece.token_ids for piece in each]) for each in (pieces, others)))
+    one, other = (np.concatenate([piece.token_ids for piece in each]) for each in (pieces, others))
+    return np.array_equal(one, other)

@@ -382,7 +382,8 @@ def test_a_step_says_how_its_conversations_went(made: tuple[PromptProcessor, Rec
     assert said.pop("env/observed_share") == pytest.approx(observed)
     assert 0.5 < observed < 1
     assert said.pop("env/reward_with_calls") == pytest.approx(1 / 3), "of the three that have a reward"
-    assert said == {"env/turns": 2, "env/turns_max": 3, "env/seconds": 0.125, "env/error_rate": 0.25, **ends}
+    told = {"env/turns": 2, "env/turns_max": 3, "env/segments": 1, "env/seconds": 0.125, "env/error_rate": 0.25}
+    assert said == told | ends
     silent = with_turn(group, 0, 0, calls=())
     for number in range(1, len(silent.trajectories[0].turns)):
         silent = with_turn(silent, 0, number, calls=())
