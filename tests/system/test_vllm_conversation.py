@@ -105,11 +105,14 @@ def watched(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 async def converse(
-    watched: Watched, number: int, policy: Weights | None = None
+    watched: Watched, number: int, policy: Weights | None = None, keep_images: int = 0
 ) -> tuple[PreparedTicket, Group | TicketFailed]:
     """A ticket and its answer; the policy comes when all trajectories wait behind their second turns."""
     rig, second, asked = watched.rig, asyncio.Event(), list[int]()
     item = conversation_ticket(writer_of(rig.config, rig.processor), rig.processor, number, rig.version)
+    assert item.ticket.conversation is not None
+    rule = item.ticket.conversation.model_copy(update={"keep_images": keep_images})
+    item = dataclasses.replace(item, ticket=item.ticket.model_copy(update={"conversation": rule}))
     environments = Environments(lambda: Reader(second, asked))
     producer = GroupProducer(cast(Any, watched), cast(Any, NoRewards()), rig.processor, "s", environments)
 
@@ -156,6 +159,17 @@ def test_turns_behind_images_of_tools_have_the_learners_log_probs_and_find_their
     assert metrics["logprob_diff_max"] < FP32, "the learner's packed rows, before its first update"
     assert all(gap_of(rig, {rig.version: rig.initial}, *turn) < FP32 for turn in watched.turns)
     assert BLOCK in watched.cached_of_third_turns
+
+
+def test_segments_without_older_images_have_the_learners_log_probs(watched: Watched) -> None:
+    rig = watched.rig
+    item, answer = rig.run(converse(watched, 0, keep_images=1))
+    received = verified(rig, item, answer)
+    turns = [turn for record in received.group.trajectories for turn in record.turns]
+    assert any(turn.context for turn in turns)
+    assert max(len(request.images) for request, _ in watched.turns) == 2 + len(item.ticket.prompt.image_hashes)
+    _, metrics = Trainer(rig.config, rig.processor, 64).learn([received])
+    assert metrics["logprob_diff_max"] < FP32
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
