@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, Part, StepResult
-from asyncrl.environments.recording import recorded, recorded_calls, recorded_info
+from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.bridge import TurnBridge
@@ -403,12 +403,16 @@ class ConversationProducer:
         if result.done or result.observation is None:
             return None
         observation = self._shortened(result.observation)
+        edited = [replace(past, shown=past.shown and self._shortened(past.shown)) for past in result.history]
         try:
-            shown = await asyncio.to_thread(history.after, observation)
-        except UserError as error:  # an image that cannot be read
+            shown = await asyncio.to_thread(history.after, observation, edited)
+        except UserError as error:  # an image that cannot be read, or a history that cannot be
             trajectory.failure = "environment_observation", str(error)
             return None
         trajectory.limit = self._limit(opened, trajectory, observation, shown.num_tokens)
+        if edited and not trajectory.limit:
+            before = [message for turn in trajectory.turns for message in turn.observation]
+            trajectory.describe_turn(history=recorded_history(edited, before))
         return None if trajectory.limit else (observation, shown)
 
     def _shortened(self, observation: Observation) -> Observation:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 
 from asyncrl import plugins
-from asyncrl.environments.chat_endpoint import Asked, ChatEndpoint, ChatSession, first_messages, new_messages
+from asyncrl.environments.chat_endpoint import Asked, ChatEndpoint, ChatSession, Conversation, first_messages
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.tool_schema import Tool
@@ -99,17 +99,19 @@ class AgentEnvironment:
         if first is None:
             raise RuntimeError("the agent ended without asking the policy for anything")
         self._asked = first
+        self._conversation = Conversation(first.messages, first.messages)
         return first_messages(first.messages, start.messages)
 
     async def step(self, action: Action) -> StepResult:
         message = self._session.answer(self._asked, action)
-        history = [*self._asked.messages, message]
+        self._conversation.messages = [*self._asked.messages, message]
         asked = await self._next()
         if asked is None:
             reward, info = self._agent.result()
             return StepResult(None, reward, done=True, info=info)
         self._asked = asked
-        return StepResult(new_messages(asked.messages, history))
+        observation, history = self._conversation.goes_on(asked.messages)
+        return StepResult(observation, history=history)
 
     async def close(self) -> None:
         if not hasattr(self, "_url"):

@@ -2,7 +2,8 @@
 
 Each trajectory has an address with a secret of its own in it, `http://127.0.0.1:PORT/SECRET/v1`. A request is a turn
 of the policy: whoever owns the trajectory takes its new messages, samples the turn and answers. The tokens are those of
-the rollout server, which never reads them from here; so a request must go on from the conversation as it was.
+the rollout server, which never reads them from here: a request goes on from the conversation as it was, or says which
+of its turns stay, and what is in the place of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.interface import Action
-from asyncrl.environments.observation import Message, Observation, Part
+from asyncrl.environments.observation import Message, Observation, Part, PastTurn
 
 MAX_BODY_BYTES = 100 << 20
 PATH = "/v1/chat/completions"
@@ -26,7 +27,7 @@ IDLE_S = 600.0
 
 
 class EditedHistory(Exception):
-    """A request does not go on from the conversation as it was: its tokens would be others than they are."""
+    """A request is none of its conversation: its prompt is another, or what follows cannot be shown to the policy."""
 
 
 class Refused(Exception):
@@ -204,22 +205,82 @@ def first_messages(messages: list[dict[str, Any]], row: list[dict[str, Any]]) ->
     return Observation((Message("user", tuple(rest)),)) if rest else None
 
 
-def new_messages(messages: list[dict[str, Any]], history: list[dict[str, Any]]) -> Observation:
-    """The messages that a request adds to the conversation. Raises EditedHistory where it has another one."""
-    for number, (is_now, was) in enumerate(zip(messages, history, strict=False)):
-        if _canonical(is_now) != _canonical(was):
-            raise EditedHistory(
-                f"message {number} of the agent's request is {json.dumps(is_now)[:200]}, and was "
-                f"{json.dumps(was)[:200]}. A trajectory is one row of tokens: the agent may only add messages"
-            )
-    added = messages[len(history) :]
-    if len(messages) <= len(history) or any(message.get("role") not in ("tool", "user") for message in added):
+@dataclass
+class Conversation:
+    """An agent's conversation as the policy has it."""
+
+    prompt: list[dict[str, Any]]
+    """Messages of the first request."""
+    messages: list[dict[str, Any]]
+    """All of them, as they were in the last request, with the answer to it."""
+    turns: list[tuple[dict[str, Any], Observation]] = field(default_factory=list)
+    """Each answer of the policy but the last, and what the agent first showed after it."""
+
+    def goes_on(self, messages: list[dict[str, Any]]) -> tuple[Observation, tuple[PastTurn, ...]]:
+        """The messages that a request adds, and where it has another history than there was, that one.
+
+        Raises EditedHistory where it is none of this conversation.
+        """
+        known = list(map(_canonical, self.messages))
+        history: tuple[PastTurn, ...] = ()
+        if [_canonical(message) for message in messages[: len(known)]] == known:
+            observation = _shown(messages[len(known) :])
+        else:
+            observation, history = self._edited(messages)
+        self.turns.append((self.messages[-1], observation))
+        return observation, history
+
+    def _edited(self, messages: list[dict[str, Any]]) -> tuple[Observation, tuple[PastTurn, ...]]:
+        for number, was in enumerate(self.prompt):
+            is_now = messages[number] if number < len(messages) else None
+            if is_now is None or _canonical(is_now) != _canonical(was):
+                raise EditedHistory(
+                    f"message {number} of the agent's request is {json.dumps(is_now)[:200]}, and was "
+                    f"{json.dumps(was)[:200]}. The messages of the first request are the prompt of the trajectory: an "
+                    "agent may only change what comes after them"
+                )
+        exchanges: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+        for message in messages[len(self.prompt) :]:
+            if message.get("role") == "assistant":
+                exchanges.append((message, []))
+            elif not exchanges:
+                raise EditedHistory("behind the messages of the agent's first request stands no answer of the policy")
+            else:
+                exchanges[-1][1].append(message)
+        if not exchanges:
+            raise EditedHistory("the agent's request adds nothing to its first one")
+        known: list[tuple[dict[str, Any], Observation | None]] = [*self.turns, (self.messages[-1], None)]
+        past: list[PastTurn] = []
+        turn, observation = -1, Observation(())
+        for number, (message, behind) in enumerate(exchanges):
+            observation = _shown(behind)
+            shown = None if number == len(exchanges) - 1 else observation
+            same = [n for n, (answer, _) in enumerate(known) if _canonical(answer) == _canonical(message)]
+            if same:
+                later = [
+                    n for n in same if n > turn
+                ] or same  # equal answers: in their order, and as they were followed
+                turn = next((n for n in later if known[n][1] == shown), later[0])
+                past.append(PastTurn(turn, shown=None if known[turn][1] == shown else shown))
+            elif message.get("tool_calls"):
+                raise EditedHistory(f"the policy has made no such calls: {json.dumps(message)[:200]}")
+            else:
+                text = "".join(part for part in parts_of(message) if isinstance(part, str))
+                past.append(PastTurn(None, text, shown))
+        return observation, tuple(past)
+
+
+def _shown(messages: list[dict[str, Any]]) -> Observation:
+    """Messages of tools and users, at least one. Raises EditedHistory for others."""
+    if not messages or any(message.get("role") not in ("tool", "user") for message in messages):
         raise EditedHistory(
-            f"the agent adds the messages {[message.get('role') for message in added]} to the conversation, "
+            f"behind an answer of the policy the agent has the messages {[m.get('role') for m in messages]}, "
             "expected those of tools and users, at least one"
         )
     return Observation(
-        tuple(Message("tool" if message["role"] == "tool" else "user", tuple(parts_of(message))) for message in added)
+        tuple(
+            Message("tool" if message["role"] == "tool" else "user", tuple(parts_of(message))) for message in messages
+        )
     )
 
 

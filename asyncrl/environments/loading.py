@@ -18,7 +18,7 @@ from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
 from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
-from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import (
     ToolEnvironment,
@@ -102,7 +102,15 @@ class LoadedEnvironment:
         key = result.state_key or key_of(fitted)
         if len(key) > 16:
             key = key_of(Observation((Message("tool", (key,)),)))
-        return StepResult(fitted, float(result.reward), result.done, key, info)
+        history = tuple(self._fitted(past) for past in result.history)
+        return StepResult(fitted, float(result.reward), result.done, key, info, history)
+
+    def _fitted(self, past: PastTurn) -> PastTurn:
+        """The turn with its images under the rule of sizes. Raises TypeError for what is none."""
+        is_one = isinstance(past, PastTurn) and isinstance(past.text, str) and isinstance(past.turn, int | None)
+        if not is_one:
+            raise TypeError(f"step returned a history with {past!r:.80}, expected PastTurns")
+        return past if past.shown is None else replace(past, shown=self.rule.fit_observation(past.shown))
 
 
 def _record(call: Call, mistake: ToolError) -> dict[str, object]:

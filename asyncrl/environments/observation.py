@@ -35,6 +35,18 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A turn of the policy in a history that an environment has edited."""
+
+    turn: int | None
+    """Its number, from 0: what was sampled stays, token by token. None: `text` stands there."""
+    text: str = ""
+    shown: Observation | None = None
+    """What follows it, with images that were shown before; None: what was shown after it, or behind the last one, which
+    has nothing of its own, the new observation."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """An environment's answer to one turn of the model."""
 
@@ -48,3 +60,6 @@ class StepResult:
     """The state after this step, at most 16 bytes, for estimators that compare equal states; empty: unsaid."""
     info: dict[str, object] = field(default_factory=dict[str, object])
     """Small facts for the record: JSON of at most 4096 characters. `calls` is kept for what became of the calls."""
+    history: tuple[PastTurn, ...] = ()
+    """All that the next turn is to see between the prompt and the observation, in place of what was there; empty: it
+    stays."""

@@ -17,7 +17,7 @@ from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import sources_of
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.settings import EnvironmentConfig
-from asyncrl.environments.worker import packed_action, packed_start, unpacked
+from asyncrl.environments.worker import packed_action, packed_start, unpacked, unpacked_history
 from asyncrl.environments.worker_host import MAX_REPLY_BYTES, EnvironmentFailed, WorkerHost
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards import channel
@@ -250,8 +250,8 @@ class Episode:
         """The environment's answer to one turn. Raises EnvironmentFailed, after which there is only `close()`."""
         timeout_s = self._pool._config.timeouts.step_s
         reply = await self._ask("step", {"action": packed_action(action)}, timeout_s, "step_s")
-        observation = unpacked(reply["observation"])
-        return StepResult(observation, reply["reward"], reply["done"], reply["state_key"], reply["info"])
+        observation, history = unpacked(reply["observation"]), unpacked_history(reply["history"])
+        return StepResult(observation, reply["reward"], reply["done"], reply["state_key"], reply["info"], history)
 
     async def close(self) -> None:
         """End the episode, wherever it is; what its environment does meanwhile concerns nobody but the log."""

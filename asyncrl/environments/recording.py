@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.data.images import content_hash
-from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.errors import UserError
 from asyncrl.plugins import storable
-from protocol.messages import ObservedImage, ObservedMessage, TextPart, ToolCall
+from protocol.messages import EditedTurn, ObservedImage, ObservedMessage, TextPart, ToolCall
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 
 
@@ -53,6 +53,26 @@ def observation_of(messages: Iterable[ObservedMessage], blobs: Mapping[str, byte
 def images_of(messages: Iterable[ObservedMessage]) -> list[ObservedImage]:
     """The images of messages, in order of appearance."""
     return [part for message in messages for part in message.content if isinstance(part, ObservedImage)]
+
+
+def recorded_history(history: Iterable[PastTurn], shown: Iterable[ObservedMessage]) -> tuple[EditedTurn, ...]:
+    """An edited history; `shown` are the messages before, whose images are all that it has."""
+    grids = {image.content_hash: image.grid for image in images_of(shown)}
+    return tuple(
+        EditedTurn(
+            turn=past.turn,
+            text=past.text,
+            shown=recorded(past.shown, (grids[content_hash(image)] for image in past.shown.images))
+            if past.shown
+            else (),
+        )
+        for past in history
+    )
+
+
+def history_of(turns: Iterable[EditedTurn], blobs: Mapping[str, bytes | memoryview]) -> tuple[PastTurn, ...]:
+    """The edited history that was recorded. Raises as `observation_of`."""
+    return tuple(PastTurn(t.turn, t.text, observation_of(t.shown, blobs) if t.shown else None) for t in turns)
 
 
 def recorded_calls(info: Mapping[str, Any]) -> tuple[ToolCall, ...]:

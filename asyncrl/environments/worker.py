@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, Start
 from asyncrl.environments.loading import LoadedEnvironment, load
-from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.environments.settings import read_environment
 from asyncrl.environments.tool_environment import key_of, waited
 from asyncrl.errors import UserError
@@ -158,7 +158,8 @@ class _Worker:
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"info holds what MessagePack cannot carry: {error}") from None
         reply = {"reward": result.reward, "done": result.done, "state_key": result.state_key, "info": result.info}
-        return reply | {"observation": _packed(result.observation)}
+        history = [[past.turn, past.text, _packed(past.shown)] for past in result.history]
+        return reply | {"observation": _packed(result.observation), "history": history}
 
     async def _close(self, environment: Any) -> None:
         if hasattr(environment, "close"):
@@ -176,6 +177,11 @@ def _packed(observation: Observation | None) -> list[Any] | None:
 def unpacked(messages: list[Any] | None) -> Observation | None:
     """An observation as the worker has sent it."""
     return None if messages is None else Observation(tuple(Message(role, tuple(parts)) for role, parts in messages))
+
+
+def unpacked_history(history: list[Any]) -> tuple[PastTurn, ...]:
+    """An edited history as the worker has sent it."""
+    return tuple(PastTurn(turn, text, unpacked(shown)) for turn, text, shown in history)
 
 
 def packed_start(start: Start) -> dict[str, Any]:

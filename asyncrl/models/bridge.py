@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
@@ -54,6 +56,10 @@ class TurnBridge:
     def encode(self, last_token: int, observation: Observation) -> EncodedPrompt:
         """`measure` with the pixels of the observation's images."""
         return self._without_close(last_token, self.processor.encode_text(*self._rendered(observation)))
+
+    def said(self, text: str) -> np.ndarray:
+        """Tokens of a turn that nobody sampled: the text, and what closes a turn. Reserved text is written apart."""
+        return np.asarray([*self.processor.tokenize(self._written_apart(text)), self._close_id], np.int32)
 
     def opened(self, prompt: Prompt, opening: Observation) -> Prompt:
         """The prompt with what an environment opens with, at the end of its last message if that is a user's."""

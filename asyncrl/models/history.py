@@ -1,9 +1,9 @@
 """The history that a later turn is shown, and the segments of a trajectory that come of rewriting it.
 
-A segment is a stretch of tokens behind the prompt that only grows: what was sampled, and a bridge after each turn.
-Where the history is rewritten, and is then not what the segment holds, a new segment begins: the prompt again, and
-behind it all turns before as they are shown now. A turn is sampled, and trained, in one segment; in later ones it is
-context.
+The ticket's rule rewrites it, and an environment may edit it. A segment is a stretch of tokens behind the prompt that
+only grows: what was sampled, and a bridge after each turn. Where the history is then not what the segment holds, a new
+segment begins: the prompt again, and behind it all turns before as they are shown now. A turn is sampled, and trained,
+in one segment; in later ones it is context.
 
 Rollout server and learner follow the same rule on the same tokens, messages and images, and the learner compares.
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.environments.observation import Message, Observation, Part
+from asyncrl.environments.observation import Message, Observation, Part, PastTurn
+from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.rows import sampled_piece
@@ -25,6 +26,19 @@ from protocol.messages import ConversationLimits
 THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
 LEFT_OUT = "[image left out]"
 """Text in the place of an image that is no longer shown: the policy knows that there was one, and numbers stay."""
+
+
+_NOTHING = Observation(())
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A turn, and what was shown after it."""
+
+    token_ids: np.ndarray
+    as_context: EncodedPrompt
+    """The turn as later segments have it."""
+    shown: Observation = _NOTHING
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,8 @@ class Shown:
     images: tuple[bytes, ...]
     """Encoded images of the pieces, in their order."""
     begins_segment: bool
+    turns: tuple[_Taken, ...]
+    """All turns before, as the environment has them now."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,25 +64,20 @@ class Shown:
         return self.num_tokens if self.begins_segment else 0
 
 
-@dataclass
-class _Taken:
-    """A turn, and what was shown after it."""
-
-    token_ids: np.ndarray
-    as_context: EncodedPrompt
-    """The turn as later segments have it."""
-    observation: Observation | None = None
-
-
 class History:
     """The turns of one trajectory so far, and its current segment."""
 
     def __init__(self, bridge: TurnBridge, rule: ConversationLimits, *, pixels: bool):
         """`pixels`: pieces have those of their images."""
-        self._processor = bridge.processor
         self._make = bridge.encode if pixels else bridge.measure
         self._rule = rule
+        self._bridge_of = bridge
+        self._sampled: list[_Taken] = []
+        """All turns by their number."""
         self._turns: list[_Taken] = []
+        """Those that later turns see, as the environment has them."""
+        self._seen: set[bytes] = set()
+        """Images of observations."""
         self._bridges: dict[tuple[int, Observation], EncodedPrompt] = {}
         """What was made of last tokens and observations: each later turn asks again."""
         self.pieces: list[EncodedPrompt] = []
@@ -75,49 +86,73 @@ class History:
         """Encoded images of the current segment behind the prompt, in order."""
 
     def add_turn(self, token_ids: np.ndarray) -> None:
-        piece = sampled_piece(token_ids)
-        strips = self._rule.history == "strip_thinking"
-        as_context = sampled_piece(without_thinking(token_ids, self._processor)) if strips else piece
-        self._turns.append(_Taken(token_ids, as_context))
-        self.pieces.append(piece)
+        turn = self._taken(token_ids)
+        self._sampled.append(turn)
+        self._turns.append(turn)
+        self.pieces.append(sampled_piece(token_ids))
 
-    def after(self, observation: Observation) -> Shown:
-        """What the next turn is to follow, where this comes after the last one. Changes nothing.
+    def after(self, observation: Observation, edited: Sequence[PastTurn] = ()) -> Shown:
+        """What the next turn is to follow, where this comes after the last one, or after an edited history.
 
-        Raises UserError for images that the model cannot read.
+        Changes nothing. Raises UserError for images that the model cannot read, and for a history that cannot be.
         """
-        newest = self._turns[-1]
+        turns = self._edited(edited) if edited else self._turns
+        *before, newest = turns
         bridge = self._bridge(newest, observation)
-        if self._rule.history == "whole" and not self._rule.keep_images:
-            return Shown((bridge,), observation.images, begins_segment=False)
+        if not edited and self._rule.history == "whole" and not self._rule.keep_images:
+            return Shown((bridge,), observation.images, begins_segment=False, turns=tuple(turns))
         pieces: list[EncodedPrompt] = []
         images: list[bytes] = []
-        left_out = self._images_left_out(observation)
-        for turn in self._turns[:-1]:
-            assert turn.observation is not None, "another turn has followed it"
-            gone = min(left_out, len(turn.observation.images))
+        left_out = self._images_left_out(before, observation)
+        for turn in before:
+            gone = min(left_out, len(turn.shown.images))
             left_out -= gone
-            pieces += [turn.as_context, self._bridge(turn, without_images(turn.observation, gone))]
-            images += turn.observation.images[gone:]
+            pieces += [turn.as_context, self._bridge(turn, without_images(turn.shown, gone))]
+            images += turn.shown.images[gone:]
         pieces.append(newest.as_context)
         if _same(pieces, self.pieces):
-            return Shown((bridge,), observation.images, begins_segment=False)
-        return Shown((*pieces, bridge), (*images, *observation.images), begins_segment=True)
+            return Shown((bridge,), observation.images, begins_segment=False, turns=tuple(turns))
+        return Shown((*pieces, bridge), (*images, *observation.images), begins_segment=True, turns=tuple(turns))
 
     def show(self, observation: Observation, shown: Shown) -> None:
         """Go on with what `after` has made of the observation."""
-        self._turns[-1].observation = observation
+        *before, newest = shown.turns
+        self._turns = [*before, replace(newest, shown=observation)]
+        self._sampled[-1] = replace(self._sampled[-1], shown=observation)
+        self._seen.update(observation.images)
         if shown.begins_segment:
             self.pieces, self.images = [], []
         self.pieces += shown.pieces
         self.images += shown.images
 
-    def _images_left_out(self, newest: Observation) -> int:
+    def _edited(self, history: Sequence[PastTurn]) -> list[_Taken]:
+        turns: list[_Taken] = []
+        for number, past in enumerate(history):
+            if past.turn is not None and not 0 <= past.turn < len(self._sampled):
+                raise UserError(f"the edited history has turn {past.turn}, and {len(self._sampled)} were taken")
+            turn = self._taken(self._bridge_of.said(past.text)) if past.turn is None else self._sampled[past.turn]
+            shown = turn.shown if past.shown is None else past.shown
+            if number < len(history) - 1:
+                if not shown.messages:
+                    raise UserError(f"nothing follows turn {number} of the edited history, expected an observation")
+                if not self._seen.issuperset(shown.images):
+                    raise UserError(f"turn {number} of the edited history shows an image that no observation has shown")
+            elif past.shown is not None:
+                raise UserError("the last turn of the edited history has an observation beside the new one")
+            turns.append(replace(turn, shown=shown))
+        return turns
+
+    def _taken(self, token_ids: np.ndarray) -> _Taken:
+        strips = self._rule.history == "strip_thinking"
+        kept = without_thinking(token_ids, self._bridge_of.processor) if strips else token_ids
+        return _Taken(token_ids, sampled_piece(kept))
+
+    def _images_left_out(self, before: Sequence[_Taken], newest: Observation) -> int:
         """Number of the oldest images that are shown no more. Those of the newest observation always are."""
         if not self._rule.keep_images:
             return 0
-        before = sum(len(turn.observation.images) for turn in self._turns if turn.observation)
-        return max(0, before - max(0, self._rule.keep_images - len(newest.images)))
+        count = sum(len(turn.shown.images) for turn in before)
+        return max(0, count - max(0, self._rule.keep_images - len(newest.images)))
 
     def _bridge(self, turn: _Taken, observation: Observation) -> EncodedPrompt:
         key = int(turn.token_ids[-1]), observation

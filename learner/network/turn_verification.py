@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.environments.recording import images_of, observation_of
+from asyncrl.environments.recording import history_of, images_of, observation_of
 from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.history import History
@@ -60,7 +60,7 @@ def bridge_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> 
 
 
 def _has_turns(record: TrajectoryRecord) -> bool:
-    said = any(turn.observation or turn.calls or turn.info or turn.context for turn in record.turns)
+    said = any(t.observation or t.calls or t.info or t.context or t.history for t in record.turns)
     return len(record.turns) > 1 or bool(record.limit) or said
 
 
@@ -108,7 +108,7 @@ def _trajectory_problems(
         is_last = number == len(record.turns) - 1
         start = length if is_last else record.turns[number + 1].start
         if is_last:
-            if turn.end != length or turn.observation:
+            if turn.end != length or turn.observation or turn.history:
                 yield f"something stands behind its last turn, which ends at token {turn.end} of {length}"
             break
         if turn.finish_reason is FinishReason.LENGTH:
@@ -119,6 +119,10 @@ def _trajectory_problems(
         for problem in _between_problems(turn, record.turns[number + 1], columns, blobs, history):
             yield f"after turn {number} {problem}"
     yield from _end_problems(record)
+    grids = {image.content_hash: image.grid for turn in record.turns for image in images_of(turn.observation)}
+    for image in (image for turn in record.turns for past in turn.history for image in images_of(past.shown)):
+        if grids.get(image.content_hash) != image.grid:
+            yield f"an edited history has the image {image.content_hash[:12]} with another grid, {image.grid}"
 
 
 def _turn_problems(turn: Turn, columns: _Columns, ticket: Ticket, limits: ConversationLimits) -> Iterator[str]:
@@ -151,13 +155,13 @@ def _between_problems(
     history.add_turn(columns.token_ids[turn.start : turn.end])
     try:
         observation = observation_of(turn.observation, blobs)
-        made = history.after(observation)
+        made = history.after(observation, history_of(turn.history, blobs))
     except UserError as error:
         yield str(error)
         return
     history.show(observation, made)
     if following.context != made.context:
-        yield f"{_segment(following.context)}, and by the ticket's rule {_segment(made.context)}"
+        yield f"{_segment(following.context)}, and by the ticket's rule and the record {_segment(made.context)}"
     between = slice(turn.end, following.start)
     theirs, mine = columns.token_ids[between], np.concatenate([piece.token_ids for piece in made.pieces])
     if theirs.shape != mine.shape or (theirs != mine).any():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from asyncrl.environments.recording import images_of, observation_of
+from asyncrl.environments.recording import history_of, images_of, observation_of
 from asyncrl.models.history import History
 from asyncrl.models.rows import joined_row
 from learner.tickets.ticket import ReceivedGroup
@@ -33,7 +33,8 @@ def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
         if following.context:
             end_segment()
         observation = observation_of(turn.observation, item.group.blobs)
-        history.show(observation, history.after(observation))
+        edited = history_of(turn.history, item.group.blobs)
+        history.show(observation, history.after(observation, edited))
     history.add_turn(token_ids[turns[-1].start : turns[-1].end])
     end_segment()
     return tuple(segments)

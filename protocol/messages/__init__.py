@@ -51,7 +51,7 @@ from protocol.messages.tickets import (
     Video,
     VideoPart,
 )
-from protocol.messages.turns import FinishReason, ObservedImage, ObservedMessage, ToolCall, Turn
+from protocol.messages.turns import EditedTurn, FinishReason, ObservedImage, ObservedMessage, ToolCall, Turn
 from protocol.messages.weights import (
     AdapterSpec,
     Channel,

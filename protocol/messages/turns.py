@@ -49,6 +49,16 @@ class ObservedMessage(Wire):
     content: Many[ObservedPart]
 
 
+class EditedTurn(Wire):
+    """A turn in a history that the environment has edited."""
+
+    turn: int | None = Field(ge=0)
+    """Number of the turn of which the sampled tokens stand there; None: `text` does."""
+    text: str = ""
+    shown: Many[ObservedMessage] = ()
+    """The messages behind it; none: those that were shown after it, or behind the last one the turn's observation."""
+
+
 class ToolCall(Wire):
     """A call of one turn, and what became of it."""
 
@@ -90,6 +100,9 @@ class Turn(Wire):
     context: Annotated[int, Field(ge=0, exclude_if=lambda count: not count)] = 0
     """Tokens before `start` with which a new segment begins, behind the prompt: all turns before, as the ticket's rule
     shows them now. 0, and not on the wire, where the turn goes on in the segment of the turn before."""
+    history: Annotated[Many[EditedTurn], Field(exclude_if=lambda turns: not turns)] = ()
+    """All turns so far, this one included, as the environment shows them to later ones; none, and not on the wire,
+    where it has changed nothing."""
     info: Annotated[
         str, Field(max_length=LONGEST_INFO, exclude_if=lambda info: not info), AfterValidator(_is_json_object)
     ] = ""

@@ -33,6 +33,8 @@ async def run(task: AgentTask) -> float:
                 messages.append(
                     {"role": "tool", "tool_call_id": call.id, "content": f"{call.function.arguments} added"}
                 )
+            if turn == 1 and wish == "forget":  # a summary in place of the first turn, without its picture
+                messages[1:3] = [{"role": "assistant", "content": "in short"}, {"role": "user", "content": "go on"}]
             if turn == 0 and wish == "edit":
                 messages[0]["content"] = "something else"
             if turn == 0 and wish == "raise":

@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.agent_adapter import VERIFIERS_PROGRAM
 from asyncrl.environments.interface import Start
+from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.journal import JOURNAL_FILE
@@ -48,6 +49,13 @@ def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
         assert seen(await one.step(pool.action(call, 1))) == ['{"a": 1} added']
         ended = await one.step(pool.action("done", 2))
         assert (ended.reward, ended.done) == (0.5, True)
+        forgets = await pool.begin(start("forget"))
+        await forgets.step(pool.action("I think", 0))
+        edited = await forgets.step(pool.action("I think", 1))
+        summary = PastTurn(None, "in short", Observation((Message("user", ("go on",)),)))
+        assert edited.history == (summary, PastTurn(1)), "of equal answers the one that the newest message follows"
+        assert (await forgets.step(pool.action("done", 2))).done
+        await forgets.close()
         for wish, why in (("edit", "message 0 of the agent's request is .*something else"), ("raise", "own service")):
             episode = await pool.begin(start(wish))
             with pytest.raises(EnvironmentFailed, match=why) as failed:
@@ -95,17 +103,21 @@ def test_a_run_trains_on_the_exact_tokens_of_an_agents_turns(
     with closing(JournalReader(tmp_path / "run" / JOURNAL_FILE)) as journal:
         groups = [journal.group(ticket_id) for ticket_id in journal.kept()]
     assert len(groups) == STEPS * run.batch.prompts_per_step
+    edited = {any(turn.history for turn in record.turns) for group in groups for record in group.trajectories}
+    assert edited == ({True, False} if name == "agent" else {False})
     for record in (record for group in groups for record in group.trajectories):
         assert record.status is TrajectoryStatus.FINISHED, record.error_message
         assert len(record.turns) == 3
+        forgets = bool(record.turns[1].history)
+        assert [bool(turn.context) for turn in record.turns] == [False, False, forgets]
         assert record.turns[2].end - record.turns[2].start == record.turns[0].end - record.turns[0].start
         from_agent = 0.5 if name == "agent" else 1.0
         assert record.reward == pytest.approx(from_agent + record.rewards["short"])
 
 
 def empty_rows(folder: Path) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "", "answer": "", "number": n}) + "\n" for n in range(8)))
+    file, row = folder / "rows.jsonl", {"prompt": "", "answer": ""}
+    file.write_text("".join(json.dumps(row | {"number": n, "wish": "forget" * (n % 2)}) + "\n" for n in range(8)))
     return file
 
 

@@ -8,7 +8,8 @@ import pytest
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import build_tokenizer
-from asyncrl.environments.observation import Message, Observation, Part
+from asyncrl.environments.observation import Message, Observation, Part, PastTurn
+from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.history import LEFT_OUT, History, without_images, without_thinking
 from asyncrl.models.processing import PromptProcessor
@@ -131,3 +132,50 @@ def test_images_are_left_out_from_the_oldest_on_across_messages() -> None:
         (Message("tool", ("a", LEFT_OUT, LEFT_OUT)), Message("user", (THIRD, "b")))
     )
     assert without_images(both, 0) is both
+
+
+def test_an_environment_may_leave_turns_out_and_change_what_it_had_shown(processor: PromptProcessor) -> None:
+    """What stays keeps its sampled tokens, and the conversation goes on from the edited history."""
+    bridge = TurnBridge(processor, (processor.tokenizer.eos_token_id,))
+    history = History(bridge, rule(), pixels=False)
+    turns = [sampled(processor, f"answer {number}") for number in range(4)]
+    for number, edited in enumerate(
+        ((), (), (PastTurn(None, "read <|image_pad|>", tool("old")), PastTurn(1), PastTurn(2)), ())
+    ):
+        history.add_turn(turns[number])
+        observation = tool(f"{number}", FIRST)
+        shown = history.after(observation, edited)
+        history.show(observation, shown)
+        assert shown.begins_segment == bool(edited)
+    row = joined_row(history.pieces[0], history.pieces[1:])
+    assert row.unexpanded_ids is not None
+    said = processor.tokenizer.decode(row.unexpanded_ids)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert said.replace("<|im_start|>", "").replace("<|im_end|>", "") == (
+        f"read < |image_pad|>\ntool\nold\nassistant\nanswer 1\ntool\n1{image}\nassistant\nanswer 2\ntool\n2{image}\n"
+        f"assistant\nanswer 3\ntool\n3{image}\nassistant\n"
+    )
+    same = (PastTurn(None, "read <|image_pad|>", tool("old")), PastTurn(1), PastTurn(2), PastTurn(3), PastTurn(4))
+    history.add_turn(sampled(processor, "answer 4"))
+    assert not history.after(tool("so"), same).begins_segment, "it is what the segment holds"
+
+
+@pytest.mark.parametrize(
+    ("edited", "reason"),
+    [
+        ((PastTurn(7),), "has turn 7, and 2 were taken"),
+        ((PastTurn(None, "a"), PastTurn(1)), "nothing follows turn 0"),
+        ((PastTurn(1), PastTurn(0)), "nothing follows turn 0"),
+        ((PastTurn(0, shown=tool(SECOND)), PastTurn(1)), "shows an image that no observation has shown"),
+        ((PastTurn(0), PastTurn(1, shown=tool("b"))), "has an observation beside the new one"),
+    ],
+)
+def test_an_edited_history_that_cannot_be_is_refused(
+    processor: PromptProcessor, edited: tuple[PastTurn, ...], reason: str
+) -> None:
+    history = History(TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(), pixels=False)
+    history.add_turn(sampled(processor, "answer 1"))
+    history.show(tool(FIRST), history.after(tool(FIRST)))
+    history.add_turn(sampled(processor, "answer 2"))
+    with pytest.raises(UserError, match=reason):
+        history.after(tool("so"), edited)

@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
-from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.journal.writer import TicketSlot
@@ -62,6 +62,17 @@ class Zoom:
         pass
 
 
+class Editor(Zoom):
+    """Puts a summary in place of the first turns when the third is taken, and shows an image again."""
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        if self._turns != 3:
+            return result
+        again = Observation((Message("tool", ("seen before ", PICTURES[1])), Message("user", ("go on",))))
+        return replace(result, history=(PastTurn(None, "answer 1 <|image_pad|>", again), PastTurn(1), PastTurn(2)))
+
+
 class OfLength:
     """A score for each trajectory: the number of its tokens, odd or even."""
 
@@ -75,11 +86,11 @@ class OfLength:
 _MADE: dict[str, tuple[RunConfig, PromptProcessor, ReceivedGroup]] = {}
 
 
-@pytest.fixture(params=["strip", "images", "both"])
+@pytest.fixture(params=["strip", "images", "both", "edit"])
 def made(request: pytest.FixtureRequest, make_config: MakeConfig) -> tuple[RunConfig, PromptProcessor, ReceivedGroup]:
     """Configuration, processor and group of each rule, the same for all tests."""
-    rule: dict[str, Any] = {"history": "strip_thinking"} if request.param != "images" else {}
-    rule |= {"keep_images": 1} if request.param != "strip" else {}
+    rule: dict[str, Any] = {"history": "strip_thinking"} if request.param in ("strip", "both") else {}
+    rule |= {"keep_images": 1} if request.param in ("images", "both") else {}
     if request.param not in _MADE:
         config = make_config(
             environment={
@@ -93,17 +104,25 @@ def made(request: pytest.FixtureRequest, make_config: MakeConfig) -> tuple[RunCo
             rollout={"engine": "scripted"},
         )
         processor = PromptProcessor(config.model)
-        _MADE[request.param] = config, processor, produced(config, processor)
+        _MADE[request.param] = (
+            config,
+            processor,
+            produced(config, processor, Editor if request.param == "edit" else Zoom),
+        )
     return _MADE[request.param]
 
 
-def produced(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
+def produced(config: RunConfig, processor: PromptProcessor, environment: type[Zoom] = Zoom) -> ReceivedGroup:
     writer = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,))
     item = writer.write(TicketSlot(0, 0, version=0, bound=0))
 
     async def produce() -> Group:
         producer = GroupProducer(
-            cast(Any, ThinkingEngine(config, processor)), cast(Any, OfLength()), processor, "s", Environments(Zoom)
+            cast(Any, ThinkingEngine(config, processor)),
+            cast(Any, OfLength()),
+            processor,
+            "s",
+            Environments(environment),
         )
         blobs = {digest: memoryview(data) for digest, data in item.blobs.items()}
         (answer,) = [answer async for answer in producer.produce([item.ticket], blobs)]
@@ -133,7 +152,8 @@ def test_segments_pass_verification_also_after_the_wire_and_the_journal(
     verify(item.prepared, kept)
     assert as_journaled(item.prepared, kept).group.trajectories == item.group.trajectories
 
-    assert any(len(record.segment_starts) > 2 for record in kept.trajectories)
+    edits = any(turn.history for record in kept.trajectories for turn in record.turns)
+    assert max(len(record.segment_starts) for record in kept.trajectories) > (1 if edits else 2)
     rule = item.ticket.conversation
     assert rule is not None
     for index, record in enumerate(kept.trajectories):
@@ -147,6 +167,9 @@ def test_segments_pass_verification_also_after_the_wire_and_the_journal(
             if turn.context:
                 assert turn.start - turn.context == before.end, "no bridge behind a segment"
                 again = processor.decode(token_ids[turn.start - turn.context : turn.start])
+                if edits:
+                    assert "answer 1 < |image_pad|>" in again
+                    continue
                 assert ("<think>" in again) == (rule.history == "whole" and any(thoughts))
                 assert again.count("image left out") == (number if rule.keep_images else 0)
 
@@ -202,7 +225,7 @@ def test_a_history_that_was_tampered_with_is_refused(made: tuple[RunConfig, Prom
         (with_column(group, "token_ids", first + turn.context - 1, 77), where + "stand other tokens than the history"),
         (
             with_turn(group, index, number, context=0),
-            where + "no segment begins, and by the ticket's rule a segment of",
+            where + "no segment begins, and by the ticket's rule and the record a",
         ),
         (with_turn(group, index, number, context=turn.context - 1), where + f"a segment of {turn.context - 1} tokens"),
         (with_turn(group, index, number, start=turn.start + 1), where + "stand other tokens"),
@@ -225,10 +248,43 @@ def test_a_group_by_another_rule_than_its_tickets_is_refused(
     _, _, item = made
     rule = item.ticket.conversation
     assert rule is not None
+    if rule.history == "whole" and not rule.keep_images:
+        item = replace(item, group=with_turn(item.group, 0, 2, history=()))
     plain = rule.model_copy(update={"history": "whole", "keep_images": 0})
     prepared = replace(item.prepared, ticket=item.ticket.model_copy(update={"conversation": plain}))
-    with pytest.raises(ProtocolError, match="tokens of history begins, and by the ticket's rule no segment begins"):
+    with pytest.raises(
+        ProtocolError, match="tokens of history begins, and by the ticket's rule and the record no segment begins"
+    ):
         verify(prepared, item.group)
+
+
+@pytest.mark.parametrize("made", ["edit"], indirect=True)
+def test_an_edited_history_is_checked_as_it_was_recorded(
+    made: tuple[RunConfig, PromptProcessor, ReceivedGroup],
+) -> None:
+    _, _, item = made
+    first, *others = item.group.trajectories[0].turns[2].history
+    assert [(past.turn, past.shown) for past in others] == [(1, ()), (2, ())], "what stays is not recorded again"
+    message = first.shown[0]
+    image = message.content[1].model_copy(update={"grid": (1, 2, 2)})
+    grown = message.model_copy(update={"content": (message.content[0], image)})
+    for history, reason in (
+        (
+            (first.model_copy(update={"text": "answer 2 <|image_pad|>"}), *others),
+            "after turn 2 stand other tokens than the history",
+        ),
+        ((first.model_copy(update={"shown": first.shown[:1]}), *others), "after turn 2 a segment of .* and by the"),
+        (
+            (first.model_copy(update={"shown": (grown, *first.shown[1:])}), *others),
+            "an edited history has the image .* another grid",
+        ),
+        ((first, others[1], others[0]), "after turn 2 nothing follows turn 1 of the edited history"),
+        ((first, others[0].model_copy(update={"turn": 3}), others[1]), "after turn 2 the edited history has turn 3"),
+    ):
+        with pytest.raises(ProtocolError, match=reason):
+            verify(item.prepared, with_turn(item.group, 0, 2, history=history))
+    with pytest.raises(ProtocolError, match="something stands behind its last turn"):
+        verify(item.prepared, with_turn(item.group, 0, 3, history=(first,)))
 
 
 def test_packed_segments_equal_separate_rows(made: tuple[RunConfig, PromptProcessor, ReceivedGroup]) -> None:
