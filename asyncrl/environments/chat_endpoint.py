@@ -26,7 +26,7 @@ IDLE_S = 600.0
 """A connection without a request is closed after these seconds."""
 
 
-class EditedHistory(Exception):
+class OtherConversation(Exception):
     """A request is none of its conversation: its prompt is another, or what follows cannot be shown to the policy."""
 
 
@@ -183,25 +183,25 @@ def _error(message: str) -> dict[str, Any]:
 def first_messages(messages: list[dict[str, Any]], row: list[dict[str, Any]]) -> Observation | None:
     """What an agent's first request has beside the row's own messages; None where that is nothing.
 
-    The row's last message may be the beginning of the agent's, so also empty. Raises EditedHistory for another prompt.
+    The row's last message may be the beginning of the agent's, so also empty. Raises OtherConversation for another prompt.
     """
     rest: list[Part] = []
     for number, message in enumerate(messages):
         parts = parts_of(message)
         if number >= len(row):
             if message["role"] != "user":
-                raise EditedHistory(_another_prompt(number, message, "nothing"))
+                raise OtherConversation(_another_prompt(number, message, "nothing"))
             rest += parts
             continue
         said, known = "".join(part if isinstance(part, str) else "<image>" for part in parts), row[number]
         is_last = number == len(row) - 1 and known["role"] == "user"
         begins = said.startswith(known["content"]) if is_last else said == known["content"]
         if _role(message) != known["role"] or not begins:
-            raise EditedHistory(_another_prompt(number, message, f"{known['role']}: {known['content']!r:.200}"))
+            raise OtherConversation(_another_prompt(number, message, f"{known['role']}: {known['content']!r:.200}"))
         if is_last:
             rest += _behind(parts, len(known["content"]))
     if len(messages) < len(row):
-        raise EditedHistory(f"the agent's first request has {len(messages)} messages, and the row {len(row)}")
+        raise OtherConversation(f"the agent's first request has {len(messages)} messages, and the row {len(row)}")
     return Observation((Message("user", tuple(rest)),)) if rest else None
 
 
@@ -219,7 +219,7 @@ class Conversation:
     def goes_on(self, messages: list[dict[str, Any]]) -> tuple[Observation, tuple[PastTurn, ...]]:
         """The messages that a request adds, and where it has another history than there was, that one.
 
-        Raises EditedHistory where it is none of this conversation.
+        Raises OtherConversation where it is none of this conversation.
         """
         known = list(map(_canonical, self.messages))
         history: tuple[PastTurn, ...] = ()
@@ -234,7 +234,7 @@ class Conversation:
         for number, was in enumerate(self.prompt):
             is_now = messages[number] if number < len(messages) else None
             if is_now is None or _canonical(is_now) != _canonical(was):
-                raise EditedHistory(
+                raise OtherConversation(
                     f"message {number} of the agent's request is {json.dumps(is_now)[:200]}, and was "
                     f"{json.dumps(was)[:200]}. The messages of the first request are the prompt of the trajectory: an "
                     "agent may only change what comes after them"
@@ -244,11 +244,13 @@ class Conversation:
             if message.get("role") == "assistant":
                 exchanges.append((message, []))
             elif not exchanges:
-                raise EditedHistory("behind the messages of the agent's first request stands no answer of the policy")
+                raise OtherConversation(
+                    "behind the messages of the agent's first request stands no answer of the policy"
+                )
             else:
                 exchanges[-1][1].append(message)
         if not exchanges:
-            raise EditedHistory("the agent's request adds nothing to its first one")
+            raise OtherConversation("the agent's request adds nothing to its first one")
         known: list[tuple[dict[str, Any], Observation | None]] = [*self.turns, (self.messages[-1], None)]
         past: list[PastTurn] = []
         turn, observation = -1, Observation(())
@@ -263,7 +265,7 @@ class Conversation:
                 turn = next((n for n in later if known[n][1] == shown), later[0])
                 past.append(PastTurn(turn, shown=None if known[turn][1] == shown else shown))
             elif message.get("tool_calls"):
-                raise EditedHistory(f"the policy has made no such calls: {json.dumps(message)[:200]}")
+                raise OtherConversation(f"the policy has made no such calls: {json.dumps(message)[:200]}")
             else:
                 text = "".join(part for part in parts_of(message) if isinstance(part, str))
                 past.append(PastTurn(None, text, shown))
@@ -271,9 +273,9 @@ class Conversation:
 
 
 def _shown(messages: list[dict[str, Any]]) -> Observation:
-    """Messages of tools and users, at least one. Raises EditedHistory for others."""
+    """Messages of tools and users, at least one. Raises OtherConversation for others."""
     if not messages or any(message.get("role") not in ("tool", "user") for message in messages):
-        raise EditedHistory(
+        raise OtherConversation(
             f"behind an answer of the policy the agent has the messages {[m.get('role') for m in messages]}, "
             "expected those of tools and users, at least one"
         )
@@ -285,7 +287,7 @@ def _shown(messages: list[dict[str, Any]]) -> Observation:
 
 
 def parts_of(message: dict[str, Any]) -> list[Part]:
-    """Texts and images of a message. Raises EditedHistory for parts that cannot be shown."""
+    """Texts and images of a message. Raises OtherConversation for parts that cannot be shown."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return [content] if content else []
@@ -297,7 +299,9 @@ def parts_of(message: dict[str, Any]) -> list[Part]:
         elif address.startswith("data:"):
             found.append(base64.b64decode(address.partition("base64,")[2]))
         else:
-            raise EditedHistory(f"a message has the part {json.dumps(part)[:200]}: texts and images as data: are read")
+            raise OtherConversation(
+                f"a message has the part {json.dumps(part)[:200]}: texts and images as data: are read"
+            )
     return found
 
 

@@ -26,8 +26,6 @@ from protocol.messages import ConversationLimits
 THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
 LEFT_OUT = "[image left out]"
 """Text in the place of an image that is no longer shown: the policy knows that there was one, and numbers stay."""
-
-
 _NOTHING = Observation(())
 
 
@@ -71,7 +69,7 @@ class History:
         """`pixels`: pieces have those of their images."""
         self._make = bridge.encode if pixels else bridge.measure
         self._rule = rule
-        self._bridge_of = bridge
+        self._turn_bridge = bridge
         self._sampled: list[_Taken] = []
         """All turns by their number."""
         self._turns: list[_Taken] = []
@@ -130,7 +128,7 @@ class History:
         for number, past in enumerate(history):
             if past.turn is not None and not 0 <= past.turn < len(self._sampled):
                 raise UserError(f"the edited history has turn {past.turn}, and {len(self._sampled)} were taken")
-            turn = self._taken(self._bridge_of.said(past.text)) if past.turn is None else self._sampled[past.turn]
+            turn = self._taken(self._turn_bridge.said(past.text)) if past.turn is None else self._sampled[past.turn]
             shown = turn.shown if past.shown is None else past.shown
             if number < len(history) - 1:
                 if not shown.messages:
@@ -144,7 +142,7 @@ class History:
 
     def _taken(self, token_ids: np.ndarray) -> _Taken:
         strips = self._rule.history == "strip_thinking"
-        kept = without_thinking(token_ids, self._bridge_of.processor) if strips else token_ids
+        kept = without_thinking(token_ids, self._turn_bridge.processor) if strips else token_ids
         return _Taken(token_ids, sampled_piece(kept))
 
     def _images_left_out(self, before: Sequence[_Taken], newest: Observation) -> int:
