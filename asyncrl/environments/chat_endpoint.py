@@ -183,7 +183,8 @@ def _error(message: str) -> dict[str, Any]:
 def first_messages(messages: list[dict[str, Any]], row: list[dict[str, Any]]) -> Observation | None:
     """What an agent's first request has beside the row's own messages; None where that is nothing.
 
-    The row's last message may be the beginning of the agent's, so also empty. Raises OtherConversation for another prompt.
+    The row's last message may be the beginning of the agent's, so also empty. Raises OtherConversation for another
+    prompt.
     """
     rest: list[Part] = []
     for number, message in enumerate(messages):
