@@ -261,7 +261,8 @@ def test_what_ends_a_trajectory_frees_its_row(make_config: MakeConfig) -> None:
         assert parked.tokens == 0, "cut off: the conversation is over"
 
         long = replace(cut, sampling=cut.sampling.model_copy(update={"max_new_tokens": 400}))
-        async with aclosing(engine.generate([replace(talk.first, request_id=8), long])) as arriving:
+        both: Any = engine.generate([replace(talk.first, request_id=8), long])
+        async with aclosing(both) as arriving:
             assert (await anext(arriving)).request_id == 8
         await complete_all(engine, [replace(talk.first, request_id=9, parking=())])
         left = {row.request_id for row in parked._kept().values()}
