@@ -113,9 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(
-        "| model | tokens of the row | s with the whole row | s behind the parked row | ratio |\n|---|---|---|---|---|"
-    )
+    print("| model | tokens of the prompt | s with the whole row | s behind the parked row | ratio |")
+    print("|---|---|---|---|---|")
     with (
         tempfile.TemporaryDirectory() as scratch,
         # Turns of one length: what is cut would end a conversation.

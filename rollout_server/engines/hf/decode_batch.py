@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.config.engine_rules import cache_columns
 from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.rows import sampled_piece
@@ -124,6 +125,11 @@ class DecodeBatch:
         self._position_rows = 1
         self._cache = GrowingCache()
         self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Columns of its cache, of all rows together, after one more step."""
+        return len(self.rows) * cache_columns(self._attention.shape[1] + 1)
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[GenerationRequest], version: int) -> Joining:

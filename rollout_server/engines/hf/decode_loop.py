@@ -32,7 +32,7 @@ _Suspect = tuple[GenerationRequest, list[DecodeRow]]
 
 class DecodeLoop:
     def __init__(self, make_batch: Callable[[], DecodeBatch], max_sequences: int, row_tokens: int = 0):
-        """`row_tokens`: those of the longest row. Where no sequence runs, as many tokens of parked rows may be kept."""
+        """`row_tokens`: those of the longest row. Running and parked rows share the memory of so many sequences."""
         self._make_batch = make_batch
         self._max_sequences = max_sequences
         self._row_tokens = row_tokens
@@ -252,11 +252,12 @@ class DecodeLoop:
         for request, error in failed:
             self._fail(request, error)
         self._deliver(finished)
-        self._make_room(0)  # rows that have just been parked may be longer than planned
+        self._make_room(0)
 
     def _make_room(self, joining: int) -> None:
-        """Drop parked rows for so many sequences: those that run and those that are parked have one memory."""
-        self.parked.shrink((self._max_sequences - len(self.batch.rows) - joining) * self._row_tokens)
+        """Drop parked rows where those that run have grown, and for so many that join, of whatever length."""
+        places = self._max_sequences - joining
+        self.parked.shrink(places * self._row_tokens - self.batch.cached_tokens)
 
     def _deliver(self, finished: Iterable[DecodeRow]) -> None:
         for row in finished:

@@ -211,12 +211,20 @@ def test_parked_and_running_rows_have_the_memory_of_running_ones(make_config: Ma
         await talk.begin(engine)
         assert sorted(talk.rows) == [0, 1, 2, 3]
         oldest_first = list(loop.parked._kept())
-        loop._row_tokens = max(len(row) for row in loop.parked._kept().values())
-        await complete_all(engine, [replace(talk.first, request_id=8, group_size=2, parking=())])
-        assert [place.kept is not None for place in oldest_first] == [False, False, True, True]
-        assert 0 < loop.parked.tokens <= 2 * loop._row_tokens
+        assert [len(row) for row in loop.parked._kept().values()] == [25, 25, 26, 30]
+        loop._row_tokens, most = 41, 4 * 41
+        sampling = talk.first.sampling.model_copy(update={"stop_token_ids": (), "max_new_tokens": 20})
+        beside = replace(talk.first, request_id=8, group_size=2, sampling=sampling, parking=())
+        running = asyncio.create_task(complete_all(engine, [beside]))
+        await until_running(engine)
+        assert [place.kept is not None for place in oldest_first] == [False, True, True, True], "they joined"
+        while not running.done():
+            async with loop._turn:
+                assert loop.parked.tokens + loop.batch.cached_tokens <= most
+            await asyncio.sleep(0)
+        assert [place.kept is not None for place in oldest_first] == [False, False, False, True], "they grew"
         await talk.go_on(engine, SHOWN[0][:1] * 4, 1)
-        assert loop.parked.tokens <= 4 * loop._row_tokens
+        assert loop.parked.tokens <= most
 
     with_engine(config, use)
 
