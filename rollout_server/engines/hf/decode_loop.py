@@ -295,6 +295,8 @@ class DecodeLoop:
         except Exception:
             logger.exception("%d parked rows could not go on, and are prefilled as a whole", len(later))
             self.parked.drop()  # the device may be full
+            for row in parked.values():
+                row.layers.clear()
             return []
 
     def _prefill(self, admitted: list[GenerationRequest]) -> tuple[list[Joining], list[_Failure]]:
