@@ -1,7 +1,8 @@
 """Conversations: the policy takes a turn, an environment answers, and all of it stays one row of tokens.
 
-A trajectory that waits for its environment holds nothing in the engine: its next turn is a request of its own, whose
-prompt is the whole row. So new weights come in between turns, and one slow environment delays its own trajectory alone.
+A trajectory that waits for its environment runs nowhere: its next turn is a request of its own, whose prompt is the
+whole row, and what the engine has parked of it only saves work. So new weights come in between turns, and one slow
+environment delays its own trajectory alone.
 The random numbers of a turn follow from the ticket's seed, the trajectory's index and the turn's number, whatever else
 is sampled beside it and whenever an environment answers.
 """
@@ -46,7 +47,14 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine, VideoFrames
+from rollout_server.engines.base import (
+    Completion,
+    FailedRequest,
+    GenerationRequest,
+    InferenceEngine,
+    Parking,
+    VideoFrames,
+)
 from rollout_server.rounds import AtOnce, Rounds
 
 logger = logging.getLogger(__name__)
@@ -92,6 +100,7 @@ class _Trajectory:
     index: int
     environment: Environment | None
     """None when it is closed."""
+    parking: Parking = field(default_factory=Parking)
     turns: list[Turn] = field(default_factory=list)
     pieces: list[EncodedPrompt] = field(default_factory=list)
     """Of all segments."""
@@ -136,7 +145,8 @@ class _Trajectory:
             column.append(np.full(shown.num_tokens, column[-1][-1], np.int32))
 
     async def close(self) -> None:
-        """Close the environment, once; what goes wrong there concerns nobody but the log."""
+        """Close the environment, once; what goes wrong there concerns nobody but the log. No turn follows."""
+        self.parking.close()
         environment, self.environment = self.environment, None
         try:
             if environment is not None:
@@ -148,6 +158,7 @@ class _Trajectory:
         """Forget all turns, for another try."""
         self.environment, self.failure, self.limit, self.has_kv_versions = environment, None, "", False
         self.context = 0
+        self.parking = Parking()
         for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
             column.clear()
 
@@ -200,6 +211,14 @@ class _Ticket:
         room = min(self.limits.tokens_per_turn, self.ticket.sampling.max_new_tokens - length)
         return self.ticket.sampling.model_copy(update={"max_new_tokens": room})
 
+    def first_turns(self, trajectories: Sequence[_Trajectory]) -> GenerationRequest:
+        return replace(self.first, parking=tuple(self._parking(trajectory) for trajectory in trajectories))
+
+    def _parking(self, trajectory: _Trajectory) -> Parking:
+        """The trajectory's place, open unless the turn to be sampled is the last one allowed."""
+        trajectory.parking.is_open = len(trajectory.turns) + 1 < self.limits.turns
+        return trajectory.parking
+
     def later_turn(self, trajectory: _Trajectory, history: History) -> GenerationRequest:
         """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
         order = self.ticket.order(trajectory.index)
@@ -213,6 +232,7 @@ class _Ticket:
             images=(*self.first.images, *history.images),
             orders=(order,) if order != NO_ORDER else (),
             stream=(trajectory.index, len(trajectory.turns)),
+            parking=(self._parking(trajectory),),
         )
 
 
@@ -324,7 +344,7 @@ class ConversationProducer:
     async def _talk_all(self, opened: _Ticket, trajectories: Sequence[_Trajectory], leave: Callable[[], None]) -> None:
         talks: list[asyncio.Task[None]] = []
         try:
-            async for item in opened.turns.sample(opened.first):
+            async for item in opened.turns.sample(opened.first_turns(trajectories)):
                 if isinstance(item, FailedRequest):
                     raise item.error
                 talks.append(asyncio.create_task(self._talk(opened, trajectories[item.index], item)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,23 @@ class SeenPrompt:
     images: tuple[bytes, ...]
 
 
+class Parking:
+    """A trajectory's place for what an engine keeps of its row between two turns.
+
+    It saves work and decides nothing: an engine may leave it empty, and may empty it at any time.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        """Whether another turn may follow the one that is sampled."""
+        self.kept: Any = None
+        """The engine's own: all that it would need, and the only reference to it."""
+
+    def close(self) -> None:
+        """Free what is kept: no turn follows."""
+        self.is_open, self.kept = False, None
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """Sample `group_size` completions of one prompt. Requests of one call differ in `request_id` or `stream`."""
@@ -62,6 +79,8 @@ class GenerationRequest:
     stream: tuple[int, ...] = ()
     """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
     whose indices are the completions' own."""
+    parking: tuple[Parking, ...] = ()
+    """One for each completion of a conversation's turn, or none."""
 
     def seed_of(self, index: int) -> tuple[int, ...]:
         """Seeds of the random stream of completion `index`."""
@@ -203,6 +222,9 @@ class EngineUsage:
     """Bytes that left the device when the engine fell asleep last."""
     kv_cache_ratio: float = nan
     """Share of the key-value cache in use; NaN for an engine whose cache has no fixed size."""
+    prefill_reused_ratio: float = nan
+    """Share of all prompt tokens whose keys and values were still there; NaN for an engine that does not count it
+    here."""
 
 
 class InferenceEngine(Protocol):

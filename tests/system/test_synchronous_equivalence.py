@@ -83,7 +83,8 @@ def test_two_processes_equal_the_plain_loop_bit_for_bit(make_config: Callable[..
 def test_several_turns_equal_the_plain_loop_too_on_two_devices_and_on_one(
     make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The environment answers after times that differ; a third of all tokens end a turn."""
+    """The environment answers after times that differ; a third of all tokens end a turn. Half of the rows run at a
+    time, so that there is room for some of those that are parked, and not for all."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     stops = {"eos_token_id": [*range(0, 330, 3), PromptProcessor(make_config().model).tokenizer.eos_token_id]}
     (model / "generation_config.json").write_text(json.dumps(stops))
@@ -98,6 +99,7 @@ def test_several_turns_equal_the_plain_loop_too_on_two_devices_and_on_one(
         },
         data={"max_response_length": 120},
         algorithm={"updates_per_batch": 2},
+        rollout={"max_concurrent_sequences": 8},
         trainer={"max_steps": 2},
     )
     plain = asyncio.run(plain_loop(config))

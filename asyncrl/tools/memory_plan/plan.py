@@ -215,6 +215,8 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
         prefill -= sequences * tokens * model.cache_per_token // 4
         columns = cache_columns(tokens)
         why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, in blocks of {CACHE_BLOCK}"
+        if config.environment.is_used:
+            why += ": those that run, and rows that are parked between two turns"
         working = f"prefill of {prompts} prompts, or sampling"
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit

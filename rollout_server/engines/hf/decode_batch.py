@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.config.engine_rules import cache_columns
+from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.rows import sampled_piece
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import Completion, GenerationRequest, Parking
 from rollout_server.engines.hf.growing_cache import GrowingCache
-from rollout_server.engines.hf.prefill import Prefilled, prefill
+from rollout_server.engines.hf.parked_rows import ParkedRow
+from rollout_server.engines.hf.prefill import Prefilled, pass_inputs, prefill
 
 REBUILD_TOKENS = 8192
 """Largest number of tokens in one forward pass of a rebuild: it bounds the memory."""
@@ -42,6 +46,12 @@ class DecodeRow:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
+    parked: ParkedRow | None = None
+    """A copy of its part of the cache, once it has finished a turn that another may follow."""
+
+    @property
+    def parking(self) -> Parking | None:
+        return self.request.parking[self.index] if self.request.parking else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -116,6 +126,11 @@ class DecodeBatch:
         self._cache = GrowingCache()
         self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Columns of its cache, of all rows together, after one more step."""
+        return len(self.rows) * cache_columns(self._attention.shape[1] + 1)
+
     @torch.inference_mode()
     def prefill(self, requests: Sequence[GenerationRequest], version: int) -> Joining:
         """Compute each prompt once, share it among the group's rows, feed their prefixes, or sample their first tokens.
@@ -141,9 +156,53 @@ class DecodeBatch:
         beside.rows = rows
         beside._add(prefilled, which)
         beside._feed_tokens()
-        layers = [SimpleNamespace(keys=layer.keys, values=layer.values) for layer in beside._cache.layers]
-        fed = replace(prefilled, cache=SimpleNamespace(layers=layers), attention=beside._attention)
-        return Joining(rows, done, fed, torch.arange(len(rows), device=self.device))
+        return Joining(rows, done, beside._prefilled(prefilled.logits), torch.arange(len(rows), device=self.device))
+
+    @torch.inference_mode()
+    def prefill_behind(
+        self, requests: Sequence[GenerationRequest], parked: Sequence[ParkedRow], version: int
+    ) -> Joining:
+        """The same for later turns of conversations, whose rows are `parked`: only what is behind these is computed."""
+        rows = [row for request in requests for row in new_rows(request, version)]
+        prompts = [row.request.encoded_prompt(row.index) for row in rows]
+        pieces = [old.rest_of(prompt) for old, prompt in zip(parked, prompts, strict=True)]
+        places: list[torch.Tensor] = []
+        for row, old, prompt in zip(rows, parked, prompts, strict=True):
+            positions, row.next_position = prompt_positions(self.model, prompt)
+            places.append(positions[:, len(old) :])
+            row.kv_version = old.kv_version
+        beside = DecodeBatch(self.model, (), self.device)
+        beside._restore(parked, max(len(piece.token_ids) for piece in pieces))
+        if len({len(piece.token_ids) for piece in pieces}) > 1:  # the last tokens, whose logits count, go by themselves
+            ahead = [replace(p, token_ids=p.token_ids[:-1], token_types=p.token_types[:-1]) for p in pieces]
+            beside._extend(ahead, [place[:, :-1] for place in places])
+            beside._close_gaps()
+            pieces = [sampled_piece(piece.token_ids[-1:]) for piece in pieces]
+            places = [place[:, -1:] for place in places]
+        logits = beside._extend(pieces, places)
+        self._sample(logits, rows, version)
+        return Joining(rows, [], beside._prefilled(logits), torch.arange(len(rows), device=self.device))
+
+    def _restore(self, parked: Sequence[ParkedRow], room: int) -> None:
+        """Begin with parked rows, which are taken apart, and `room` for more columns."""
+        width = max(map(len, parked))
+        columns = torch.arange(width, device=self.device)
+        starts = torch.tensor([width - len(row) for row in parked], device=self.device)
+        self._attention = (columns >= starts[:, None]).long()
+        self._cache.restore([row.layers for row in parked], room)
+
+    def _extend(self, pieces: Sequence[EncodedPrompt], places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Feed each row a piece, with its images and its positions [1 or 3, M]. Returns [N, V] logits of the last
+        column, which pieces of one length all reach."""
+        self._position_rows = len(places[0])
+        inputs = pass_inputs(self.model, pieces, places, self.device, behind=self._attention)
+        self._attention = inputs["attention_mask"]
+        return self.model(**inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def _prefilled(self, logits: torch.Tensor) -> Prefilled:
+        """All rows of this batch, which is over, for another one."""
+        layers = [SimpleNamespace(keys=layer.keys, values=layer.values) for layer in self._cache.layers]
+        return Prefilled(logits, SimpleNamespace(layers=layers), self._attention, [], self._position_rows)
 
     def _prefill_prompts(self, rows: Sequence[DecodeRow]) -> tuple[Prefilled, list[int]]:
         """Compute each distinct prompt of [N] rows once, with its images. Returns them, and [N] which is each row's."""
@@ -291,14 +350,22 @@ class DecodeBatch:
         return done
 
     def keep(self, wanted: Callable[[DecodeRow], bool]) -> None:
-        """Drop the other rows and their part of the cache."""
+        """Drop the other rows and their part of the cache; those that go on after another turn have a copy of it."""
         kept = [number for number, row in enumerate(self.rows) if wanted(row)]
-        if kept:
-            index = torch.tensor(kept, device=self.device)
-            unused = self._unused(self._attention[index])
+        leaving = {number: row for number, row in enumerate(self.rows) if not wanted(row) and _may_go_on(row)}
+        prompts = [row.request.encoded_prompt(row.index) for row in leaving.values()]
+        lengths = [
+            len(prompt.token_ids) + len(row.token_ids) - 1
+            for prompt, row in zip(prompts, leaving.values(), strict=True)
+        ]
+        index = torch.tensor(kept, device=self.device, dtype=torch.long)
+        unused = self._unused(self._attention[index]) if kept else 0
+        if kept or leaving:
+            copies = self._cache.keep(index, unused, list(zip(leaving, lengths, strict=True)))
             self._attention = self._attention[index, unused:]
-            self._cache.keep(index, unused)
-        else:
+            for row, prompt, layers in zip(leaving.values(), prompts, copies, strict=True):
+                row.parked = ParkedRow.of(row.request.request_id, prompt, row.token_ids, row.kv_version, layers)
+        if not kept:
             self._clear()
         self.rows = [self.rows[number] for number in kept]  # last: should this fail, none is lost
 
@@ -309,6 +376,11 @@ class DecodeBatch:
     def _unused(self, attention: torch.Tensor) -> int:
         """Number of columns left of every row's first token."""
         return int(attention.argmax(dim=1).min())
+
+
+def _may_go_on(row: DecodeRow) -> bool:
+    """Whether a row has finished a turn that another may follow: one that was cut ends its trajectory."""
+    return row.parking is not None and row.parking.is_open and row.finish_reason is FinishReason.STOP
 
 
 def _pad_left(attention: torch.Tensor, width: int) -> torch.Tensor:

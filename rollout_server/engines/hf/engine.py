@@ -57,6 +57,7 @@ class HFEngine:
         self._loop = DecodeLoop(
             lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
             self._config.rollout.max_concurrent_sequences,
+            row_tokens=self._config.data.max_prompt_length + self._config.data.max_response_length,
         )
         self._loop.start()
 
@@ -128,10 +129,12 @@ class HFEngine:
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a version. Running sequences are finished first (`drain`), or go on with it: on their old key-value
-        cache (`keep`), or on a rebuilt one (`recompute`)."""
+        cache (`keep`), or on a rebuilt one (`recompute`). Rows that are parked are kept, too, or dropped."""
         decoding, mode = self._decoding, self._config.rollout.weight_update
         async with decoding.between_steps(drains=mode == "drain"):
             self._sleeper.check_awake()
+            if mode != "keep":
+                decoding.parked.drop()
             started, running = time.monotonic(), bool(decoding.batch.rows)
             try:
                 await decoding.on_thread(self._load_weights, tensors)
@@ -174,6 +177,7 @@ class HFEngine:
     async def sleep(self) -> None:
         """Finish what runs, then take the weights off the device: see rollout.sleep_level."""
         async with self._decoding.between_steps(drains=True):
+            self._decoding.parked.drop()
             await self._decoding.on_thread(self._fall_asleep)
 
     async def wake(self) -> None:

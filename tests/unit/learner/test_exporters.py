@@ -366,7 +366,7 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     server: ServerExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_server.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6})
-    usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4)
+    usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4, prefill_reused_ratio=0.6)
     heard = time.monotonic() - 4
     server.beat(usage, beat(40.0, 30.0), heard_at=heard, waiting_for="weights", is_asleep=False)
     usage = replace(usage, busy_s=36.0)
@@ -376,7 +376,7 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     values = scrape(server.metrics.registry)
     assert by_label(values, "held_groups") == {"state=queued": 3, "state=running": 2, "state=unacknowledged": 1}
     expected = {"tokens_total": 1000, "busy_seconds_total": 36, "update_pause_seconds_total": 2.5, "idle_ratio": 0.25}
-    expected |= {"sequences_running": 5, "kv_cache_ratio": 0.4}
+    expected |= {"sequences_running": 5, "kv_cache_ratio": 0.4, "prefill_reused_ratio": 0.6}
     assert {name: values[name, ""] for name in expected} == expected
     assert by_label(values, "waiting_seconds_total") == {"for=weights": 10, "for=tickets": 2}
     assert values["learner_silence_seconds", ""] == pytest.approx(4, abs=2)
