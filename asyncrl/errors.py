@@ -21,6 +21,10 @@ class WaitTimeoutError(BadStateError):
     """A server, a group or weights did not arrive in time; another attempt may succeed."""
 
 
+class RestartError(Exception):
+    """This attempt ends so that the next one does something otherwise: a crash, whose reason is known."""
+
+
 class LearnerLeftError(Exception):
     """The learner disconnected before the run was finished; not an error of this server."""
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import ExitCode, LearnerLeftError, UserError
+from asyncrl.errors import ExitCode, LearnerLeftError, RestartError, UserError
 from asyncrl.run_folder.failure import ReservedFailureFile, failure_of
 from asyncrl.telemetry.logs import configure_logging
 
@@ -95,6 +95,9 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     except UserError as error:
         _print_error(error)
         return ExitCode.USER_ERROR
+    except RestartError as error:
+        _print_error(error)
+        return ExitCode.CRASHED
     except LearnerLeftError as error:
         logger.info("the learner left before the end of the run (%s). Start this server again when it continues", error)
         return ExitCode.LEARNER_LEFT

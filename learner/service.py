@@ -97,6 +97,7 @@ class Learner:
         self.training = Trainer(
             config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state, self.ranks
         )
+        self.training.step.budget.keep_in_run(config)
         self.progress, self.engine = self.training.progress, self.training.engine
         self.flops = self.engine.facts.flops
 

@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from asyncrl import plugins
 from asyncrl.config.methods import Kind, methods
 from asyncrl.errors import BadStateError
@@ -98,7 +100,7 @@ def _checked(function: Callable[..., Any], kind: Kind, what: str, file: str) -> 
     def call(seen: Any, *more: Any) -> Any:
         try:
             answer = function(seen, *more)
-        except BadStateError:
+        except (BadStateError, torch.OutOfMemoryError):  # memory is the token budget's affair
             raise
         except Exception as error:
             raise BadStateError(f"{what} failed: {plugins.one_line(error, file)}") from error

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
@@ -18,7 +17,7 @@ from learner.network.logprob_parity import compare
 from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
 from learner.ranks.orders import Order, Orders, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
-from learner.ranks.reasons import Reasons
+from learner.ranks.reasons import REASONS, Reasons
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.trainer import Trainer
 
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow(config: RunConfig) -> None:
-    """Run to the end. Raises BadStateError when rank 0 has gone, with what it has said of it."""
+    """Run to the end. Raises what another rank has said of its end, or BadStateError when rank 0 has gone."""
     environment = rank_environment(config)
     if STORE_PORT not in os.environ:
         leave_after_rank_0()
@@ -35,9 +34,14 @@ def follow(config: RunConfig) -> None:
     try:
         check_local_ranks(config, environment.local_rank + 1)
         _follow(config, environment, store)
-    except (UserError, BadStateError) as error:
+    except REASONS as error:
         reasons.say(environment.rank, error)
         raise reasons.of(0) or error from None
+    except RuntimeError as error:  # a collective, where another rank has ended
+        others = (rank for rank in range(environment.size) if rank != environment.rank)
+        if said := reasons.wait_for_one(others):
+            raise said from error
+        raise
 
 
 def _follow(config: RunConfig, environment: RankEnvironment, store: Store) -> None:
@@ -54,6 +58,7 @@ def _follow(config: RunConfig, environment: RankEnvironment, store: Store) -> No
     checkpoint = Path(values["checkpoint"]) if values["checkpoint"] else None
     policy = config.with_policy(Path(values["model_path"]) if values["model_path"] else None)
     training = Trainer(policy, processor, values["num_rows"], checkpoint, state, ranks)
+    training.step.budget.keep_in_run(config)
     saving: BackgroundWrite | None = None
     while (order := orders.take()).kind != "end":
         if order.kind == "snapshot":

@@ -38,7 +38,7 @@ from asyncrl.run_folder.failure import read_failure
 from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
 from learner.ranks.group import Ranks
 from learner.ranks.orders import Orders
-from learner.ranks.reasons import Reasons
+from learner.ranks.reasons import REASONS, Reasons
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class RankProcesses:
             time.sleep(POLL_S)
 
     def _reason(self, rank: int, code: int) -> Exception:
+        if self.reasons and (said := self.reasons.of(rank)):
+            return said
         failure = read_failure(self.folder, f"{rank}.json")
         if code == ExitCode.USER_ERROR and failure:
             return UserError(f"rank {rank}: {failure.reason}")
@@ -164,7 +166,7 @@ class Leader:
 
     def reason_of(self, error: Exception) -> Exception:
         """The death of another rank where that was the cause of the error, else the error itself."""
-        if isinstance(error, UserError | BadStateError):
+        if isinstance(error, REASONS):
             return error
         if self.processes.given:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the same cause: this rank ends already
@@ -196,7 +198,7 @@ def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]
             yield Leader(config, processes, orders, store, environment.size)
             orders.give("end")
             processes.leave()
-        except (UserError, BadStateError) as error:
+        except REASONS as error:
             processes.reasons.say(0, error)
             raise
         except KeyboardInterrupt:

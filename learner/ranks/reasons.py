@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, RestartError, UserError
+
+Reason = UserError | BadStateError | RestartError
+REASONS = (UserError, BadStateError, RestartError)
+POLL_S = 0.05
+PATIENCE_S = 1.0
+"""A collective fails on a rank's connections a moment before its reason is in the store, or it is seen to be gone."""
 
 
 class Reasons:
-    """Reasons that the user or a state has caused. A rank that was killed has none here."""
+    """Reasons that the user, a state or the memory has caused. A rank that was killed has none here."""
 
     def __init__(self, store: Store):
         self._store = PrefixStore("reasons", store)
 
-    def say(self, rank: int, error: UserError | BadStateError) -> None:
+    def say(self, rank: int, error: Reason) -> None:
+        kind = next(number for number, kind in enumerate(REASONS) if isinstance(error, kind))
         with suppress(DistError, RuntimeError):  # rank 0 has gone with the store
-            self._store.set(str(rank), json.dumps([isinstance(error, UserError), str(error)]))
+            self._store.set(str(rank), json.dumps([kind, str(error)]))
 
-    def of(self, rank: int) -> UserError | BadStateError | None:
+    def of(self, rank: int) -> Reason | None:
         """What a rank has said before it ended."""
         with suppress(DistError, RuntimeError):
             if self._store.check([str(rank)]):
-                can_be_mended, reason = json.loads(self._store.get(str(rank)))
-                return (UserError if can_be_mended else BadStateError)(f"rank {rank}: {reason}")
+                kind, reason = json.loads(self._store.get(str(rank)))
+                return REASONS[kind](f"rank {rank}: {reason}")
+        return None
+
+    def wait_for_one(self, ranks: Iterable[int]) -> Reason | None:
+        """What one of the ranks says within PATIENCE_S, after a collective has failed."""
+        deadline, others = time.monotonic() + PATIENCE_S, list(ranks)
+        while time.monotonic() < deadline:
+            if said := next(filter(None, map(self.of, others)), None):
+                return said
+            time.sleep(POLL_S)
         return None

@@ -57,7 +57,7 @@ class LearnerStep:
         """`total_steps` of the run."""
         self.roles = roles
         self.config = config
-        self._budget = TokenBudget(roles, config.batch.tokens_per_microbatch)
+        self.budget = TokenBudget(roles, config.batch.tokens_per_microbatch)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
@@ -81,7 +81,7 @@ class LearnerStep:
         metrics: dict[str, list[float]] = defaultdict(list)
         for number, groups in enumerate(updates, 1):
             where = f"step {version + 1} (policy version {version}), update {number} of {len(updates)}"
-            loss, columns = self._budget.run(partial(self._accumulate, groups, decided, where), groups, where)
+            loss, columns = self.budget.run(partial(self._accumulate, groups, decided, where), groups, where)
             metrics["loss"].append(loss)
             for name, parts in columns.items():
                 seen[name] += parts
@@ -102,7 +102,7 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        means |= self._budget.report() | (features.report() if features else {})
+        means |= self.budget.report() | (features.report() if features else {})
         said = decided.selected.report() | self.coefficients.report(decided.coefficients)
         return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 
@@ -139,7 +139,7 @@ class LearnerStep:
         }
         names = [name for name, is_wanted in wanted.items() if is_wanted]
         score = partial(self.roles.score, batch, names)
-        scored = self._budget.run(score, batch.train_groups, f"step {version + 1}, scores before its updates")
+        scored = self.budget.run(score, batch.train_groups, f"step {version + 1}, scores before its updates")
         behaviour = batch.behaviour_logprobs[batch.trained.flat]
         if scored.proximal_logprobs is not None:
             behaviour = torch.where(batch.noisy, scored.proximal_logprobs, behaviour)

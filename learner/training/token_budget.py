@@ -1,36 +1,66 @@
-"""The token budget of micro-batches, which is halved where the device has no memory for one."""
+"""The token budget of micro-batches, which is halved where the device has no memory for one.
+
+One process begins the pass again. Ranks, of which the others are in the middle of the same layer, and DeepSpeed begin
+the step again, in new processes, from checkpoint and journal. Both leave the smaller budget in the run directory.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.errors import BadStateError
-from learner.training.packing import TrainGroup, plan_micro_batches
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, RestartError, UserError
+from asyncrl.telemetry.jsonl import write_atomically
+from learner.ranks.plan import plan_shares
+from learner.training.packing import TrainGroup
 from learner.training.roles import Roles
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+BUDGET_FILE = "token_budget.json"
+"""The smaller budget in the run directory."""
+HOLDS_FOR = (
+    "batch.tokens_per_microbatch",
+    *(f"learner.{name}" for name in ("engine", "num_processes", "zero_stage", "cpu_offload", "gradient_checkpointing")),
+)
+"""Settings that decide how much memory a micro-batch may take. Where one has changed, the budget is the configured one
+again."""
 
 
 class TokenBudget:
-    """`batch.tokens_per_microbatch`, or less once a pass found no memory: for the rest of this process."""
+    """`batch.tokens_per_microbatch`, or less once a pass found no memory: for the rest of the run where it is kept."""
 
     def __init__(self, roles: Roles, tokens: int):
         self.tokens = tokens
         self._roles = roles
         self._most = tokens
         self._failures = 0
+        self._file: Path | None = None
+        self._settings: dict[str, Any] = {}
+
+    def keep_in_run(self, config: RunConfig) -> None:
+        """Go on with the budget that the run directory has of an earlier process, and leave a smaller one there.
+
+        A collective: all ranks take what rank 0 reads. Raises UserError where the file is not one of ours.
+        """
+        self._file = config.run_path / BUDGET_FILE
+        self._settings = {name: attrgetter(name)(config) for name in HOLDS_FOR}
+        ranks = self._roles.ranks
+        read = str(self._read(self._file) if ranks.leads else 0)
+        self.tokens = int(ranks.broadcast(read.encode()))
 
     def run(self, compute: Callable[[int], T], groups: Sequence[TrainGroup], where: str) -> T:
         """`compute(tokens)`, from its beginning with half of the tokens where it raises torch.OutOfMemoryError.
 
         Gradients of what was computed before are dropped: nothing counts twice. Raises BadStateError where every
-        micro-batch is a single row already, where the engine cannot begin a pass again, and with several ranks, which
-        are in the middle of the same layer then.
+        micro-batch is a single row already, and RestartError where a new process has to begin the step again.
         """
         while True:
             try:
@@ -53,17 +83,17 @@ class TokenBudget:
         return {"memory/tokens_per_microbatch": float(self.tokens), "memory/failures": float(failures)}
 
     def _halve(self, groups: Sequence[TrainGroup], where: str, problem: str) -> None:
-        plan = plan_micro_batches(groups, self.tokens)
-        largest = max(sum(group.num_tokens for group in part) for part in plan)
+        size = self._roles.ranks.size
+
+        def plan(tokens: int) -> list[tuple[TrainGroup, ...]]:
+            return [share.groups for shares in plan_shares(groups, tokens, size) for share in shares]
+
+        largest = max(sum(group.num_tokens for group in part) for part in plan(self.tokens))
         said = f"{where}: no memory for micro-batches of up to {largest} tokens ({problem})"
-        if self._roles.ranks.size > 1 or not self._roles.actor.updates.begins_again:
-            raise BadStateError(
-                f"{said}. Ranks, which compute layer by layer together, and DeepSpeed cannot begin again. Resume with "
-                f"batch.tokens_per_microbatch={max(1, largest // 2)}, learner.gradient_checkpointing=true or more ranks"
-            )
-        if all(sum(len(group.completions) for group in part) == 1 for part in plan):
+        if _rows(plan(self.tokens)) == _rows(plan(1)):
             prompt, completion = max(
-                ((len(group.prompt.token_ids), len(group.completions[0].token_ids)) for (group,) in plan), key=sum
+                ((len(group.prompt.token_ids), len(c.token_ids)) for group in groups for c in group.completions),
+                key=sum,
             )
             raise BadStateError(
                 f"{said}, and each is a single row, the longest of {prompt} prompt and {completion} completion tokens. "
@@ -72,4 +102,40 @@ class TokenBudget:
             )
         self._failures += 1
         self.tokens = max(1, min(self.tokens, largest) // 2)
-        logger.warning("%s. It begins again with a budget of %d (batch.tokens_per_microbatch)", said, self.tokens)
+        if self._file is not None:
+            kept = {"tokens": self.tokens, "instead_of": self._settings, "reason": said}
+            write_atomically(self._file, json.dumps(kept, indent=2).encode())
+        if size == 1 and self._roles.actor.updates.begins_again:
+            logger.warning("%s. It begins again with a budget of %d (batch.tokens_per_microbatch)", said, self.tokens)
+            return
+        if self._file is None:
+            raise BadStateError(f"{said}. Start again with batch.tokens_per_microbatch={self.tokens}")
+        raise RestartError(
+            f"{said}. The step begins again from checkpoint and journal, with a budget of {self.tokens} "
+            f"(batch.tokens_per_microbatch; {self._file})"
+        )
+
+    def _read(self, file: Path) -> int:
+        if not file.exists():
+            return self.tokens
+        try:
+            kept = json.loads(file.read_text())
+            tokens, settings, reason = int(kept["tokens"]), kept["instead_of"], kept["reason"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} is not what a learner writes there ({error!r}). Remove it") from None
+        if settings != self._settings:
+            logger.info("%s is of other settings: micro-batches have up to %d tokens again", file, self.tokens)
+            return self.tokens
+        logger.warning(
+            "micro-batches have up to %d tokens, not %d (batch.tokens_per_microbatch), until %s is removed: %s",
+            tokens,
+            self.tokens,
+            file,
+            reason,
+        )
+        return tokens
+
+
+def _rows(plan: Sequence[Sequence[TrainGroup]]) -> list[list[int]]:
+    """Rows of each micro-batch, in any order of these."""
+    return sorted(sorted(c.row for group in part for c in group.completions) for part in plan)

@@ -86,7 +86,7 @@ def start_ranks(
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def end(*processes: Service) -> None:
+def end(*processes: Service | subprocess.Popen[bytes]) -> None:
     """Kill what is still there, with the ranks of a torchrun."""
     for process in processes:
         if process.poll() is None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, RestartError
 from asyncrl.models.processing import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training.critic import Critic
 from learner.training.packing import plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
+from learner.training.token_budget import TokenBudget
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +73,7 @@ def test_the_step_is_that_of_a_smaller_budget(
     assert engine.failures > 0
     assert found.pop("memory/failures") == engine.failures
     assert found.pop("memory/tokens_per_microbatch") <= 60
-    assert f"begins again with a budget of {step._budget.tokens}" in caplog.text
+    assert f"begins again with a budget of {step.budget.tokens}" in caplog.text
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
@@ -93,14 +95,50 @@ def test_a_row_that_does_not_fit_stops_the_run_with_its_numbers(make_config: Mak
     assert all(p.grad is None for p in engine.trained)
 
 
-def test_several_ranks_do_not_begin_again(make_config: MakeConfig) -> None:
+def test_several_ranks_begin_the_step_again_in_new_processes(make_config: MakeConfig) -> None:
+    """Without a run directory nobody could go on: the run ends."""
     config = make_config()
     engine, step = engine_and_step(config)
-    step._budget._roles = Roles(engine, ranks=Ranks(size=2))
     groups = made_up_batch(config, PromptProcessor(config.model)).train_groups
 
     def fail(_: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(BadStateError, match=r"cannot begin again. Resume with batch.tokens_per_microbatch=\d+"):
-        step._budget.run(fail, groups, "step 1")
+    def two_ranks(budget: TokenBudget) -> TokenBudget:
+        budget._roles = Roles(engine, ranks=Ranks(size=2))
+        return budget
+
+    with pytest.raises(BadStateError, match=r"Start again with batch.tokens_per_microbatch=\d+"):
+        two_ranks(TokenBudget(step.roles, 512)).run(fail, groups, "step 1")
+    found = [512]
+    config.run_path.mkdir()
+    while True:
+        budget = TokenBudget(step.roles, 512)
+        budget.keep_in_run(config)
+        assert budget.tokens == found[-1]
+        with pytest.raises((RestartError, BadStateError)) as caught:
+            two_ranks(budget).run(fail, groups, "step 1")
+        if caught.type is BadStateError:
+            assert "each is a single row, the longest of" in str(caught.value)
+            break
+        found.append(budget.tokens)
+        assert f"with a budget of {budget.tokens}" in str(caught.value)
+    assert len(found) >= 3
+    assert all(after <= before // 2 for before, after in pairwise(found))
+    changed = config.model_copy(update={"learner": config.learner.model_copy(update={"gradient_checkpointing": True})})
+    budget = TokenBudget(step.roles, 512)
+    budget.keep_in_run(changed)
+    assert budget.tokens == 512, "with other settings there may be room"
+
+
+def test_a_smaller_budget_holds_for_the_processes_that_come(make_config: MakeConfig) -> None:
+    config = make_config(batch={"prompts_per_step": 8}, data={"max_prompt_length": 64})
+    config.run_path.mkdir()
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    engine, step = engine_and_step(config)
+    step.budget.keep_in_run(config)
+    engine.room = 200
+    step(batch, 3)
+    again = TokenBudget(step.roles, config.batch.tokens_per_microbatch)
+    again.keep_in_run(config)
+    assert again.tokens == step.budget.tokens < config.batch.tokens_per_microbatch
