@@ -258,10 +258,20 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    from learner.ranks.environment import rank_of_service
+    from learner.ranks.environment import rank_environment, rank_of_service
 
-    # Another rank than 0 tells rank 0 what is wrong on its machine, once it has joined it.
-    config = _check(arguments, "learner") if rank_of_service() == 0 else _load(arguments)
+    config = _load(arguments)
+    if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
+        try:
+            _check(arguments, "learner")
+        except UserError as error:
+            environment = rank_environment(config)
+            if not environment.is_given:
+                raise
+            from learner.ranks.processes import telling_given_ranks
+
+            with telling_given_ranks(config, environment):
+                raise error
     resume = _is_to_resume(arguments, config)
     if resume is None:
         return ExitCode.FINISHED

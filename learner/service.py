@@ -27,7 +27,7 @@ from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.ranks.environment import rank_environment
 from learner.ranks.group import ALONE, Ranks
-from learner.ranks.processes import leading
+from learner.ranks.processes import leading, telling_given_ranks
 from learner.reporting.prometheus import LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.resume import (
@@ -65,16 +65,17 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
         self.config = config
         self._goodbye: str | None = COULD_NOT_START
-        check_device_channel(config, "learner.device", config.learner.device)
+        environment = rank_environment(config)
         with ExitStack() as self._resources:
+            given = self._resources.enter_context(telling_given_ranks(config, environment))
+            check_device_channel(config, "learner.device", config.learner.device)
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
             self._was_finished = is_finished(config.run_path)
             self.processor = prompt_processor(config)
             self._lease = self._take_lease(start)
-            environment = rank_environment(config)
             divided = config.learner.is_divided
-            self._leader = self._resources.enter_context(leading(config, environment)) if divided else None
+            self._leader = self._resources.enter_context(leading(config, environment, given)) if divided else None
             self._prepare(config.with_policy(start.model_path), start)
             self._open(start)
             self._resources = self._resources.pop_all()

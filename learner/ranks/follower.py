@@ -30,12 +30,12 @@ def follow(config: RunConfig) -> None:
     if STORE_PORT not in os.environ:
         leave_after_rank_0()
     store = given_store(config)
-    reasons = Reasons(store)
+    reasons = Reasons(store, environment.rank)
     try:
         check_local_ranks(config, environment.local_rank + 1)
-        _follow(config, environment, store)
+        _follow(config, environment, store, reasons)
     except REASONS as error:
-        reasons.say(environment.rank, error)
+        reasons.say(error)
         raise reasons.of(0) or error from None
     except RuntimeError as error:  # a collective, where another rank has ended
         others = (rank for rank in range(environment.size) if rank != environment.rank)
@@ -44,14 +44,25 @@ def follow(config: RunConfig) -> None:
         raise
 
 
-def _follow(config: RunConfig, environment: RankEnvironment, store: Store) -> None:
+def _follow(config: RunConfig, environment: RankEnvironment, store: Store, reasons: Reasons) -> None:
+    def check() -> None:
+        if said := reasons.of(0):
+            raise said
+
     network = config.network
-    orders = Orders(PrefixStore("orders", store), leads=False, every_s=network.heartbeat_s, silence_s=network.timeout_s)
+    orders = Orders(
+        PrefixStore("orders", store),
+        leads=False,
+        every_s=network.heartbeat_s,
+        silence_s=network.timeout_s,
+        start_s=config.learner.wait_timeout_s,
+        check=check,
+    )
     processor = prompt_processor(config)
     order = orders.take()
     if order.kind == "end":
         return
-    ranks = join(config, store, environment, orders)
+    ranks = join(config, store, environment, orders, check)
     logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
     values = order.values
     state = LearnerState(**values["state"]) if values["state"] else None

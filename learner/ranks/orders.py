@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,10 +41,21 @@ class Order:
 class Orders:
     """Orders by their number. Rank 0 gives them, the others take each once."""
 
-    def __init__(self, store: Store, *, leads: bool, every_s: float, silence_s: float):
-        """`silence_s`: time after which rank 0 counts as gone, which says every `every_s` that it is there."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        leads: bool,
+        every_s: float,
+        silence_s: float,
+        start_s: float = 0.0,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """`silence_s`: time after which rank 0 counts as gone, which says every `every_s` that it is there, once it has
+        looked at its run, for which it has `start_s`. `check` raises why rank 0 gives no order any more."""
         self._store = store
-        self._silence_s = silence_s
+        self._silence_s, self._start_s = silence_s, start_s
+        self._check = check
         self._number = 0
         self._over = threading.Event()
         if leads:
@@ -57,7 +68,7 @@ class Orders:
         self._store.set(_key(self._number), order)
 
     def take(self) -> Order:
-        """Wait for the next order. Raises BadStateError when rank 0 has gone."""
+        """Wait for the next order. Raises what `check` does, and BadStateError when rank 0 has gone."""
         self._number += 1
         key, heard, began = _key(self._number), b"", time.monotonic()
         heard_at = began
@@ -65,13 +76,17 @@ class Orders:
             try:
                 if self._store.check([key]):
                     break
-                alive = self._store.get(ALIVE)
+                self._check()
+                alive = self._store.get(ALIVE) if heard or self._store.check([ALIVE]) else heard
             except RuntimeError as problem:  # the connection
                 raise BadStateError(f"rank 0 has gone: {str(problem).partition(chr(10))[0]}") from None
             if alive != heard:
                 heard, heard_at = alive, time.monotonic()
-            elif time.monotonic() - heard_at > self._silence_s:
-                raise BadStateError(f"rank 0 has said nothing for {self._silence_s:g} s (network.timeout_s)")
+            elif time.monotonic() - heard_at > (self._silence_s if heard else self._start_s):
+                wait = f"{self._silence_s:g} s (network.timeout_s)"
+                raise BadStateError(
+                    f"rank 0 has said nothing for {wait if heard else f'{self._start_s:g} s (learner.wait_timeout_s)'}"
+                )
             time.sleep(min(LONGEST_POLL_S, SHARE_OF_WAIT * (time.monotonic() - began)))
         order = msgpack.unpackb(self._store.get(key), strict_map_key=False)
         return Order(order["kind"], order["values"])

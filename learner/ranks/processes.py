@@ -174,12 +174,27 @@ class Leader:
 
 
 @contextmanager
-def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]:
-    """Start the other ranks, unless torchrun has; at the end they end, too."""
+def telling_given_ranks(config: RunConfig, environment: RankEnvironment) -> Iterator[Store | None]:
+    """The store of ranks that torchrun has started, who hear there what ends rank 0, also before it leads them. None
+    where it is to start them itself."""
+    if not environment.is_given:
+        yield None
+        return
+    store = given_store(config)
+    try:
+        yield store
+    except REASONS as error:
+        Reasons(store, environment.rank).say_to_all(error, environment.size)
+        raise
+
+
+@contextmanager
+def leading(config: RunConfig, environment: RankEnvironment, given: Store | None) -> Iterator[Leader]:
+    """Start the other ranks, unless torchrun has, with the store `given`; at the end they end, too."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-ranks-") as folder:
         processes = RankProcesses({}, Path(folder), size=environment.size)
-        if environment.is_given:
-            store = given_store(config)
+        if given is not None:
+            store = given
         else:
             store, port = _own_store(config)
             check_local_ranks(config, environment.size)
@@ -193,13 +208,12 @@ def leading(config: RunConfig, environment: RankEnvironment) -> Iterator[Leader]
             every_s=config.network.heartbeat_s,
             silence_s=config.network.timeout_s,
         )
-        processes.reasons = Reasons(store)
+        processes.reasons = Reasons(store, environment.rank)
         try:
             yield Leader(config, processes, orders, store, environment.size)
             orders.give("end")
             processes.leave()
-        except REASONS as error:
-            processes.reasons.say(0, error)
+        except REASONS:
             raise
         except KeyboardInterrupt:
             orders.give("end")

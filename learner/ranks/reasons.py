@@ -17,26 +17,42 @@ REASONS = (UserError, BadStateError, RestartError)
 POLL_S = 0.05
 PATIENCE_S = 1.0
 """A collective fails on a rank's connections a moment before its reason is in the store, or it is seen to be gone."""
+HEARING_S = 20.0
+"""Time of the other ranks to hear why rank 0 ends: one on a slow disk may still be at its imports."""
 
 
 class Reasons:
     """Reasons that the user, a state or the memory has caused. A rank that was killed has none here."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, rank: int):
         self._store = PrefixStore("reasons", store)
+        self._rank = rank
 
-    def say(self, rank: int, error: Reason) -> None:
+    def say(self, error: Reason) -> None:
         kind = next(number for number, kind in enumerate(REASONS) if isinstance(error, kind))
         with suppress(DistError, RuntimeError):  # rank 0 has gone with the store
-            self._store.set(str(rank), json.dumps([kind, str(error)]))
+            self._store.set(str(self._rank), json.dumps([kind, str(error)]))
 
     def of(self, rank: int) -> Reason | None:
         """What a rank has said before it ended."""
         with suppress(DistError, RuntimeError):
             if self._store.check([str(rank)]):
                 kind, reason = json.loads(self._store.get(str(rank)))
+                self._store.set(_heard(self._rank), "")
                 return REASONS[kind](f"rank {rank}: {reason}")
         return None
+
+    def say_to_all(self, error: Reason, size: int) -> None:
+        """Say it, and wait until each rank has heard it or ends for a reason of its own: this one may take the store
+        with it."""
+        self.say(error)
+        deadline, others = time.monotonic() + HEARING_S, range(1, size)
+        with suppress(DistError, RuntimeError):
+            while time.monotonic() < deadline and not all(self._knows(rank) for rank in others):
+                time.sleep(POLL_S)
+
+    def _knows(self, rank: int) -> bool:
+        return self._store.check([_heard(rank)]) or self._store.check([str(rank)])
 
     def wait_for_one(self, ranks: Iterable[int]) -> Reason | None:
         """What one of the ranks says within PATIENCE_S, after a collective has failed."""
@@ -46,3 +62,7 @@ class Reasons:
                 return said
             time.sleep(POLL_S)
         return None
+
+
+def _heard(rank: int) -> str:
+    return f"heard by {rank}"

@@ -121,12 +121,13 @@ def test_ranks_of_two_torchruns_make_one_learner(make_config: Callable[..., RunC
     assert_every_prompt_trained_once(Path(config.run_dir), 2)
 
 
+@pytest.mark.parametrize("without", [0, 1])
 def test_a_model_that_one_machine_lacks_ends_both_with_the_reason(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    make_config: Callable[..., RunConfig], tmp_path: Path, without: int
 ) -> None:
     config = with_ports(small(make_config, learner={"engine": "fsdp2"}))
     missing = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "absent")})})
-    files = [write_config(each, tmp_path / name) for name, each in (("0", config), ("1", missing))]
+    files = [write_config(missing if number == without else config, tmp_path / str(number)) for number in range(2)]
     logs = [tmp_path / "node-0.log", tmp_path / "node-1.log"]
     place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
     nodes = [
@@ -140,6 +141,6 @@ def test_a_model_that_one_machine_lacks_ends_both_with_the_reason(
     said = [log.read_text() for log in logs]
     assert codes == [1, 1], said
     reason = f"model.path is '{tmp_path}/absent'"
-    assert f"error: rank 1: {reason}" in said[0], said[0][-3000:]
-    assert f"error: {reason}" in said[1], said[1][-3000:]
+    assert f"error: {reason}" in said[without], said[without][-3000:]
+    assert f"error: rank {without}: {reason}" in said[1 - without], said[1 - without][-3000:]
     assert not Path(config.run_dir).exists(), "nothing of the run is left"
