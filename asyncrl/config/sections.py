@@ -454,9 +454,9 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     vision_features_mib: int = Field(default=512, ge=0)
-    """Host memory for features of images, which passes, updates and epochs then compute once. Used in a
-    learner of one process where neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with
-    freeze_connector. 0: none are kept."""
+    """Host memory of each rank for features of images, which passes, updates and epochs then compute once. Used where
+    neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with freeze_connector. 0: none are
+    kept."""
     optimizer: Optimizer = "adamw"
     """`adamw` is torch's, with moments in float32; `adamw_8bit` bitsandbytes' (its own extra, engine torch), whose
     moments take 2 bytes of a parameter in the place of 8, and which takes longer on a CPU. Also the critic's."""

@@ -3,13 +3,16 @@
 A group's prompt comes again: in another part of the group, in the passes of actor, reference and critic, in later
 updates and epochs. While neither tower nor connector is trained, an image's features stay what they were. Each image is
 computed by itself, so that its features do not depend on what was kept: a step that is made again has the same bits.
+
+Ranks that gather the tower's weights while it computes run it equally often: each as often as the one that misses most
+images, on images of its own whose features it drops.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,17 +54,20 @@ class VisionFeatures:
     that passes which go round more images than fit still find some of them.
     """
 
-    def __init__(self, most_bytes: int):
+    def __init__(self, most_bytes: int, passes_of_all: Callable[[int], int] = lambda passes: passes):
+        """`passes_of_all`: the tower's passes that all ranks make together, of those that this one needs."""
         self._most_bytes = most_bytes
+        self._passes_of_all = passes_of_all
         self._bytes = 0
         self._kept: OrderedDict[Key, list[torch.Tensor]] = OrderedDict()
         """The longest unused first: [tokens, D] of the input layer, then of those inside the model (Qwen3-VL)."""
         self._used: set[Key] = set()
         self._asked = self._computed = 0
 
-    def report(self) -> dict[str, float]:
-        """Images that passes have asked for since the last report, and the share that was not computed for them."""
-        asked, computed = self._asked, self._computed
+    def report(self, total: Callable[[float], float] = float) -> dict[str, float]:
+        """Images that passes have asked for since the last report, and the share that was not computed for them.
+        `total` adds up the ranks' numbers."""
+        asked, computed = total(self._asked), total(self._computed)
         self._used.clear()
         self._asked = self._computed = 0
         return {"vision/images": float(asked), "vision/reused": 1 - computed / asked} if asked else {}
@@ -77,33 +83,30 @@ class VisionFeatures:
         moved = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
         if pieces is None:
             return moved
-        found = [self._of_image(model, tower, piece, device) for piece in pieces]
-        first, *inside = ([layer.to(device) for layer in layers] for layers in zip(*found, strict=True))
+        found = self._found(model, tower, pieces, device)
+        first, *inside = ([layer.to(device) for layer in layers] for layers in found)
         output = SimpleNamespace(pooler_output=images_of(model).joined(first), deepstack_features=inside)
         del moved["pixel_values"]
         return {**moved, "mm_encoder_outputs": {"image": output}}
 
-    def _of_image(
-        self, model: Any, tower: str, piece: Mapping[str, torch.Tensor], device: torch.device
-    ) -> list[torch.Tensor]:
-        digest = xxhash.xxh3_128()
-        for name, value in piece.items():
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(tensor_bytes(value))
-        key = (tower, digest.digest())
-        self._asked += 1
-        self._used.add(key)
-        if key in self._kept:
+    def _found(
+        self, model: Any, tower: str, pieces: Sequence[Mapping[str, torch.Tensor]], device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Features of each image, by layers."""
+        keys = [_key(tower, piece) for piece in pieces]
+        self._used.update(keys)
+        missing = {key: piece for key, piece in zip(keys, pieces, strict=True) if key not in self._kept}
+        self._asked += len(pieces)
+        self._computed += len(missing)
+        features = {key: self._kept[key] for key in keys if key not in missing}
+        for key in features:
             self._kept.move_to_end(key)
-            return self._kept[key]
-        self._computed += 1
-        with torch.no_grad():
-            arguments = {name: value.to(device) for name, value in piece.items()}
-            output = model.base_model.get_image_features(**arguments, return_dict=True)
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        features = [torch.cat(list(layer)) for layer in layers]
-        self._keep(key, [layer.cpu() for layer in features])
-        return features
+        for idle in range(self._passes_of_all(len(missing)) - len(missing)):
+            _compute(model, pieces[idle % len(pieces)], device)
+        for key, piece in missing.items():
+            features[key] = _compute(model, piece, device)
+            self._keep(key, [layer.cpu() for layer in features[key]])
+        return zip(*(features[key] for key in keys), strict=True)
 
     def _keep(self, key: Key, features: list[torch.Tensor]) -> None:
         size = sum(layer.nbytes for layer in features)
@@ -113,3 +116,20 @@ class VisionFeatures:
         if self._bytes + size <= self._most_bytes:
             self._kept[key] = features
             self._bytes += size
+
+
+def _key(tower: str, piece: Mapping[str, torch.Tensor]) -> Key:
+    digest = xxhash.xxh3_128()
+    for name, value in piece.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(tensor_bytes(value))
+    return tower, digest.digest()
+
+
+@torch.no_grad()
+def _compute(model: Any, piece: Mapping[str, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Features of one image: [tokens, D] of each layer that takes some."""
+    arguments = {name: value.to(device) for name, value in piece.items()}
+    output = model.base_model.get_image_features(**arguments, return_dict=True)
+    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return [torch.cat(list(layer)) for layer in layers]

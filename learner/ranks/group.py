@@ -65,6 +65,14 @@ class Ranks:
         dist.all_reduce(summed)
         return float(summed)
 
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        largest = torch.tensor([number])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, which has as many as the others, in the order of ranks."""
         table = torch.zeros(self.size, len(numbers), dtype=torch.float64)

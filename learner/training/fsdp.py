@@ -51,6 +51,8 @@ _RUN = "compute_with_whole_weights"
 class FullySharded:
     """A model in parts on all ranks. Each layer of language model and vision tower is gathered by itself."""
 
+    gathers = True
+
     def __init__(self, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False):
         """`cpu_offload`: parts, gradients and optimiser state stay in host memory, and the optimiser steps there."""
         self.load_device = torch.device("cpu")

@@ -62,12 +62,14 @@ class Roles:
         return self.own_reference or WithoutAdapters(self.actor)
 
     def share_features(self, settings: LearnerConfig) -> VisionFeatures | None:
-        """Give all roles one place where features of images are kept. None where the actor's vision tower is trained,
-        or in parts: ranks compute layer by layer together, and one that finds its features would leave others waiting.
+        """Give all roles one place where features of images are kept. None where the actor's vision tower is trained.
+
+        Each rank has its own. Where they gather the tower's weights, they agree in each pass how often it runs.
         """
-        if not settings.vision_features_mib or settings.is_divided or not self.actor.facts.frozen_vision:
+        if not settings.vision_features_mib or not self.actor.facts.frozen_vision:
             return None
-        features = VisionFeatures(settings.vision_features_mib * 2**20)
+        agree = {"passes_of_all": self.ranks.most} if self.actor.sharding.gathers else {}
+        features = VisionFeatures(settings.vision_features_mib * 2**20, **agree)
         for role in (self.actor, self.critic, self.own_reference):
             if role is not None:
                 role.features = features

@@ -31,6 +31,8 @@ class Sharding(Protocol):
 
     load_device: torch.device
     """Where the model is loaded, before `shard`."""
+    gathers: bool
+    """True where weights are gathered while they compute: all ranks then compute the same modules, as often."""
 
     def shard(self, model: Any) -> None:
         """Take the model as it was loaded; from now on its parameters are this rank's parts."""
@@ -88,6 +90,8 @@ class Sharding(Protocol):
 
 class OneDevice:
     """The whole model on the device of the one process."""
+
+    gathers = False
 
     def __init__(self, device: torch.device, *, cpu_offload: bool = False, optimizer: Optimizer = "adamw"):
         """`cpu_offload`: masters, gradients and optimiser state are in host memory, and the optimiser steps there."""

@@ -102,7 +102,7 @@ class LearnerStep:
         self.trained = _trained_batch(columns, decided)
         self._move_on(columns, decided)
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        means |= self.budget.report() | (features.report() if features else {})
+        means |= self.budget.report() | (features.report(self.roles.ranks.total) if features else {})
         said = decided.selected.report() | self.coefficients.report(decided.coefficients)
         return means | said | _take_supervised(columns, len(updates)) | _report(columns)
 

@@ -32,6 +32,8 @@ T = TypeVar("T")
 class ZeroWhole(WholeFiles):
     """Stages 1 and 2: each rank has the whole weights, and steps its part of the masters."""
 
+    gathers = False
+
     def __init__(self, settings: ZeroSettings, ranks: Ranks):
         super().__init__(ranks)
         load_deepspeed(settings)
@@ -103,6 +105,8 @@ class ZeroWhole(WholeFiles):
 
 class ZeroParted(ZeroWhole):
     """Stage 3: each rank has a part of every weight."""
+
+    gathers = True
 
     def __init__(self, settings: ZeroSettings, ranks: Ranks):
         super().__init__(settings, ranks)

@@ -80,8 +80,9 @@ def join() -> Ranks:
 def take_steps(
     config: RunConfig, folder: Path, ranks: Ranks, steps: int, start: Path | None = None, *, poisoned: bool = False
 ) -> dict[str, Any]:
-    """Metrics of each step; weights before and after it, and a checkpoint of the last, are in `folder`. `start`: such a
-    folder, of as many steps. `poisoned`: the last rank's gradients are not finite."""
+    """Metrics and each rank's passes through vision towers, by steps; weights before and after each, and a checkpoint
+    of the last, are in `folder`. `start`: such a folder, of as many steps. `poisoned`: the last rank has gradients that
+    are not finite."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = create_engine(config, config.learner.optim, steps, ranks)
@@ -102,6 +103,8 @@ def take_steps(
         folder.mkdir(exist_ok=True)
     if poisoned and ranks.rank == ranks.size - 1:
         engine.backward = lambda loss: TorchEngine.backward(engine, loss * float("inf"))
+    passes = [_count_tower(role) for role in (engine, critic, reference) if role]
+    towers: list[list[float]] = []
     step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
     processor = PromptProcessor(config.model)
     batch = made_up_batch(config, processor)
@@ -111,6 +114,7 @@ def take_steps(
     for version in range(first, first + steps):
         try:
             metrics.append(step(batch, version))
+            towers.append([sum(row) for row in ranks.gather([counted["passes"] for counted in passes])])
         except NotFiniteError as error:
             folder.mkdir(exist_ok=True)
             (folder / f"problem-{ranks.rank}").write_text(str(error))
@@ -130,7 +134,21 @@ def take_steps(
                 role.files(copies=True)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
-    return {"metrics": metrics}
+    return {"metrics": metrics, "tower passes": towers}
+
+
+def _count_tower(role: TorchEngine) -> dict[str, int]:
+    """Count a role's passes through its vision tower, idle ones included."""
+    counted = {"passes": 0}
+    inner: Any = role.model.base_model
+    original = inner.get_image_features
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counted["passes"] += 1
+        return original(*args, **kwargs)
+
+    inner.get_image_features = call
+    return counted
 
 
 def _save_weights(tensors: Any, file: Path, ranks: Ranks) -> None:

@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter, bf16": {
         "model": {**BF16, "lora": {"rank": 4}},
         "algorithm": {"kl_loss_coef": 0.1},
-        "learner": {"vision_features_mib": 0},  # ranks keep none
     },
 }
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": {"tokens_per_microbatch": 410},
         "model": {**BF16, "lora": {"rank": 4}},
         "algorithm": {"kl_loss_coef": 0.1},
-        "learner": {"vision_features_mib": 0},
     },
     "offload": {
         "batch": {"tokens_per_microbatch": 410},
