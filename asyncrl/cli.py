@@ -231,11 +231,14 @@ def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.inputs import check_sft_inputs
     from asyncrl.run_folder.contents import check_run_dir
     from asyncrl.run_folder.lock import refuse_busy
+    from learner.ranks.environment import rank_of_service
 
     config = _load(arguments)
-    refuse_busy(config.run_path)
-    check_run_dir(config, resume=False)
-    check_sft_inputs(config)
+    if rank_of_service() == 0:
+        with _telling_ranks(config):
+            refuse_busy(config.run_path)
+            check_run_dir(config, resume=False)
+            check_sft_inputs(config)
     _exec_module("learner.sft", "--config", str(arguments.config), *arguments.overrides)
 
 
@@ -258,25 +261,34 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    from learner.ranks.environment import rank_environment, rank_of_service
+    from learner.ranks.environment import rank_of_service
 
     config = _load(arguments)
     if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
-        try:
+        with _telling_ranks(config):
             _check(arguments, "learner")
-        except UserError as error:
-            environment = rank_environment(config)
-            if not environment.is_given:
-                raise
-            from learner.ranks.processes import telling_given_ranks
-
-            with telling_given_ranks(config, environment):
-                raise error
     resume = _is_to_resume(arguments, config)
     if resume is None:
         return ExitCode.FINISHED
     flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
     _exec_module("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
+
+
+@contextmanager
+def _telling_ranks(config: RunConfig) -> Iterator[None]:
+    """Tell ranks that torchrun has started what keeps this one, rank 0, from its start."""
+    try:
+        yield
+    except UserError as error:
+        from learner.ranks.environment import rank_environment
+
+        environment = rank_environment(config)
+        if not environment.is_given:
+            raise
+        from learner.ranks.processes import telling_given_ranks
+
+        with telling_given_ranks(config, environment):
+            raise error
 
 
 def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:

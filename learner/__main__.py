@@ -34,10 +34,10 @@ def prepare(config: RunConfig, start: Start) -> Learner:
 
 def _follow(config: RunConfig) -> None:
     """Run a rank other than 0."""
-    from learner.ranks.follower import follow
+    from learner.ranks.follower import follow, trainer
 
     _set_up(config)
-    follow(config)
+    follow(config, trainer)
 
 
 def _set_up(config: RunConfig) -> None:

@@ -1,18 +1,23 @@
 """Supervised warm start: `python -m learner.sft --config CONFIG [key=value ...]`.
 
-The same rows, prompts, packing and engine as reinforcement learning; the loss is the mean negative log-likelihood of
-`data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`.
+The same rows, prompts, packing, engines and ranks as reinforcement learning; the loss is the mean negative
+log-likelihood of `data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgpack
 import numpy as np
 import torch
 
@@ -21,6 +26,8 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.launch.processes import available_cores
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import usable_rows
 from asyncrl.run_folder.contents import save_config
@@ -28,23 +35,86 @@ from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
+from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
+from learner.ranks.follower import Obey, engine_calls, follow
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.orders import Order
+from learner.ranks.processes import Leader, leading, telling_given_ranks
 from learner.resume import refuse_taken
 from learner.training.engine import create_engine
-from learner.training.packing import Completion, TrainGroup, plan_micro_batches
+from learner.training.packing import Completion, TrainGroup
 from learner.training.roles import Roles
+from learner.training.token_budget import TokenBudget
+from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)
 
+SERVICE = "learner.sft"
 CACHE_MIB = 1024
 """Room for encoded prompts: rows come back every epoch."""
 REPORTS = 20
 """Progress lines of a run."""
 
 
-class SupervisedRun:
-    """A supervised run: rows, engine and recorder, and one optimiser step after the other."""
+@dataclass(frozen=True)
+class Demonstration:
+    """A row: its prompt, and the answer that is to be learnt."""
 
-    def __init__(self, config: RunConfig):
+    prompt: Prompt
+    blobs: Mapping[str, bytes]
+    """Encoded images and frames by content hash."""
+    target: Sequence[int]
+    """Token ids, the end-of-sequence token included."""
+
+
+class SupervisedTrainer:
+    """Engine and steps of a supervised run. Of several ranks each has one, which makes every step."""
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor, num_steps: int, ranks: Ranks = ALONE):
+        self.config, self.processor, self.ranks = config, processor, ranks
+        self.engine = create_engine(config, config.sft.optim, num_steps, ranks)
+        self.engine.prepare()
+        self.roles = Roles(self.engine, ranks=ranks)
+        self.features = self.roles.share_features(config.learner)
+        self.budget = TokenBudget(self.roles, config.batch.tokens_per_microbatch)
+
+    def learn(self, step: int, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
+        """One optimiser step on the mean negative log-likelihood per target token, on all ranks."""
+        self.ranks.announce("learn", lambda: _pack(demonstrations), step=step)
+        groups = [self._group(row, each) for row, each in enumerate(demonstrations)]
+        targets = sum(len(each.target) for each in demonstrations)
+        loss = self.budget.run(partial(self._accumulate, groups, targets), groups, f"step {step}")
+        if not math.isfinite(loss):
+            raise BadStateError(f"the loss is {loss}: lower sft.optim.lr ({self.config.sft.optim.lr})")
+        updated = self.engine.optimizer_step()
+        reused = self.features.report(self.ranks.total) if self.features else {}
+        work = self.roles.work.report(self.ranks, self.engine.device)
+        return {"loss": loss, "tokens": float(targets), **reused, **updated, **self.budget.report(), **work}
+
+    def _accumulate(self, groups: Sequence[TrainGroup], targets: int, tokens_per_microbatch: int) -> float:
+        """Add up the gradients of a step over its micro-batches. Returns the loss."""
+        total = 0.0
+        for micro_batch in self.roles.micro_batches(groups, tokens_per_microbatch):
+            loss = -self.engine.forward(micro_batch).logprobs.sum() / targets * (not micro_batch.is_idle)
+            self.engine.backward(loss)
+            total += float(loss.detach())
+        return self.ranks.total(total)
+
+    def _group(self, row: int, shown: Demonstration) -> TrainGroup:
+        """The prompt with its one completion; several ranks compute the pixels of their shares alone."""
+        encode = partial(self.processor.encode, shown.prompt, shown.blobs)
+        ids = np.asarray(shown.target, np.int32)
+        completion = Completion(row, ids, np.ones(len(ids), np.uint8))
+        if self.ranks.size == 1:
+            return TrainGroup(encode(), (completion,))
+        measured = EncodedPrompt(**vars(self.processor.measure(shown.prompt, shown.blobs)))
+        return TrainGroup(measured, (completion,), encode)
+
+
+class SupervisedRun:
+    """A supervised run on rank 0: rows, trainer and recorder, and one optimiser step after the other."""
+
+    def __init__(self, config: RunConfig, leader: Leader | None = None):
         self.config = config
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
@@ -54,9 +124,8 @@ class SupervisedRun:
         self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
-        self.engine = create_engine(config, config.sft.optim, self.steps)
-        self.engine.prepare()
-        self.features = Roles(self.engine).share_features(config.learner)
+        ranks = leader.begin(steps=self.steps) if leader else ALONE
+        self.trainer = SupervisedTrainer(config, self.processor, self.steps, ranks)
         self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
         self.recorder.bad_rows(bad_rows)
 
@@ -66,35 +135,18 @@ class SupervisedRun:
             first = (step - 1) * self.config.sft.rows_per_step
             positions = range(first, first + self.config.sft.rows_per_step)
             indices = [self.usable[self.order.row_at(position)] for position in positions]
-            values = self.step([self._demonstration(row, index) for row, index in enumerate(indices)])
+            values = self.trainer.learn(step, [self._demonstration(index) for index in indices])
             self.recorder.step({"step": step, "time": time.time(), **values})
             if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
                 rate = (time.monotonic() - started) / step
                 logger.info("step %d of %d: loss %.4f, %.2f s per step", step, self.steps, values["loss"], rate)
-        self.engine.export(self.processor.processor, self.config.run_path / "export")
+        self.trainer.engine.export(self.processor.processor, self.config.run_path / "export")
         logger.info("finished: the model is in %s", self.config.run_path / "export")
 
-    def step(self, demonstrations: Sequence[TrainGroup]) -> dict[str, float]:
-        """One optimiser step on the mean negative log-likelihood per target token."""
-        targets = sum(len(c.token_ids) for group in demonstrations for c in group.completions)
-        total = 0.0
-        for part in plan_micro_batches(demonstrations, self.config.batch.tokens_per_microbatch):
-            micro_batch = self.engine.pack(part)
-            loss = -self.engine.forward(micro_batch).logprobs.sum() / targets
-            self.engine.backward(loss)
-            total += float(loss.detach())
-        if not math.isfinite(total):
-            raise BadStateError(f"the loss is {total}: lower sft.optim.lr ({self.config.sft.optim.lr})")
-        reused = self.features.report() if self.features else {}
-        return {"loss": total, "tokens": float(targets), **reused, **self.engine.optimizer_step()}
-
-    def _demonstration(self, row: int, index: int) -> TrainGroup:
-        """The row's prompt with its target and the end-of-sequence token as the one completion."""
-        row_id = self.rows.row_id(index)
-        rendered = self.renderer.render(self.rows[index], row_id)
-        prompt = self.processor.encode(rendered.prompt, rendered.blobs)
-        ids = self._target_ids(self.rows[index], row_id)
-        return TrainGroup(prompt, (Completion(row, np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)),))
+    def _demonstration(self, index: int) -> Demonstration:
+        row, row_id = self.rows[index], self.rows.row_id(index)
+        rendered = self.renderer.render(row, row_id)
+        return Demonstration(rendered.prompt, rendered.blobs, self._target_ids(row, row_id))
 
     def _target_ids(self, row: Mapping[str, Any], row_id: str) -> list[int]:
         """Token ids of the demonstration. Raises UserError where there is none, or it is too long."""
@@ -108,27 +160,69 @@ class SupervisedRun:
         return ids
 
 
+def _pack(demonstrations: Sequence[Demonstration]) -> bytes:
+    """Rows as MessagePack for the other ranks, which need no data of their own. Images stay encoded."""
+    packed = msgpack.packb(
+        [[each.prompt.model_dump_json(), dict(each.blobs), list(each.target)] for each in demonstrations]
+    )
+    assert packed is not None
+    return packed
+
+
+def _unpack(data: bytes) -> list[Demonstration]:
+    return [
+        Demonstration(Prompt.model_validate_json(prompt), blobs, target)
+        for prompt, blobs, target in msgpack.unpackb(data)
+    ]
+
+
+@contextmanager
+def _following(
+    config: RunConfig, processor: PromptProcessor, ranks: Ranks, values: Mapping[str, Any]
+) -> Generator[Obey, None, None]:
+    """The trainer of another rank."""
+    trainer = SupervisedTrainer(config, processor, values["steps"], ranks)
+
+    def obey(order: Order) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "learn": lambda: trainer.learn(order.values["step"], _unpack(ranks.broadcast(b""))),
+            **engine_calls(trainer.engine, processor, order),
+        }
+        calls[order.kind]()
+
+    yield obey
+
+
 def main(config: RunConfig, start: Start) -> None:
-    if config.learner.is_divided:
-        raise UserError(
-            f"asyncrl sft trains in one process, and learner.engine is {config.learner.engine}. Set "
-            "learner.engine=torch learner.num_processes=1"
-        )
+    config = with_given_ranks(config)
+    _set_up(config)
+    if rank_of_service() > 0:
+        follow(config, _following)
+        return
     if start.resume:
         raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
-    if config.learner.cpu_threads:
-        torch.set_num_threads(config.learner.cpu_threads)
-    torch.manual_seed(config.trainer.seed)
-    with LearnerLock(config.run_path, "learner.sft") as held:
+    environment = rank_environment(config)
+    with ExitStack() as resources:
+        given = resources.enter_context(telling_given_ranks(config, environment))
+        held = resources.enter_context(LearnerLock(config.run_path, SERVICE))
         refuse_taken(config.run_path)
-        run = SupervisedRun(config)
+        divided = config.learner.is_divided
+        leader = resources.enter_context(leading(config, environment, given, SERVICE)) if divided else None
+        run = SupervisedRun(config, leader)
         held.accept()
         save_config(config)
-        try:
-            run.run()
-        finally:
-            run.recorder.close()
+        resources.callback(run.recorder.close)
+        run.run()
+
+
+def _set_up(config: RunConfig) -> None:
+    if config.learner.cpu_threads:
+        torch.set_num_threads(config.learner.cpu_threads)
+    elif config.learner.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // config.learner.num_processes))
+    torch.manual_seed(config.trainer.seed)
 
 
 if __name__ == "__main__":
-    run_service("learner.sft", main)
+    rank = rank_of_service()
+    run_service(f"{SERVICE}-rank{rank}" if rank else SERVICE, main)

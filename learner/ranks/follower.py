@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare
 from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
+from learner.ranks.group import Ranks
 from learner.ranks.orders import Order, Orders, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
 from learner.ranks.reasons import REASONS, Reasons
 from learner.tickets.ticket import ReceivedGroup
+from learner.training.engine import TorchEngine
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def follow(config: RunConfig) -> None:
+Obey = Callable[[Order], object]
+Begin = Callable[[RunConfig, PromptProcessor, Ranks, Mapping[str, Any]], AbstractContextManager[Obey]]
+"""Loads what rank 0 loads, by the values of its first order, and returns what each further order does."""
+
+
+def follow(config: RunConfig, begin: Begin) -> None:
     """Run to the end. Raises what another rank has said of its end, or BadStateError when rank 0 has gone."""
     environment = rank_environment(config)
     if STORE_PORT not in os.environ:
@@ -33,7 +43,7 @@ def follow(config: RunConfig) -> None:
     reasons = Reasons(store, environment.rank)
     try:
         check_local_ranks(config, environment.local_rank + 1)
-        _follow(config, environment, store, reasons)
+        _follow(config, begin, environment, store, reasons)
     except REASONS as error:
         reasons.say(error)
         raise reasons.of(0) or error from None
@@ -44,7 +54,7 @@ def follow(config: RunConfig) -> None:
         raise
 
 
-def _follow(config: RunConfig, environment: RankEnvironment, store: Store, reasons: Reasons) -> None:
+def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store: Store, reasons: Reasons) -> None:
     def check() -> None:
         if said := reasons.of(0):
             raise said
@@ -64,20 +74,33 @@ def _follow(config: RunConfig, environment: RankEnvironment, store: Store, reaso
         return
     ranks = join(config, store, environment, orders, check)
     logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
-    values = order.values
+    with begin(config, processor, ranks, order.values) as obey:
+        while (order := orders.take()).kind != "end":
+            obey(order)
+
+
+@contextmanager
+def trainer(
+    config: RunConfig, processor: PromptProcessor, ranks: Ranks, values: Mapping[str, Any]
+) -> Generator[Obey, None, None]:
+    """The trainer of this rank."""
     state = LearnerState(**values["state"]) if values["state"] else None
     checkpoint = Path(values["checkpoint"]) if values["checkpoint"] else None
     policy = config.with_policy(Path(values["model_path"]) if values["model_path"] else None)
     training = Trainer(policy, processor, values["num_rows"], checkpoint, state, ranks)
     training.step.budget.keep_in_run(config)
     saving: BackgroundWrite | None = None
-    while (order := orders.take()).kind != "end":
+
+    def obey(order: Order) -> None:
+        nonlocal saving
         if order.kind == "snapshot":
             if saving:
                 saving.wait(config.learner.wait_timeout_s)
             saving = _save(training, order)
         else:
             _obey(training, order)
+
+    yield obey
     if saving:
         saving.wait(config.learner.wait_timeout_s)
 
@@ -98,7 +121,14 @@ def _obey(training: Trainer, order: Order) -> None:
     calls: dict[str, Callable[[], object]] = {
         "learn": lambda: training.learn(sent()),
         "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.tokens_per_microbatch),
-        "published_state": lambda: sum(1 for _ in engine.published_state()),
-        "save_model": lambda: engine.save_model(training.processor.processor, Path(order.values["folder"])),
+        **engine_calls(engine, training.processor, order),
     }
     calls[order.kind]()
+
+
+def engine_calls(engine: TorchEngine, processor: PromptProcessor, order: Order) -> dict[str, Callable[[], object]]:
+    """What an engine of rank 0 orders by itself."""
+    return {
+        "published_state": lambda: sum(1 for _ in engine.published_state()),
+        "save_model": lambda: engine.save_model(processor.processor, Path(order.values["folder"])),
+    }

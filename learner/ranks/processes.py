@@ -189,8 +189,13 @@ def telling_given_ranks(config: RunConfig, environment: RankEnvironment) -> Iter
 
 
 @contextmanager
-def leading(config: RunConfig, environment: RankEnvironment, given: Store | None) -> Iterator[Leader]:
-    """Start the other ranks, unless torchrun has, with the store `given`; at the end they end, too."""
+def leading(
+    config: RunConfig, environment: RankEnvironment, given: Store | None, module: str = "learner"
+) -> Iterator[Leader]:
+    """Start the other ranks as `module`, unless torchrun has, with the store `given`; at the end they end, too.
+
+    What ends this one because of another one's end is raised as that.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncrl-ranks-") as folder:
         processes = RankProcesses({}, Path(folder), size=environment.size)
         if given is not None:
@@ -200,7 +205,7 @@ def leading(config: RunConfig, environment: RankEnvironment, given: Store | None
             check_local_ranks(config, environment.size)
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
             for rank in range(1, environment.size):
-                processes.processes[rank] = _start(rank, environment.size, port, processes.folder)
+                processes.processes[rank] = _start(module, rank, environment.size, port, processes.folder)
             threading.Thread(target=processes.watch, name="ranks", daemon=True).start()
         orders = Orders(
             PrefixStore("orders", store),
@@ -215,7 +220,9 @@ def leading(config: RunConfig, environment: RankEnvironment, given: Store | None
             processes.leave()
         except REASONS:
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interruption:
+            if gone := processes.find_gone():  # what torchrun interrupts the others for
+                raise gone from interruption
             orders.give("end")
             raise
         except Exception as error:
@@ -227,10 +234,10 @@ def leading(config: RunConfig, environment: RankEnvironment, given: Store | None
             processes.kill()
 
 
-def _start(rank: int, size: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start(module: str, rank: int, size: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, STORE_PORT: port}
     return subprocess.Popen(
-        [sys.executable, "-m", "learner", *sys.argv[1:], "--failure-file", str(folder / f"{rank}.json")],
+        [sys.executable, "-m", module, *sys.argv[1:], "--failure-file", str(folder / f"{rank}.json")],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches rank 0 alone, which ends the others
         env={**os.environ, **{name: str(value) for name, value in environment.items()}},

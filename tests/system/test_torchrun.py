@@ -78,8 +78,9 @@ def start_ranks(
     restarts: int,
     place: Sequence[str] = ("--standalone", "--nproc-per-node=2"),
     crash_at: str = "",
+    words: Sequence[str] = ("learn", "--unattended"),
 ) -> subprocess.Popen[bytes]:
-    command = [*TORCHRUN, *place, f"--max-restarts={restarts}", "-m", "asyncrl", "learn", str(file), "--unattended"]
+    command = [*TORCHRUN, *place, f"--max-restarts={restarts}", "-m", "asyncrl", words[0], str(file), *words[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {faults.VARIABLE: crash_at}
     with log.open("ab") as output:
