@@ -84,8 +84,6 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
         "learner that is one process": config.rollout.weights_channel in DEVICE_CHANNELS,
         "reference.offload is true, which moves a whole model (where the weights are divided, learner.cpu_offload "
         "keeps all parts in host memory)": config.reference.offload,
-        f"algorithm.kl_estimator is {config.algorithm.kl_estimator}, which needs the output layers of two models at "
-        "once": config.algorithm.kl_estimator == "full",
     }
     for problem, is_so in problems.items():
         if is_so:

@@ -8,7 +8,8 @@ made again has the same bits; what fits into one chunk is computed once and kept
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +31,8 @@ LOGITS_PER_CHUNK = 2**26
 SAME_LOGPROB = 1e-3
 """Nats by which this head's log-probs and the model's own may differ."""
 
+Layer = Callable[[torch.Tensor], torch.Tensor]
+"""[N, D] -> [N, V]"""
 Entropy = Literal["none", "value", "gradient"]
 """Whether a forward pass computes the entropy of each token's distribution, and whether it can be trained."""
 
@@ -72,6 +75,13 @@ class OutputHead:
         self._banned = banned
         self._truncation = truncation
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._layer: Layer | None = None
+
+    def with_layer(self, layer: Layer) -> OutputHead:
+        """The same with a copy of the output layer, for the pass of another model while this one is in parts."""
+        made = copy(self)
+        made._layer = layer
+        return made
 
     def __call__(
         self,
@@ -105,7 +115,7 @@ class OutputHead:
 
     def distributions(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, V] log-probs. For few states at a time."""
-        logits = scaled_logits(self._model, hidden)
+        logits = scaled_logits(self._model, hidden, self._layer)
         return sampling_logprobs(logits, temperature=self._temperature, banned=self._banned)
 
     def _compute_chunk(
@@ -141,9 +151,9 @@ class OutputHead:
         return found
 
 
-def scaled_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """[N, D] -> [N, V]: the output layer, and what some families do with its logits."""
-    logits = model.get_output_embeddings()(hidden)
+def scaled_logits(model: Any, hidden: torch.Tensor, layer: Layer | None = None) -> torch.Tensor:
+    """[N, D] -> [N, V]: the output layer, or `layer`, and what some families do with its logits."""
+    logits = (layer or model.get_output_embeddings())(hidden)
     config = model.config
     if scaling := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / scaling

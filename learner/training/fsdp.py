@@ -94,6 +94,14 @@ class FullySharded:
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        self.changed()
+        names = {id(weight): name for name, weight in self._model.state_dict(keep_vars=True).items()}
+        return {
+            name: self.whole(weight.detach().to(self._dtypes[names[id(weight)]]))
+            for name, weight in layer.named_parameters()
+        }
+
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.changed()
         for name, tensor in published_parts(self._model):

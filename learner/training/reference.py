@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.output_head import OtherStates
+from asyncrl.models.output_head import Layer, OtherStates
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
@@ -82,8 +84,20 @@ class Reference(TorchEngine):
 
     @torch.no_grad()
     def other_states(self, micro_batch: MicroBatch) -> OtherStates:
-        """Its states before the trained tokens, for a comparison of whole distributions."""
-        return OtherStates(self.head, self.states(micro_batch))
+        """Its states before the trained tokens, for a comparison of whole distributions.
+
+        Where its weights are gathered while it computes, its output layer is copied: the policy computes with it.
+        """
+        states = self.states(micro_batch)
+        return OtherStates(self.head.with_layer(self._output_layer()) if self.sharding.gathers else self.head, states)
+
+    def _output_layer(self) -> Layer:
+        layer = self.model.get_output_embeddings()
+        assert isinstance(layer, torch.nn.Linear), "families whose output layer is another are not known"
+        weights = self.sharding.weights_of(layer)
+        if self._config.model.float32_head:
+            return lambda hidden: linear(hidden.float(), *(weights[name].float() for name in weights))
+        return partial(linear, **weights)
 
     @torch.no_grad()
     def follow(self, actor: TorchEngine, step: int) -> None:

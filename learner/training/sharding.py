@@ -54,6 +54,11 @@ class Sharding(Protocol):
         """What this rank has of a parameter."""
         ...
 
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """Whole weights of one of the model's layers, copied where it is in parts, as they compute; without
+        gradient."""
+        ...
+
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors as servers get them, one at a time."""
         ...
@@ -113,6 +118,9 @@ class OneDevice:
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
+
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: weight.detach() for name, weight in layer.named_parameters()}
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)

@@ -64,6 +64,9 @@ class ZeroWhole(WholeFiles):
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: weight.detach() for name, weight in layer.named_parameters()}
+
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)
 
@@ -132,6 +135,10 @@ class ZeroParted(ZeroWhole):
 
     def local(self, parameter: Any) -> torch.Tensor:
         return parameter.ds_tensor
+
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        with load_deepspeed(self._settings).zero.GatheredParameters(list(layer.parameters())):
+            return {name: weight.detach().clone() for name, weight in layer.named_parameters()}
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         gathered = load_deepspeed(self._settings).zero.GatheredParameters

@@ -45,6 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1},
         "reference": {"ema": 0.9},
     },
+    "exact KL": {"algorithm": {"kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "kl_estimator": "full"}},
+    "adapter, exact KL": {
+        "model": {"lora": {"rank": 4}},
+        "algorithm": {"kl_loss_coef": 0.1, "kl_estimator": "full"},
+        "learner": {"gradient_checkpointing": True},
+    },
     "adapter, bf16": {
         "model": {**BF16, "lora": {"rank": 4}},
         "algorithm": {"kl_loss_coef": 0.1},

@@ -44,16 +44,26 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {**BF16, "lora": {"rank": 4}},
         "algorithm": {"kl_loss_coef": 0.1},
     },
+    "exact KL": {
+        "batch": {"tokens_per_microbatch": 410},
+        "algorithm": {"kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "kl_estimator": "full"},
+    },
     "offload": {
         "batch": {"tokens_per_microbatch": 410},
         "algorithm": {"updates_per_batch": 2},
         "learner": {"cpu_offload": True},
     },
 }
-FULL, CRITIC, ADAPTER, OFFLOAD = CASES
+FULL, CRITIC, ADAPTER, EXACT, OFFLOAD = CASES
 PLACED = {
     1: [(FULL, 1), (FULL, 2), (FULL, 3)],
-    2: [*((case, stage) for case in (FULL, CRITIC) for stage in (1, 2, 3)), (ADAPTER, 3), (OFFLOAD, 2)],
+    2: [
+        *((case, stage) for case in (FULL, CRITIC) for stage in (1, 2, 3)),
+        (ADAPTER, 3),
+        (EXACT, 2),
+        (EXACT, 3),
+        (OFFLOAD, 2),
+    ],
 }
 """Cases and stages by the number of ranks."""
 RESUMED = [(FULL, 3), (CRITIC, 1), (ADAPTER, 3), (OFFLOAD, 3)]

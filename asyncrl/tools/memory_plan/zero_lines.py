@@ -57,6 +57,11 @@ class ZeroModel:
         return min(sum(p.gathered * p.elements for p in self._parameters), widest * ZERO_LIVE + layer)
 
     @property
+    def output_layer(self) -> int:
+        """Most bytes of its copy, beside which the policy computes (algorithm.kl_estimator=full)."""
+        return max(p.gathered * p.elements for p in self._parameters) if self.stage == 3 else 0
+
+    @property
     def collective(self) -> int:
         """A bucket of gradients, or one larger gradient, in fp32."""
         return 4 * max(self._largest, min(ZERO_BUCKET, sum(p.elements for p in self._trained)))
@@ -105,7 +110,9 @@ def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
     passing = max(engine.passing for engine, _ in engines)
     stepping = 0 if offloads else max(zero.stepping for _, zero in engines)
     on_its_way = max(zero.on_its_way for _, zero in engines)
-    gathered = sum(zero.gathered for _, zero in engines) + (reference.gathered if reference else 0)
+    gathered = sum(zero.gathered for _, zero in engines)
+    if reference:
+        gathered += reference.gathered + reference.output_layer * (config.algorithm.kl_estimator == "full")
     yield Line("buckets", len(engines) * 4 * ZERO_BUCKET, "of gradients for a collective")
     if gathered:
         yield Line("gathered weights", gathered, f"whole ones, of up to {count(ZERO_LIVE)} parameters")
