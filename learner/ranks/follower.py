@@ -68,6 +68,7 @@ def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store
         start_s=config.learner.wait_timeout_s,
         check=check,
     )
+    check()
     processor = prompt_processor(config)
     order = orders.take()
     if order.kind == "end":

@@ -17,8 +17,8 @@ REASONS = (UserError, BadStateError, RestartError)
 POLL_S = 0.05
 PATIENCE_S = 1.0
 """A collective fails on a rank's connections a moment before its reason is in the store, or it is seen to be gone."""
-HEARING_S = 20.0
-"""Time of the other ranks to hear why rank 0 ends: one on a slow disk may still be at its imports."""
+HEARING_S = 60.0
+"""Time of the other ranks to hear why rank 0 ends: one on a slow or busy machine may still be at its imports."""
 
 
 class Reasons:
