@@ -25,32 +25,21 @@ def main(config: RunConfig, start: Start) -> None:
 
 def prepare(config: RunConfig, start: Start) -> Learner:
     """Create the learner. Raises UserError for everything that can be wrong with a configuration."""
+    from asyncrl.models.devices import set_up_training
     from learner.service import Learner
 
     require_fixed_ports(config)
-    _set_up(config)
+    set_up_training(config)
     return Learner(config, resume=start.resume, unattended=start.unattended)
 
 
 def _follow(config: RunConfig) -> None:
     """Run a rank other than 0."""
+    from asyncrl.models.devices import set_up_training
     from learner.ranks.follower import follow, trainer
 
-    _set_up(config)
+    set_up_training(config)
     follow(config, trainer)
-
-
-def _set_up(config: RunConfig) -> None:
-    import torch
-
-    from asyncrl.config.device_rules import meant_device
-    from asyncrl.models.devices import keep_freed_memory
-
-    if config.trainer.mode == "async" and meant_device(config.learner.device, cuda=torch.cuda.is_available()) == "cpu":
-        keep_freed_memory()
-    if config.learner.cpu_threads:
-        torch.set_num_threads(config.learner.cpu_threads)
-    torch.manual_seed(config.trainer.seed)
 
 
 if __name__ == "__main__":

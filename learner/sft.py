@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,14 +18,13 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.launch.processes import available_cores
+from asyncrl.models.devices import set_up_training
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.prompt_processor import prompt_processor
 from asyncrl.models.row_survey import usable_rows
@@ -195,7 +193,7 @@ def _following(
 
 def main(config: RunConfig, start: Start) -> None:
     config = with_given_ranks(config)
-    _set_up(config)
+    set_up_training(config)
     if rank_of_service() > 0:
         follow(config, _following)
         return
@@ -213,14 +211,6 @@ def main(config: RunConfig, start: Start) -> None:
         save_config(config)
         resources.callback(run.recorder.close)
         run.run()
-
-
-def _set_up(config: RunConfig) -> None:
-    if config.learner.cpu_threads:
-        torch.set_num_threads(config.learner.cpu_threads)
-    elif config.learner.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // config.learner.num_processes))
-    torch.manual_seed(config.trainer.seed)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,17 @@ def free_caches(device: torch.device) -> None:
         _LIBC.malloc_trim(0)
 
 
+def set_up_training(config: RunConfig) -> None:
+    """Threads, heap and seed of a process that trains."""
+    if config.learner.cpu_threads:
+        torch.set_num_threads(config.learner.cpu_threads)
+    elif config.learner.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.learner.num_processes))
+    if config.trainer.mode == "async" and meant_device(config.learner.device, cuda=torch.cuda.is_available()) == "cpu":
+        keep_freed_memory()
+    torch.manual_seed(config.trainer.seed)
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep up to a GiB of what is freed, and all blocks below 32 MiB, for what is taken next.
 
