@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--moves", type=int, default=25600, help="rows of the warm start")
-    parser.add_argument("--loose", type=float, default=0.3, help="share of random targets in the last eighth of them")
+    parser.add_argument("--loose", type=float, default=0.5, help="share of random targets in the last eighth of them")
     arguments = parser.parse_args()
     folder, draw, parts = arguments.out, random.Random(arguments.seed), split()
     pictures = Pictures(folder / "pictures")
