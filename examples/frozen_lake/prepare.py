@@ -7,9 +7,12 @@ held out. The warm start shows moves of a player who goes straight for the flag,
 to see player and flag. Holes, and ways around them, are left to the reward.
 
 Its rows are in an order to be kept (`data.shuffle: false`): single pictures with the player anywhere, then moves within
-conversations, then such moves of which a share is random, for the reward to have something to choose from: who has
+conversations, then such moves of which half are random, for the reward to have something to choose from: who has
 always gone straight never tries the way around. Random moves from the start on hide from a small model what is to be
 seen.
+
+On most maps a way straight for the flag passes the holes, for a player who sees them; the held-out maps without one are
+in `around.jsonl` once more.
 """
 
 from __future__ import annotations
@@ -90,14 +93,15 @@ def shortest(desc: Map) -> list[str]:
     return []
 
 
+def far(desc: Map, cell: Cell) -> int:
+    """Moves from a cell to the flag, were there no holes."""
+    goal = place(desc, "G")
+    return abs(cell[0] - goal[0]) + abs(cell[1] - goal[1])
+
+
 def straight(desc: Map, cell: Cell) -> list[str]:
     """Words that bring the player nearer to the flag, with or without a hole there."""
-    goal = place(desc, "G")
-
-    def far(at: Cell) -> int:
-        return abs(at[0] - goal[0]) + abs(at[1] - goal[1])
-
-    return [word for word in WORDS if far(moved(cell, word)) < far(cell)]
+    return [word for word in WORDS if far(desc, moved(cell, word)) < far(desc, cell)]
 
 
 def episode(desc: Map, draw: random.Random, astray: float) -> tuple[list[tuple[Cell, str]], bool]:
@@ -180,7 +184,8 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, draw, parts = arguments.out, random.Random(arguments.seed), split()
     pictures = Pictures(folder / "pictures")
-    for name, chosen in parts.items():
+    around = [desc for desc in parts["eval"] if len(shortest(desc)) > far(desc, place(desc, "S"))]
+    for name, chosen in {**parts, "around": around}.items():
         write(folder / f"{name}.jsonl", [{"prompt": PROMPT, "answer": "", "desc": desc} for desc in chosen])
     write(folder / "sft.jsonl", demonstrations(parts["rl"], arguments.moves, arguments.loose, draw, pictures))
     for astray in (0.0, ASTRAY, 1.0):
