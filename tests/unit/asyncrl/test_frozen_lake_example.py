@@ -65,3 +65,13 @@ def test_the_warm_start_goes_straight_on_maps_of_training_alone(
             assert row["target"] in recipe["straight"](desc, (int(cell[0]), int(cell[1])))
     assert all(len(row["images"]) == 1 for row in rows[:40])
     assert any(len(row["images"]) > 2 for row in rows[40:])
+
+    around = [tuple(json.loads(line)["desc"]) for line in (tmp_path / "around.jsonl").read_text().splitlines()]
+    assert around
+    assert set(around) < set(recipe["split"]()["eval"])
+    for desc in around:
+        cells = {recipe["place"](desc, "S")}
+        while cells:
+            cells = {recipe["moved"](cell, word) for cell in cells for word in recipe["straight"](desc, cell)}
+            assert all(desc[row][column] != "G" for row, column in cells), "no straight way"
+            cells = {(row, column) for row, column in cells if desc[row][column] != "H"}
