@@ -2,7 +2,7 @@
 
 A version may come from several senders, one after another: the learner, or servers that have it. What has arrived from
 one stays when the next goes on. Each tensor is compared with the learner's checksum as soon as it is complete, and only
-then may it be sent on.
+then may it be sent on. Chunks may come as differences from a version that is here already.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Literal
 
 import xxhash
 
@@ -22,6 +22,7 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.weight_deltas import element_bytes, unpack
 from protocol.weight_file import check_manifest
 from protocol.weights import Publication
 
@@ -37,6 +38,8 @@ ATTEMPTS = 2
 """Transfers of a tensor with a wrong checksum before the fetch fails."""
 RETRY_S = 2.0
 """Seconds without any chunk after which requests are sent again."""
+_OWN_BASE = " "
+"""The version before, in the place of a sender of wrong bytes: it is no server's id."""
 _NOTHING = xxhash.xxh3_64_intdigest(b"")
 SILENT_RETRIES, SILENT_SHARE = 2, 1 / 3
 """So many of them, or this share of the deadline, without a word from a server, and it counts as silent."""
@@ -93,8 +96,18 @@ async def fetch(
 class Download:
     """One version on its way into memory. Belongs to one event loop."""
 
-    def __init__(self, manifest: WeightManifest, into: bytearray | memoryview, *, chunk_bytes: int = CHUNK_BYTES):
-        """`into` has exactly `manifest.total_bytes`. Raises ProtocolError for a manifest that contradicts itself."""
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        into: bytearray | memoryview,
+        *,
+        base: Download | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        """`into` has exactly `manifest.total_bytes`. `base`: a version that is here whole, and stays as it is.
+
+        Raises ProtocolError for a manifest that contradicts itself.
+        """
         check_manifest(manifest)
         self._target = memoryview(into).cast("B")
         if self._target.nbytes != manifest.total_bytes:
@@ -106,6 +119,12 @@ class Download:
         """Called when more tensors can be sent on."""
         self.received_bytes = 0
         """Bytes that have arrived, those that had to come again included."""
+        self.saved_bytes = 0
+        """Bytes that differences have spared."""
+        self.base_version: int | None = None
+        """Version from which differences are asked for."""
+        self.keeps_differences = False
+        """Whether differences are kept, for others that have the same base."""
         self._chunk_bytes = chunk_bytes
         self._starts = [entry.offset for entry in manifest.tensors]
         self._ends = [entry.offset + entry.nbytes for entry in manifest.tensors]
@@ -120,6 +139,20 @@ class Download:
         self._chunks = dict(self._cut(0, manifest.total_bytes))
         """Offset and size of what has not arrived."""
         self._total = len(self._chunks)
+        self._base: Download | None = None
+        """Gone when this version is complete."""
+        self._width = 0
+        self._as_difference: set[int] = set()
+        """Offsets of chunks that may still come as differences: what was wrong comes plain."""
+        self._differences: dict[int, bytes] = {}
+        """Differences that have arrived, by offset."""
+        self._refused: list[tuple[str, str]] = []
+        """Senders of what was no difference, and why."""
+        if base is not None and base.is_complete and chunk_bytes == CHUNK_BYTES:
+            self._width = element_bytes(base.manifest, manifest)
+            if self._width:
+                self._base, self.base_version = base, base.manifest.version
+                self._as_difference = set(self._chunks)
         self._checks: set[asyncio.Task[None]] = set()
         self._wrong: list[int] = []
         """Tensors that were found wrong and not yet asked for again."""
@@ -140,6 +173,29 @@ class Download:
         if self._unverified and not all(self._verified[index] for index in self._tensors_in(offset, nbytes)):
             return None
         return self._target[offset : offset + nbytes]
+
+    def answer(self, request: ChunkRequest) -> Chunk | None:
+        """The bytes, or their difference from a version that the asking one names, if it has come here as such; None
+        while they are not verified. Raises ProtocolError MALFORMED."""
+        data, base = self.read(request.offset, request.nbytes), None
+        if data is None:
+            return None
+        is_whole = request.nbytes == min(self._chunk_bytes, self._target.nbytes - request.offset)
+        if request.base is not None and request.base == self.base_version and is_whole:
+            difference = self._differences.get(request.offset)
+            if difference is not None:
+                data, base = memoryview(difference), request.base
+        return Chunk(version=request.version, offset=request.offset, base=base, data=data)
+
+    def request(self, offset: int) -> ChunkRequest:
+        """The request for a chunk that is missing."""
+        return ChunkRequest(
+            version=self.manifest.version,
+            publication=self.manifest.publication,
+            offset=offset,
+            nbytes=self._chunks[offset],
+            base=self.base_version if offset in self._as_difference else None,
+        )
 
     async def pull(
         self,
@@ -168,17 +224,46 @@ class Download:
                 self._check([index for index, left in enumerate(self._left) if not left and not self._verified[index]])
             self._ask_again(relay)
 
-    def take(self, offset: int, data: memoryview, sender: str) -> bool:
+    def take(self, chunk: Chunk, sender: str) -> bool:
         """Put a chunk in its place; False for a late answer to an earlier request, or one that was sent twice."""
-        if self._chunks.get(offset) != data.nbytes:
+        offset, nbytes = chunk.offset, self._chunks.get(chunk.offset)
+        if chunk.base is None:
+            if nbytes != chunk.data.nbytes:
+                return False
+        elif nbytes is None or offset not in self._as_difference or chunk.base != self.base_version:
             return False
         crash_point("weights.fetching")
-        self._target[offset : offset + data.nbytes] = data
         del self._chunks[offset]
-        self.received_bytes += data.nbytes
+        self._as_difference.discard(offset)
+        self.received_bytes += chunk.data.nbytes
+        if chunk.base is None:
+            self._target[offset : offset + nbytes] = chunk.data
+            self._put(offset, nbytes, sender)
+            return True
+        assert self._base is not None
+        self._in_background(self._rebuild(self._base, chunk, nbytes, sender))
+        return True
+
+    async def _rebuild(self, base: Download, chunk: Chunk, nbytes: int, sender: str) -> None:
+        """Make a chunk of its difference, in a thread. What is none comes again, plain."""
+        place = slice(chunk.offset, chunk.offset + nbytes)
+        try:
+            await asyncio.to_thread(unpack, chunk.data, base._target[place], self._target[place], self._width)
+        except Exception as problem:  # the plain bytes will do; a fault of our own is not the sender's
+            refused = isinstance(problem, ProtocolError)
+            self._refused.append((sender if refused else _OWN_BASE, str(problem)))
+            self._chunks[chunk.offset] = nbytes
+            return
+        self.saved_bytes += nbytes - chunk.data.nbytes
+        if self.keeps_differences:
+            self._differences[chunk.offset] = bytes(chunk.data)
+        self._put(chunk.offset, nbytes, sender)
+
+    def _put(self, offset: int, nbytes: int, sender: str) -> None:
+        """Note that bytes are in their place, and check the tensors that they complete."""
         complete = []
-        for index in self._tensors_in(offset, data.nbytes):
-            start, end = max(offset, self._starts[index]), min(offset + data.nbytes, self._ends[index])
+        for index in self._tensors_in(offset, nbytes):
+            start, end = max(offset, self._starts[index]), min(offset + nbytes, self._ends[index])
             if not self._verified[index] and end > start:
                 self._left[index] -= end - start
                 self._senders[index].add(sender)
@@ -186,7 +271,6 @@ class Download:
                     complete.append(index)
         if complete:
             self._check(complete)
-        return True
 
     def missing(self) -> dict[int, int]:
         """Offset and size of each chunk that has not arrived."""
@@ -199,7 +283,10 @@ class Download:
         """Compare these tensors with their checksums, in a thread: the rest goes on arriving."""
         for index in indices:
             self._left[index] = -1  # being checked: not to be checked twice
-        task = asyncio.create_task(self._verify(indices))
+        self._in_background(self._verify(indices))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
 
@@ -213,11 +300,33 @@ class Download:
                 self._verified[index] = True
                 self._unverified -= 1
             else:
+                await self._suspect_base(index)
                 self._wrong.append(index)
+        if self.is_complete:
+            self._base = None
         self.on_verified()
+
+    async def _suspect_base(self, index: int) -> None:
+        """Look whether a wrong tensor is the fault of the version before, and not of a sender."""
+        entry, base = self.manifest.tensors[index], self._base
+        for offset in [offset for offset in self._differences if index in self._tensors_in(offset, self._chunk_bytes)]:
+            del self._differences[offset]
+        if base is None:
+            return
+        piece = base._target[entry.offset : entry.offset + entry.nbytes]
+        if await asyncio.to_thread(xxhash.xxh3_64_intdigest, piece) != base.manifest.tensors[index].xxh3:
+            logger.error(
+                "%r of version %s, verified when it came, has changed in this server's memory: look at its memory. "
+                "Version %d comes without differences",
+                *(entry.name, self.base_version, self.manifest.version),
+            )
+            self._senders[index].add(_OWN_BASE)
+            self._base = None
+            self._as_difference.clear()
 
     def _ask_again(self, relay: str) -> None:
         """Let tensors with wrong checksums come again. Raises where their sender is at fault, and at the last try."""
+        self._look_at_refused(relay)
         wrong, self._wrong = self._wrong, []
         guilty, last = [], []
         for index in wrong:
@@ -246,6 +355,18 @@ class Download:
                 f"version {self.manifest.version}: {len(last)} tensors have wrong checksums after {ATTEMPTS} "
                 f"transfers, first {last[0]!r}. The link or the learner's memory corrupts data",
             )
+
+    def _look_at_refused(self, relay: str) -> None:
+        """Raises SourceFailed where the relay has sent what is no difference."""
+        refused, self._refused = self._refused, []
+        for sender, reason in refused:
+            logger.warning(
+                "version %d: a difference from %s is of no use, its bytes are fetched plain: %s",
+                *(self.manifest.version, sender.strip() or "the learner", reason),
+            )
+        reasons = [reason for sender, reason in refused if relay and sender == relay]
+        if reasons:
+            raise SourceFailed("checksum", f"version {self.manifest.version} from {relay}: {reasons[0]}")
 
     def _cut(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Chunks of a range, each as offset and size."""
@@ -298,7 +419,7 @@ class _Pull:
         elif (
             isinstance(message, Chunk)
             and message.version == self._version
-            and self._download.take(message.offset, message.data, self._relay)
+            and self._download.take(message, self._relay)
         ):
             self._asked.pop(message.offset, None)
             self._arrived_at = now
@@ -321,14 +442,8 @@ class _Pull:
             if offset not in missing:  # it has come after all
                 self._waiting.popleft()
                 continue
-            request = ChunkRequest(
-                version=self._version,
-                publication=self._download.manifest.publication,
-                offset=offset,
-                nbytes=missing[offset],
-            )
             try:
-                await self._socket.send(request, timeout_s=self._retry_s)
+                await self._socket.send(self._download.request(offset), timeout_s=self._retry_s)
             except SendTimeout as problem:
                 logger.log(logging.DEBUG if self._relay else logging.WARNING, "%s; trying again", problem)
                 return

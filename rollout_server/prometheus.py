@@ -70,6 +70,7 @@ class ServerExporter:
             self.metrics.raise_to("weight_source_bytes_total", total, source=source)
         for reason, total in sources.failures.items():
             self.metrics.raise_to("weight_source_failures_total", total, reason=reason)
+        self.metrics.raise_to("weight_saved_bytes_total", sources.saved_bytes)
         self.metrics.raise_to("relayed_bytes_total", sources.sent_bytes)
 
     def said_hello(self) -> None:

@@ -33,6 +33,7 @@ from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.straggler_moves import StragglerMoves
 from learner.network.ticket_sender import TicketSender
+from learner.network.weight_deltas import WeightDeltas
 from learner.network.weight_sources import WeightSources
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
@@ -71,20 +72,22 @@ _CHECK_EVERY_S = 1.0
 
 
 class ThreadMailbox:
-    """Calls that one thread makes on another, which sleeps in a poll.
+    """Calls that threads make on another one, which sleeps in a poll.
 
-    `post` on the one; poll `wakeup` and `run` on the other.
+    `post` on any of them; poll `wakeup` and `run` on the other.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]):
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._guard = threading.Lock()
         self.wakeup, self._waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self.wakeup.bind(f"inproc://wake-{id(self):x}")
         self._waker.connect(f"inproc://wake-{id(self):x}")
 
     def post(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
-        self._waker.send(b"")
+        with self._guard:
+            self._waker.send(b"")
 
     def run(self) -> None:
         """Make the calls in their order."""
@@ -136,7 +139,11 @@ class NetworkThread(threading.Thread):
             self.servers,
             publication,
             self._sockets.known_keys,
+            sends_differences=config.network.weights_compression == "delta",
         )
+        self._deltas: WeightDeltas | None = None
+        if config.network.weights_compression == "delta":
+            self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         self.moves = StragglerMoves(self.servers, ledger)
@@ -206,6 +213,8 @@ class NetworkThread(threading.Thread):
         if self.is_alive():
             self.call_soon(self._begin_stop, reason, run_is_finished)
             self.join(timeout=2 * PARTING_S)
+        if self._deltas is not None:
+            self._deltas.close()
         self._sockets.close()
         self._mailbox.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
@@ -366,9 +375,14 @@ class NetworkThread(threading.Thread):
 
     def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
         """A chunk that finds the reader's queue full is dropped: the reader asks again."""
-        chunk = answer_chunk_request(self.publication, request)
-        if self.weights.send(identity, chunk) is Delivery.SENT and isinstance(chunk, Chunk):
-            self.sources.sent_bytes += chunk.data.nbytes
+        answer: Chunk | Error | None = answer_chunk_request(self.publication, request)
+        if isinstance(answer, Chunk) and self._deltas is not None:
+            answer = self._deltas.instead_of(answer, identity, request)
+        if answer is None:  # it is called again when the difference is there
+            return
+        if self.weights.send(identity, answer) is Delivery.SENT and isinstance(answer, Chunk):
+            self.sources.sent_bytes += answer.data.nbytes
+            self.sources.saved_bytes += request.nbytes - answer.data.nbytes
 
     def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
         if self._device_weights is not None:

@@ -43,6 +43,10 @@ class _Node:
     is_queued: bool = False
     """It is in the tree's queue."""
     children: set[str] = field(default_factory=set)
+    base: int | None = None
+    """A version that it has in its memory."""
+    passes_on: int | None = None
+    """The version whose differences it receives, and may send on; None: it receives plain bytes."""
     is_complete: bool = False
     has_left: bool = False
     """It fetches another version now, and keeps this one only for those that are at it."""
@@ -57,8 +61,8 @@ class _Tree:
     nodes: dict[str, _Node] = field(default_factory=dict)
     open: deque[str] = field(default_factory=deque)
     """Servers that may have room for another child, those that joined first at the front."""
-    from_learner: int = 0
-    """Servers that were sent to the learner in the ordinary way."""
+    from_learner: Counter[int | None] = field(default_factory=Counter)
+    """Servers that were sent to the learner in the ordinary way, by the version whose differences they get."""
 
 
 class WeightSources:
@@ -71,10 +75,15 @@ class WeightSources:
         servers: Servers,
         publication: Publication,
         known_keys: Callable[[], Collection[bytes]] | None = None,
+        *,
+        sends_differences: bool = False,
     ):
         """`known_keys`: public keys of the servers that may connect; None without keys."""
         self.sent_bytes = 0
         """Bytes of weights in chunks that the learner has sent itself."""
+        self.saved_bytes = 0
+        """Bytes of weights that it need not send, because differences are smaller."""
+        self._sends_differences = sends_differences
         self.named: Counter[str] = Counter()
         """Answers by the source they name: `learner`, `server`, and `learner_instead` where no server was left."""
         self._fan_out = fan_out
@@ -88,8 +97,9 @@ class WeightSources:
         """Servers, with their sessions, that have sent bytes with wrong checksums: nobody is sent to them."""
         self._failures: dict[str, list[float]] = {}
         """When sources failed a server, those in a row."""
-        self._seconds: deque[float] = deque(maxlen=MEASURED)
-        self._within_s = 0.0
+        self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=MEASURED) for kind in (False, True)}
+        """Of the last transfers, those of plain bytes and those of differences."""
+        self._within_s = {False: 0.0, True: 0.0}
 
     def answer(self, request: SourceRequest) -> Source | Error:
         """Name the source of a version for a server; the same one again until it says that it has failed."""
@@ -122,10 +132,11 @@ class WeightSources:
         if node.parent != LEARNER:
             self._failures.pop(server_id, None)
         self._release(self._trees[message.version], server_id, node)
-        self._seconds.append(message.transfer_s)
-        ordered = sorted(self._seconds)
+        kind = node.passes_on is not None
+        self._seconds[kind].append(message.transfer_s)
+        ordered = sorted(self._seconds[kind])
         slow = SLOW_FACTOR * ordered[int(SLOW_QUANTILE * (len(ordered) - 1))]
-        self._within_s = max(self._timeout_s, slow)
+        self._within_s[kind] = max(self._timeout_s, slow)
 
     def _tree(self, version: int) -> _Tree:
         if version not in self._trees:
@@ -145,6 +156,7 @@ class WeightSources:
         if node is None or node.endpoint != endpoint:
             node = tree.nodes[server_id] = _Node(endpoint, request.key)
         node.has_left = node.is_complete = False
+        node.base = request.base
         return node
 
     def _take_failure(self, tree: _Tree, server_id: str, node: _Node, failure: SourceFailure) -> None:
@@ -185,24 +197,30 @@ class WeightSources:
         """Give a server its source."""
         self._release(tree, server_id, node)
         node.parent, named = LEARNER, "learner"
+        can_difference = self._sends_differences and node.base in self._publication.versions
+        node.passes_on = node.base if can_difference else None
         failures = self._failures.get(server_id, [])
         if failures and time.monotonic() - failures[-1] > FAILED_S:
             failures.clear()
         if len(failures) >= MOST_FAILURES:
             named = "learner_instead"
-        elif not node.failed and tree.from_learner < self._fan_out:
-            tree.from_learner += 1
+        elif not node.failed and tree.from_learner[node.passes_on] < self._fan_out:
+            # So many with each base: those with the same one send its differences on to each other.
+            tree.from_learner[node.passes_on] += 1
         elif self._fan_out:
             parent = self._free_place(tree, server_id, node)
             named = "learner_instead" if parent is None else "server"
             if parent is not None:
                 node.parent = parent
+                if tree.nodes[parent].passes_on != node.base:
+                    node.passes_on = None
                 tree.nodes[parent].children.add(server_id)
         self.named[named] += 1
 
     def _free_place(self, tree: _Tree, server_id: str, node: _Node) -> str | None:
-        """The server that joined first of those with a free place; those without leave the queue."""
-        passed = 0
+        """The server that joined first of those with a free place, one that receives the same differences where there
+        is any; those without a place leave the queue."""
+        passed, second = 0, None
         while passed < len(tree.open):
             candidate = tree.open[0]
             if not self._has_room(tree, candidate):
@@ -210,9 +228,13 @@ class WeightSources:
             elif candidate == server_id or candidate in node.failed or not self._is_fed(tree, candidate, server_id):
                 tree.open.rotate(-1)
                 passed += 1
+            elif node.passes_on is not None and tree.nodes[candidate].passes_on != node.passes_on:
+                second = second or candidate
+                tree.open.rotate(-1)
+                passed += 1
             else:
                 return candidate
-        return None
+        return second
 
     def _has_room(self, tree: _Tree, server_id: str) -> bool:
         node = tree.nodes[server_id]
@@ -254,7 +276,7 @@ class WeightSources:
             server_id=node.parent,
             endpoint=parent.endpoint,
             key=parent.key,
-            within_s=self._within_s,
+            within_s=self._within_s[node.passes_on is not None],
             peer_keys=mine,
         )
 

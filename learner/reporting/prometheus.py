@@ -173,6 +173,7 @@ class LearnerExporter:
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
         m.raise_to("weights_sent_bytes_total", self._network.sources.sent_bytes)
+        m.raise_to("weights_saved_bytes_total", self._network.sources.saved_bytes)
         for named, count in self._network.sources.named.copy().items():
             m.raise_to("weight_sources_total", count, named=named)
         for kind, count in self._network.servers.errors.copy().items():

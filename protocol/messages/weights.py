@@ -71,6 +71,8 @@ class ChunkRequest(Wire):
     publication: PeerId
     offset: int = Field(ge=0)
     nbytes: int = Field(gt=0)
+    base: Version | None = None
+    """A version of the same publication that the asking one has: the answer may be the difference from it."""
 
 
 class Chunk(Wire):
@@ -79,6 +81,8 @@ class Chunk(Wire):
     type: Literal["chunk"] = "chunk"
     version: Version
     offset: int
+    base: Version | None = None
+    """`data` is the difference from the same bytes of this version; None: it is the bytes themselves."""
     data: Blob
 
 
@@ -102,6 +106,8 @@ class SourceRequest(Wire):
     """Where the asking server sends what it has of the version to others; empty: nowhere."""
     key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
     """CURVE public key (Z85) of that endpoint; empty: none."""
+    base: Version | None = None
+    """The version that the asking server has in its memory: it can use differences from that; None: none."""
     failure: SourceFailure | None = None
     """Why the last answer is of no use; None on the first request."""
 

@@ -62,6 +62,8 @@ class WeightReceiver:
         self._close_socket()
         self._failures = 0
         self.channel: Channel = channel
+        if channel != "zmq":
+            self.sources.forget()
         answers = {"zmq": (Source, Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
         self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
 

@@ -86,6 +86,7 @@ class Relay:
 
     def offer(self, download: Download) -> None:
         """Send this version on from now on, as it arrives. The one before goes as soon as nobody fetches it."""
+        download.keeps_differences = True
         self._offers = [download, *self._offers[:1]]
         self._read_at = time.monotonic()
         download.on_verified = self._work
@@ -123,20 +124,19 @@ class Relay:
         """Send the bytes, or the reason why not, or let the request wait."""
         place = (identity, request.offset)
         try:
-            data = self._read(request)
+            chunk = self._read(request)
         except ProtocolError as error:
             self._parked.pop(place, None)
             self._socket.send(identity, Error(code=error.code, reason=error.reason, version=request.version))
             return
-        if data is None:
+        if chunk is None:
             if len(self._parked) < MOST_PARKED:
                 self._parked[place] = request
             return
         crash_point("weights.relaying")
         self._parked.pop(place, None)
-        chunk = Chunk(version=request.version, offset=request.offset, data=data)
         if self._socket.send(identity, chunk) is Delivery.SENT:
-            self.sent_bytes += data.nbytes
+            self.sent_bytes += chunk.data.nbytes
 
     def _console(self) -> None:
         """Tell those who wait, once a second, that this server is alive."""
@@ -152,15 +152,15 @@ class Relay:
             if self._socket.send(identity, answer) is not Delivery.SENT:  # it has gone
                 self._parked = {place: asked for place, asked in self._parked.items() if place[0] != identity}
 
-    def _read(self, request: ChunkRequest) -> memoryview | None:
-        """The bytes; None while they have not arrived. Raises ProtocolError."""
+    def _read(self, request: ChunkRequest) -> Chunk | None:
+        """The bytes, or the difference as it came here; None while they have not arrived. Raises ProtocolError."""
         check_size(request)
         for place, download in enumerate(self._offers):
             manifest = download.manifest
             if (manifest.version, manifest.publication) == (request.version, request.publication):
                 if place:
                     self._read_at = time.monotonic()
-                return download.read(request.offset, request.nbytes)
+                return download.answer(request)
         has = ", ".join(str(download.manifest.version) for download in self._offers) or "none"
         raise ProtocolError(
             ErrorCode.VERSION_GONE, f"this server has not got version {request.version} of that learner; it has {has}"

@@ -31,10 +31,15 @@ class WeightSources:
         self._config = config
         self._session = session
         self._asks = bool(config.network.weights_fan_out) and config.trainer.mode == "async"
+        self._keeps_base = config.network.weights_compression == "delta"
+        self._base: Download | None = None
+        """The last version that came whole: the next one may come as its difference."""
         self._relay: Relay | None = None
         self.failures: dict[str, int] = {}
         self.received_bytes: dict[str, int] = {"learner": 0, "server": 0}
         """Bytes of weights by who has sent them."""
+        self.saved_bytes = 0
+        """Bytes of weights that differences have spared."""
 
     @property
     def sent_bytes(self) -> int:
@@ -47,7 +52,17 @@ class WeightSources:
         Raises ProtocolError VERSION_GONE if the learner has moved on, MALFORMED if what it sends itself is damaged, and
         TimeoutError if nothing arrives from it for network.timeout_s.
         """
-        download = Download(manifest, into)
+        if self._base is not None and self._base.manifest.publication != manifest.publication:
+            self._base = None  # another learner process
+        download = Download(manifest, into, base=self._base)
+        try:
+            await self._receive(socket, download)
+        finally:
+            self.saved_bytes += download.saved_bytes
+        if self._keeps_base:
+            self._base = download
+
+    async def _receive(self, socket: ServerSocket, download: Download) -> None:
         if not self._asks:
             await self._from_learner(socket, download)
             return
@@ -63,7 +78,7 @@ class WeightSources:
             raise
         learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
         logger.debug(
-            "version %d: bytes from the learner: %d, from other servers: %d", manifest.version, learner, server
+            "version %d: bytes from the learner: %d, from other servers: %d", download.manifest.version, learner, server
         )
 
     def _listen(self) -> Relay | None:
@@ -79,7 +94,7 @@ class WeightSources:
     async def _from_any(self, socket: ServerSocket, download: Download) -> None:
         failure: SourceFailure | None = None
         while not download.is_complete:
-            source = await self._ask(socket, download.manifest, failure)
+            source = await self._ask(socket, download, failure)
             if self._relay is not None:
                 self._relay.admit(source.peer_keys)
             if not source.endpoint:
@@ -129,14 +144,16 @@ class WeightSources:
             linger_s=0.0,
         )
 
-    async def _ask(self, socket: ServerSocket, manifest: WeightManifest, failure: SourceFailure | None) -> Source:
+    async def _ask(self, socket: ServerSocket, download: Download, failure: SourceFailure | None) -> Source:
         """Whom to fetch from next. Raises ProtocolError VERSION_GONE, and TimeoutError without an answer."""
+        manifest = download.manifest
         request = SourceRequest(
             version=manifest.version,
             publication=manifest.publication,
             session=self._session,
             endpoint=self._relay.endpoint if self._relay else "",
             key=self._relay.key if self._relay else "",
+            base=download.base_version,
             failure=failure,
         )
         timeout_s = self._config.network.timeout_s
@@ -160,6 +177,10 @@ class WeightSources:
         raise TimeoutError(
             f"waited {timeout_s:g} s for the learner at {socket.endpoint} to say where version {manifest.version} is"
         )
+
+    def forget(self) -> None:
+        """Let go of the version before: the next one comes over another channel."""
+        self._base = None
 
     def close(self) -> None:
         if self._relay is not None:
