@@ -1,6 +1,7 @@
 """Many rollout servers on one learner, over real sockets: what limits its front door, and what relays change.
 
     python -m benchmarks.fleet [--servers 1 16 128 1024] [--seconds 10] [--mib 1] [--tokens 128] [--link-mib-s 0]
+        [--compression none delta] [--lr 1e-6 1e-4]
 
 The learner is the real network thread, ledger and journal, without a model; the servers are whole rollout servers with
 the scripted engine, many in each of a few processes. For each number of servers, with the learner sending weights to
@@ -11,6 +12,9 @@ all and with relays:
   a bare ROUTER of pyzmq that receives the same bytes and answers each message, and plain writes of them into a file;
 - `back`: from the start of another learner process's network thread on the same ports to the last server that is
   welcome again, and to the last that has its weights.
+
+`--compression delta` publishes differences (network.weights_compression). With `--lr` versions are weights in bfloat16
+that have taken a step of such a size, in the place of random bytes.
 
 At the end the journal is opened again: every position of the data trained once, and the ledger adds up. With
 `--link-mib-s` each sender sends so much in a second at most, as over a network, and only publications are timed.
@@ -27,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +317,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
     parser.add_argument("--tokens", type=int, default=128, help="of a completion; 2 are a group")
     parser.add_argument("--fan-out", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--compression", nargs="+", default=["none"], choices=["none", "delta"])
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.0], help="0: versions of random bytes")
     parser.add_argument("--link-mib-s", type=float, default=0.0, help="MiB per second that a sender can send")
     parser.add_argument("--folder", type=Path, default=None, help="of the journal; on the disk that runs would use")
     arguments = parser.parse_args()
@@ -320,13 +327,16 @@ def main() -> None:
         narrow(arguments.link_mib_s)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threading.active_count()} thread\n", flush=True)
     rows, names = [], []
-    for servers in arguments.servers:
-        for fan_out in arguments.fan_out:
-            cell = Cell(servers, arguments.mib, arguments.tokens, fan_out, arguments.link_mib_s)
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                rows.append(measure(cell, Path(folder), arguments.seconds))
-            names.append(f"relays ({fan_out})" if fan_out else "learner")
-            print(names[-1], {key: round(value, 4) for key, value in rows[-1].items()}, flush=True)
+    arms = product(arguments.servers, arguments.lr, arguments.fan_out, arguments.compression)
+    for servers, rate, fan_out, compression in arms:
+        cell = Cell(
+            servers, arguments.mib, arguments.tokens, fan_out, arguments.link_mib_s, compression, learning_rate=rate
+        )
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            rows.append(measure(cell, Path(folder), arguments.seconds))
+        sent_as = f", {compression}, lr {rate:g}" if rate else ""
+        names.append((f"relays ({fan_out})" if fan_out else "learner") + sent_as)
+        print(names[-1], {key: round(value, 4) for key, value in rows[-1].items()}, flush=True)
     print()
     table(rows, names)
 

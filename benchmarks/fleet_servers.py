@@ -8,8 +8,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import numpy as np
+import torch
 import zmq
 import zmq.asyncio
 
@@ -17,6 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.published import fingerprint_of
 from benchmarks.staleness.sockets import ModelFreeServer
 from benchmarks.staleness.workload import ModelFreeEngine, Workload
+from learner.network import thread
 from protocol import sockets
 from protocol.messages import Chunk, Wire
 from protocol.sockets import Delivery, Encoded, LearnerSocket
@@ -42,6 +45,9 @@ class Cell:
     fan_out: int
     link_mib_s: float = 0.0
     """Bytes that each sender may send in a second, learner and server alike; 0: what this machine can."""
+    compression: Literal["none", "delta"] = "none"
+    learning_rate: float = 0.0
+    """Largest change of a weight from one version to the next, as of a step of AdamW; 0: versions of random bytes."""
 
     @property
     def workload(self) -> Workload:
@@ -62,6 +68,7 @@ class Cell:
             control_port=control_port,
             weights_port=weights_port,
             weights_fan_out=self.fan_out,
+            weights_compression=self.compression,
             heartbeat_s=5.0,
             timeout_s=120.0,
             start_timeout_s=1800.0,
@@ -71,18 +78,31 @@ class Cell:
     @property
     def model(self) -> str:
         """The model's fingerprint."""
-        return fingerprint_of((f"w{n}", "torch.uint8", (self.tensor_bytes,)) for n in range(TENSORS))
+        dtype, size = ("bfloat16", self.tensor_bytes // 2) if self.learning_rate else ("uint8", self.tensor_bytes)
+        return fingerprint_of((f"w{n}", f"torch.{dtype}", (size,)) for n in range(TENSORS))
 
     @property
     def tensor_bytes(self) -> int:
         return (self.mib << 20) // TENSORS
 
     def weights(self, version: int) -> list[Tensor]:
+        if self.learning_rate:
+            return [self._trained(n, version) for n in range(TENSORS)]
         random = np.random.default_rng(version)
         return [
             Tensor(f"w{n}", "uint8", (self.tensor_bytes,), memoryview(random.bytes(self.tensor_bytes)))
             for n in range(TENSORS)
         ]
+
+    def _trained(self, number: int, version: int) -> Tensor:
+        """A tensor of normal weights in bfloat16, whose float32 masters have taken a step for each version."""
+        size = self.tensor_bytes // 2
+        masters = 0.02 * np.random.default_rng(number).standard_normal(size, np.float32)
+        for step in range(version):
+            change = np.random.default_rng([number, step]).random(size, np.float32)
+            masters += self.learning_rate * (2 * change - 1)
+        rounded = torch.from_numpy(masters).bfloat16()
+        return Tensor(f"w{number}", "bfloat16", (size,), memoryview(rounded.view(torch.uint8).numpy()))
 
 
 def narrow(mib_s: float) -> None:
@@ -104,6 +124,7 @@ def narrow(mib_s: float) -> None:
             return send(self, identity, message)
         flush(self)
         queues[self][0].append((identity, message))
+        flush(self)
         return Delivery.SENT
 
     def narrow_turn(self: LearnerSocket):  # type: ignore[no-untyped-def]
@@ -111,7 +132,7 @@ def narrow(mib_s: float) -> None:
         yield from turn(self)
 
     LearnerSocket.send, LearnerSocket.turn = narrow_send, narrow_turn  # type: ignore[method-assign]
-    relay.LOOK_EVERY_S = TICK_S
+    relay.LOOK_EVERY_S = thread.POLL_S = TICK_S
 
 
 class FleetServer(ModelFreeServer):

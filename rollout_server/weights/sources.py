@@ -54,11 +54,16 @@ class WeightSources:
         """
         if self._base is not None and self._base.manifest.publication != manifest.publication:
             self._base = None  # another learner process
-        download = Download(manifest, into, base=self._base)
+        download, before = Download(manifest, into, base=self._base), dict(self.received_bytes)
         try:
             await self._receive(socket, download)
         finally:
             self.saved_bytes += download.saved_bytes
+        learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
+        logger.debug(
+            "version %d: bytes from the learner: %d, from other servers: %d, spared by differences: %d",
+            *(manifest.version, learner, server, download.saved_bytes),
+        )
         if self._keeps_base:
             self._base = download
 
@@ -69,17 +74,12 @@ class WeightSources:
         relay = self._listen()
         if relay is not None:
             relay.offer(download)
-        before = dict(self.received_bytes)
         try:
             await self._from_any(socket, download)
         except BaseException:
             if relay is not None:
                 relay.withdraw(download)
             raise
-        learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
-        logger.debug(
-            "version %d: bytes from the learner: %d, from other servers: %d", download.manifest.version, learner, server
-        )
 
     def _listen(self) -> Relay | None:
         """Open the endpoint where others fetch from here, with the first version; None where it cannot be opened."""
