@@ -227,10 +227,12 @@ class Download:
     def take(self, chunk: Chunk, sender: str) -> bool:
         """Put a chunk in its place; False for a late answer to an earlier request, or one that was sent twice."""
         offset, nbytes = chunk.offset, self._chunks.get(chunk.offset)
+        if nbytes is None:
+            return False
         if chunk.base is None:
             if nbytes != chunk.data.nbytes:
                 return False
-        elif nbytes is None or offset not in self._as_difference or chunk.base != self.base_version:
+        elif offset not in self._as_difference or chunk.base != self.base_version:
             return False
         crash_point("weights.fetching")
         del self._chunks[offset]

@@ -218,8 +218,8 @@ class WeightSources:
         self.named[named] += 1
 
     def _free_place(self, tree: _Tree, server_id: str, node: _Node) -> str | None:
-        """The server that joined first of those with a free place, one that receives the same differences where there
-        is any; those without a place leave the queue."""
+        """The server that joined first of those with a free place, one that receives the same differences, or plain
+        bytes as well, where there is any; those without a place leave the queue."""
         passed, second = 0, None
         while passed < len(tree.open):
             candidate = tree.open[0]
@@ -228,7 +228,7 @@ class WeightSources:
             elif candidate == server_id or candidate in node.failed or not self._is_fed(tree, candidate, server_id):
                 tree.open.rotate(-1)
                 passed += 1
-            elif node.passes_on is not None and tree.nodes[candidate].passes_on != node.passes_on:
+            elif tree.nodes[candidate].passes_on != node.passes_on:
                 second = second or candidate
                 tree.open.rotate(-1)
                 passed += 1

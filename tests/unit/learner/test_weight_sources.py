@@ -20,12 +20,16 @@ from protocol.weights import Publication, Tensor
 class Fleet:
     """The learner's directory, and servers that ask it."""
 
-    def __init__(self, folder: Path, fan_out: int = 2, keys: tuple[bytes, ...] | None = None):
+    def __init__(
+        self, folder: Path, fan_out: int = 2, keys: tuple[bytes, ...] | None = None, *, differences: bool = False
+    ):
         self.publication = Publication("tree", folder)
         self.servers: Any = SimpleNamespace(connected={}, errors=Counter(), of_session=self._of_session)
         self.servers.count_error = lambda kind: self.servers.errors.update([kind])
         known = None if keys is None else lambda: keys
-        self.sources = WeightSources(fan_out, 30.0, self.servers, self.publication, known)
+        self.sources = WeightSources(
+            fan_out, 30.0, self.servers, self.publication, known, sends_differences=differences
+        )
         self.parents: dict[str, str] = {}
         self.publish(1)
 
@@ -187,6 +191,22 @@ def test_a_slow_source_is_one_that_takes_much_longer_than_others_did(fleet: Flee
     fleet.load("s1", 20.0)
     fleet.load("s2", 20.0)
     assert within() == 80
+
+
+def test_servers_with_the_same_version_before_send_its_differences_to_each_other(tmp_path: Path) -> None:
+    """A newcomer's plain bytes keep no other server from differences, and its time is not theirs."""
+    fleet = Fleet(tmp_path, 1, differences=True)
+    fleet.publish(2)
+    assert fleet.parent("s0") == "", "has nothing yet"
+    assert fleet.parent("s1", base=1) == "", "from nobody else could it get differences"
+    assert fleet.parent("s2", base=1) == "s1"
+    assert fleet.parent("s3", base=1) == "s2"
+    assert fleet.parent("s4") == "s0"
+    assert fleet.parent("s5", base=0) == "s4", "a version that the learner has no more"
+    fleet.load("s1", 20.0)
+    assert [fleet.ask(name).within_s for name in ("s0", "s4", "s5")] == [0, 0, 0]  # type: ignore[union-attr]
+    assert fleet.ask("s3", base=1).within_s == 80  # type: ignore[union-attr]
+    fleet.publication.close()
 
 
 @pytest.mark.parametrize(

@@ -50,29 +50,22 @@ def config(make_config: MakeConfig) -> RunConfig:
     return make_config(network={"timeout_s": 6.0, "weights_compression": "delta"})
 
 
-def bits(data: memoryview | bytes, position: int = 0) -> memoryview:
-    """The same bytes, one of them changed."""
-    changed = bytearray(data)
-    changed[position] ^= 1
-    return memoryview(bytes(changed))
-
-
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [2, 7, 4096])
 def test_a_difference_gives_the_new_bytes(width: int, size: int) -> None:
     old = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     new = old.copy()
     new[size // 2] ^= 3
-    packed = pack(memoryview(old), memoryview(new), width)
+    packed = pack(old.data, new.data, width)
     if size < 100:
         assert packed is None, "the frame is larger than its bytes"
         return
     assert packed is not None
     into = bytearray(size)
-    unpack(memoryview(packed), memoryview(old), memoryview(into), width)
+    unpack(memoryview(packed), old.data, memoryview(into), width)
     assert bytes(into) == new.tobytes()
     noise = np.random.default_rng(2).integers(0, 256, size, np.uint8)
-    assert pack(memoryview(old), memoryview(noise), width) is None
+    assert pack(old.data, noise.data, width) is None
 
 
 def test_what_is_no_difference_of_so_many_bytes_is_refused() -> None:

@@ -111,7 +111,7 @@ def test_a_source_that_fails_is_named_and_another_one_goes_on_where_it_ended(
                 answered: list[int] = []
                 read = relay._read
 
-                def some_only(request: ChunkRequest) -> memoryview | None:
+                def some_only(request: ChunkRequest) -> Chunk | None:
                     answered.append(request.offset)
                     if len(answered) <= 2:
                         return read(request)
