@@ -108,7 +108,7 @@ def main() -> None:
             old, new = old_weights.to(dtype).view(integer), new_weights.to(dtype).view(integer)
             difference = old ^ new
             changed = (difference != 0).double().mean().item()
-            old_bytes, new_bytes = (memoryview(each.numpy().view(np.uint8)) for each in (old, new))
+            old_bytes, new_bytes = (each.numpy().view(np.uint8).data for each in (old, new))
             rows = {
                 "itself": compressed(new_bytes.tobytes()),
                 "old XOR new": compressed(difference.numpy().tobytes()),
