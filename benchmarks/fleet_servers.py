@@ -102,7 +102,7 @@ class Cell:
             change = np.random.default_rng([number, step]).random(size, np.float32)
             masters += self.learning_rate * (2 * change - 1)
         rounded = torch.from_numpy(masters).bfloat16()
-        return Tensor(f"w{number}", "bfloat16", (size,), memoryview(rounded.view(torch.uint8).numpy()))
+        return Tensor(f"w{number}", "bfloat16", (size,), rounded.view(torch.uint8).numpy().data)
 
 
 def narrow(mib_s: float) -> None:
