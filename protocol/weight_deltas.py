@@ -1,7 +1,7 @@
 """The difference of two versions of a publication, chunk by chunk: what a server that has the one needs of the other.
 
 A difference is old XOR new, with the bytes of each element in planes of their own, in one zstd frame. Consecutive
-versions of bfloat16 weights differ in few elements and in their low bits, so that it is 5 to 150 times smaller than the
+versions of bfloat16 weights differ in few elements and in their low bits, so that it is 4 to 150 times smaller than the
 new bytes (docs/results.md, Differences of versions). It proves nothing: what is made of it is compared with the
 checksum of the new tensor.
 """

@@ -284,7 +284,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, relay
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
             "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0}
-            | ({"weights_fan_out": 1} if relays else {}),
+            | ({"weights_fan_out": 1, "weights_compression": "delta"} if relays else {}),
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
         }
     )
