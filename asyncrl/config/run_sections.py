@@ -150,7 +150,7 @@ class NetworkConfig(Section):
     sends it on to. 0: the learner sends it to all, and no server listens."""
     weights_compression: Literal["none", "delta"] = "none"
     """Where weights travel over ZeroMQ: `delta` sends a server that still has another version the compressed difference
-    from it, which for bfloat16 is several times smaller. It pays on links slower than a few hundred MB/s, and a
+    from it, which for bfloat16 is several times smaller. It pays on links slower than about 200 MB/s, and a
     server keeps one version in host memory."""
 
 
