@@ -143,6 +143,8 @@ class ReceivedGroup:
     @property
     def lacks_baseline(self) -> bool:
         """Whether its greedy trajectory has no score, so that nothing can be said about the others."""
+        if not self.ticket.orders:
+            return False
         records = zip(self.group.trajectories, self.is_baseline, strict=True)
         return any(is_baseline and record.reward is None for record, is_baseline in records)
 

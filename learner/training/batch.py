@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -208,11 +209,12 @@ def make_batch(
         completions: list[Completion] = []
         loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
         left_out = item.is_baseline | item.lacks_baseline
-        ends = group.lengths.cumsum().tolist()
-        rows = zip(group.trajectories, left_out.tolist(), [0, *ends[:-1]], ends, strict=True)
-        for index, (record, is_out, start, end) in enumerate(rows):
-            token_ids, mask = group.token_ids[start:end], loss_mask[start:end]
-            if record.status.is_scored and mask.any() and not is_out:
+        bounds = [0, *group.lengths.cumsum().tolist()]
+        trained = np.append(0, loss_mask.cumsum(dtype=np.int64))[bounds].tolist()
+        rows = zip(group.trajectories, left_out.tolist(), pairwise(bounds), pairwise(trained), strict=True)
+        for index, (record, is_out, (start, end), (before, after)) in enumerate(rows):
+            if after > before and not is_out and record.status.is_scored:
+                token_ids, mask = group.token_ids[start:end], loss_mask[start:end]
                 completions.append(Completion(len(scores), token_ids, mask, segments_of(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
