@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
+from typing import Literal
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -20,6 +21,8 @@ from protocol.curve import LearnerKeys, RelayKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
 
+Peer = Literal["learner", "pool"]
+"""What a server dials."""
 ZAP_DOMAIN = "asyncrl"
 LOG_EVERY_S = 60.0
 """Seconds between two log lines of one kind: a scanner that tries all day is counted all day, and logged seldom."""
@@ -39,7 +42,7 @@ class HandshakeRejected(ConnectionError):
 
 
 def become_curve_client(sock: zmq.Socket, keys: ServerKeys) -> None:
-    sock.setsockopt(zmq.CURVE_SERVERKEY, keys.learner_public)
+    sock.setsockopt(zmq.CURVE_SERVERKEY, keys.peer_public)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
@@ -51,7 +54,7 @@ class HandshakeEvents:
         self._sock = sock
         # Never the same twice: ZeroMQ gives an address back some time after its socket is closed.
         address = f"inproc://handshakes-{next(_NUMBERS)}"
-        sock.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES))
+        sock.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_FAILURES))
         # A plain socket, also where `sock` belongs to asyncio: these reads never wait.
         self._events: zmq.Socket[bytes] = zmq.Context(sock.context).socket(zmq.PAIR)
         # libzmq's own thread would wait for room in this queue, so its room is unlimited.
@@ -125,35 +128,48 @@ class CurveAuthenticator:
 
 
 class HandshakeWatch:
-    """Detects handshakes of a server with its learner that can never succeed."""
+    """Detects handshakes of a server with its `peer`, a learner or a pool, that can never succeed."""
 
-    def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None):
+    def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None, peer: Peer = "learner"):
         self._events = HandshakeEvents(sock)
         self._endpoint = endpoint
         self._keys = keys
+        self._peer = peer
         self._failures: list[int] = []
         """Since the last success."""
+        self.connections = 0
+        """Handshakes that have succeeded; more than one: the connection was lost meanwhile."""
+        self.is_connected = False
+
+    def look(self) -> None:
+        """Take in what has happened to the connection."""
+        for event in self._events.take():
+            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.connections += self.is_connected
+            if event != zmq.EVENT_DISCONNECTED:
+                self._failures = [] if self.is_connected else [*self._failures, event]
 
     def check(self) -> None:
         """Raise HandshakeRejected once it is clear that no handshake will succeed."""
-        for event in self._events.take():
-            self._failures = [] if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else [*self._failures, event]
+        self.look()
+        peer, folder = self._peer, "network.keys_dir" if self._peer == "learner" else "--keys-dir"
         if zmq.EVENT_HANDSHAKE_FAILED_AUTH in self._failures:
             raise HandshakeRejected(
-                f"the learner at {self._endpoint} does not know this server's key. Copy the server's *.public "
-                "file into the servers folder of the learner's network.keys_dir (see: asyncrl keys)"
+                f"the {peer} at {self._endpoint} does not know this server's key. Copy the server's *.public "
+                f"file into the servers folder of the {peer}'s {folder} (see: asyncrl keys)"
             )
         # libzmq does not try again after an error of the protocol.
         if zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL in self._failures or len(self._failures) >= BAD_HANDSHAKES:
-            reasons = "the learner there uses keys (set network.keys_dir here, too)"
+            reasons = f"the {peer} there uses keys (set network.keys_dir here, too)"
             if self._keys is not None:
                 reasons = (
-                    f"{self._keys.folder / 'learner.public'} is not the key of the learner there (copy it from the "
-                    "learner's network.keys_dir again), or that learner uses no keys (set it there, too)"
+                    f"{self._keys.folder / f'{peer}.public'} is not the key of the {peer} there (copy it from the "
+                    f"{peer}'s {folder} again), or that {peer} uses no keys (set it there, too)"
                 )
+            address = "network.host and the ports" if peer == "learner" else "host and port of the `pool`"
             raise HandshakeRejected(
-                f"no handshake with {self._endpoint} can succeed: {reasons}, or something else than a learner listens "
-                "there (check network.host and the ports)"
+                f"no handshake with {self._endpoint} can succeed: {reasons}, or something else than a {peer} listens "
+                f"there (check {address})"
             )
 
     def close(self) -> None:

@@ -41,7 +41,9 @@ class PooledEnvironment:
 
 def make_pool(config: RunConfig, processor: PromptProcessor) -> EnvironmentPool | None:
     """The pool of the configured environment, not started; None without one."""
-    return EnvironmentPool(config.environment, image_rule(processor)) if config.environment.is_used else None
+    if not config.environment.is_used:
+        return None
+    return EnvironmentPool(config.environment, image_rule(processor), config.network)
 
 
 def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:

@@ -5,14 +5,16 @@ The text below a field is also its line in `asyncrl config-reference`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 PARTS = ("vision_tower", "connector", "language_model")
 """Parts of a vision-language model, of which each can be left out of training."""
+_ENDPOINT = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]/]+):\d{1,5}")
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 
@@ -34,6 +36,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and annotation in (int, float):
             raise PydanticCustomError("bool_as_number", "expected a number")
         return value
+
+
+def _endpoint(value: str) -> str:
+    if value and not _ENDPOINT.fullmatch(value):
+        raise ValueError(f"{value!r} is no endpoint, such as tcp://10.0.0.9:7603")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+"""`tcp://host:port`, or empty."""
 
 
 class LoraConfig(Section):
@@ -204,6 +216,9 @@ class RewardConfig(Section):
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
+    pool: Endpoint = ""
+    """Where they run: `tcp://host:7603` of an `asyncrl pool`; empty: beside the rollout server. Reward models and judges
+    stay there."""
     memory_limit_mib: int = Field(default=2048, gt=0)
     """Address space of one worker (each process that it starts gets the same)."""
 

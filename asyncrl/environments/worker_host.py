@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.rewards import channel
-from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
+from asyncrl.rewards.worker_process import Worker, WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Request:
 class WorkerHost:
     """A process and what is asked of it. After a kill or a crash it is not `alive`, and every request fails."""
 
-    def __init__(self, process: WorkerProcess, instances: int) -> None:
+    def __init__(self, process: Worker, instances: int) -> None:
         self._process = process
         self._instances = instances
         self._ids = itertools.count(1)
@@ -111,7 +111,7 @@ class WorkerHost:
             raise EnvironmentFailed("environment_timeout", too_late)
         held_by = [request.episode for request in self._requests.values() if {request.episode} == seen]
         culprit = held_by[0] if held_by else waiting.episode
-        logger.warning("environment worker %d is stuck in episode %s, and is killed", self._process.pid, culprit)
+        logger.warning("environment worker %s is stuck in episode %s, and is killed", self._process.name, culprit)
         self._lose(f"episode {culprit} was stuck", culprit, "environment_timeout", too_late)
         await self._process.stop()
         return waiting.answer.result()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
@@ -41,9 +42,10 @@ class RewardPool:
     thread that runs the loop, also where it is killed.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, network: NetworkConfig | None = None) -> None:
+        """`network` is the way to `reward.pool`, where there is one."""
         self._config = config
-        self._workers = WorkerPool(config, self._count_dropped)
+        self._workers = WorkerPool(config, self._count_dropped, network)
         self._services = {
             component_name(part): Service(part, self._count_dropped)
             for part in config.functions
@@ -204,10 +206,10 @@ def _needing_the_group(config: RewardConfig) -> set[str]:
 async def try_loading(config: RewardConfig) -> None:
     """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded.
 
-    Reward models and judges are checked, but not started: their files and settings are looked at.
+    What runs at `reward.pool` is not loaded here: what it imports may be on that machine alone. Reward models and judges are checked, but not started: their files and settings are looked at.
     """
     check_rewards(config)
-    if any(part.function not in SERVICES for part in config.functions):
+    if not config.pool and any(part.function not in SERVICES for part in config.functions):
         workers = WorkerPool(config.model_copy(update={"workers": 1}), lambda _: None)
         await workers.start()
         await workers.close()

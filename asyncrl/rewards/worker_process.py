@@ -1,4 +1,4 @@
-"""One worker process, seen from the pool: start it, ask it, stop it with everything below it."""
+"""One worker process, seen from its user: start it, ask it, stop it with everything below it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,24 +35,10 @@ class WorkerDied(Exception):
     """The worker ended, or sent what no worker sends; the message says how."""
 
 
-class WorkerProcess:
-    """A process that scores or runs episodes. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
+class Worker(ABC):
+    """A process that scores or runs episodes, wherever it is: what is said to it and what it answers."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        on_dropped: Callable[[int], None],
-        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
-    ) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process = process
-        self._on_dropped = on_dropped
-        self._left_to_show = SHOWN_BYTES
-        self._showing = asyncio.create_task(self._show_prints(process.stderr))
-        self._stdin = process.stdin
-        self._stdout = process.stdout
+    def __init__(self, max_reply_bytes: int) -> None:
         self._messages = channel.unpacker(max_bytes=max_reply_bytes)
         self.begun = ""
         """Name of the component that the worker began last for the latest request; empty before the first."""
@@ -59,47 +46,31 @@ class WorkerProcess:
         """Its answer to the first message."""
         self._stopping: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def start(
-        cls,
-        setup: bytes,
-        on_dropped: Callable[[int], None],
-        module: str = "asyncrl.rewards.worker",
-        environment: Mapping[str, str] | None = None,
-        timeout_s: float = START_TIMEOUT_S,
-        section: str = "reward",
-        loads: str = "the reward functions",
-        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
-    ) -> WorkerProcess:
-        """Start a process and send it the packed first message. Raises UserError, which names the `section` of the
-        configuration and what the process `loads`; WorkerDied with its traceback, if it sends one, is the cause.
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What to call it in a log."""
 
-        `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is the pool's business
-            env=_environment() | dict(environment or {}),
-        )
-        worker = cls(process, on_dropped, max_reply_bytes)
+    @property
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    async def load(self, setup: bytes, timeout_s: float, section: str, loads: str) -> None:
+        """Send the packed first message, and wait until it is ready. Raises UserError, which names the `section` of
+        the configuration and what the process `loads`; WorkerDied with its traceback, if it sends one, is the cause."""
         try:
-            worker.ready = await worker._load(setup, timeout_s, section, loads)
-        except BaseException:
-            await worker.stop()
-            raise
-        return worker
-
-    @property
-    def pid(self) -> int:
-        """Process id of the reaper, the worker's parent."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
+            reply = await self.ask(setup, timeout_s)
+        except TimeoutError:
+            raise UserError(f"{loads} were not loaded after {timeout_s:.0f} s. What do they import?") from None
+        except WorkerDied as died:
+            raise UserError(
+                f"a worker of `{section}` ended while it loaded {loads}: {died}. "
+                f"Its output is in the log; {section}.memory_limit_mib may be too small for what they import"
+            ) from None
+        if not reply.get("ready"):
+            cause = WorkerDied(reply["traceback"]) if "traceback" in reply else None
+            raise UserError(str(reply.get("message"))) from cause
+        self.ready = reply
 
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
         """Send one packed message and return the reply. Raises TimeoutError, WorkerDied."""
@@ -114,8 +85,7 @@ class WorkerProcess:
     def send(self, frame: bytes) -> None:
         """Send one packed message. Its reply is received."""
         self.begun = ""
-        self._left_to_show = SHOWN_BYTES
-        self._stdin.write(frame)
+        self.write(frame)
 
     async def receive(self) -> dict[str, Any]:
         """The next reply. Raises WorkerDied."""
@@ -125,35 +95,119 @@ class WorkerProcess:
                     if "begun" not in message:
                         return message
                     self.begun = str(message["begun"])
-                received = await self._stdout.read(1 << 16)
+                received = await self.read()
                 self._messages.feed(received)
             except (TypeError, ValueError, msgpack.UnpackException) as error:
                 raise WorkerDied(f"it sent a malformed reply ({error})") from None
             if not received:
-                raise WorkerDied(await self._how_it_ended())
+                raise WorkerDied(await self.how_it_ended())
+
+    @abstractmethod
+    def write(self, frame: bytes) -> None:
+        """Put one packed message on its way. Never waits."""
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """The next bytes of its answers; empty at their end."""
+
+    @abstractmethod
+    async def how_it_ended(self) -> str:
+        """What to say of it where its answers have ended."""
 
     async def stop(self) -> None:
-        """Return once the worker and all that it started are gone."""
+        """Return once the worker and all that it started are gone. May be called again."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
 
-    async def _load(self, setup: bytes, timeout_s: float, section: str, loads: str) -> dict[str, Any]:
-        try:
-            reply = await self.ask(setup, timeout_s)
-        except TimeoutError:
-            raise UserError(f"{loads} were not loaded after {timeout_s:.0f} s. What do they import?") from None
-        except WorkerDied as died:
-            raise UserError(
-                f"a worker of `{section}` ended while it loaded {loads}: {died}. "
-                f"Its output is in the log; {section}.memory_limit_mib may be too small for what they import"
-            ) from None
-        if not reply.get("ready"):
-            cause = WorkerDied(reply["traceback"]) if "traceback" in reply else None
-            raise UserError(str(reply.get("message"))) from cause
-        return reply
+    @abstractmethod
+    async def _stop(self) -> None: ...
 
-    async def _how_it_ended(self) -> str:
+
+class WorkerProcess(Worker):
+    """A worker on this machine. Made by `await WorkerProcess.start(setup)`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        on_dropped: Callable[[int], None],
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> None:
+        super().__init__(max_reply_bytes)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._on_dropped = on_dropped
+        self._left_to_show = SHOWN_BYTES
+        self._showing = asyncio.create_task(self._show_prints(process.stderr))
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @classmethod
+    async def start(
+        cls,
+        setup: bytes,
+        on_dropped: Callable[[int], None],
+        module: str = "asyncrl.rewards.worker",
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        section: str = "reward",
+        loads: str = "the reward functions",
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> WorkerProcess:
+        """Start a process and load what the packed first message names, as `load` does.
+
+        `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
+        """
+        worker = await cls.begin(on_dropped, module, environment, max_reply_bytes)
+        try:
+            await worker.load(setup, timeout_s, section, loads)
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+    @classmethod
+    async def begin(
+        cls,
+        on_dropped: Callable[[int], None],
+        module: str,
+        environment: Mapping[str, str] | None = None,
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> WorkerProcess:
+        """Start a process that has not been told anything."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is the pool's business
+            env=_environment() | dict(environment or {}),
+        )
+        return cls(process, on_dropped, max_reply_bytes)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the reaper, the worker's parent."""
+        return self._process.pid
+
+    @property
+    def name(self) -> str:
+        return str(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
+
+    def write(self, frame: bytes) -> None:
+        self._left_to_show = SHOWN_BYTES
+        self._stdin.write(frame)
+
+    async def read(self) -> bytes:
+        return await self._stdout.read(1 << 16)
+
+    async def how_it_ended(self) -> str:
         try:
             code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
         except TimeoutError:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 PROTOCOL_MAJOR = 10
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 """Raised by additions that an older peer may ignore."""
 
 T = TypeVar("T")

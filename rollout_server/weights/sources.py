@@ -139,7 +139,7 @@ class WeightSources:
             source.endpoint,
             (Chunk, Error),
             Limits(max_message_bytes=network.max_message_mib * MIB),
-            keys=replace(keys, learner_public=source.key.encode()) if keys else None,
+            keys=replace(keys, peer_public=source.key.encode()) if keys else None,
             insecure=network.insecure,
             linger_s=0.0,
         )

@@ -1,0 +1,47 @@
+"""`asyncrl pool`: listen until asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from asyncrl.pools.host import PoolHost
+from asyncrl.telemetry.logs import configure_logging
+from protocol.curve import POOL_SECRET, KeyFileError, read_learner_keys
+from protocol.endpoints import BindError, InsecureBindError, endpoint_of
+
+logger = logging.getLogger(__name__)
+
+
+def serve(host: str, port: int, keys_dir: Path | None, *, insecure: bool, processes: int) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises UserError where it cannot listen."""
+    if processes < 1:
+        raise UserError(f"--processes is {processes}: at least one is needed")
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port is {port}, which is no port: 0 (a free one) to 65535")
+    configure_logging("pool")
+    asyncio.run(_serve(endpoint_of(host, port), keys_dir, insecure=insecure, processes=processes))
+
+
+async def _serve(endpoint: str, keys_dir: Path | None, *, insecure: bool, processes: int) -> None:
+    try:
+        keys = read_learner_keys(keys_dir, POOL_SECRET) if keys_dir else None
+        pool = PoolHost(endpoint, keys, insecure=insecure, processes=processes)
+    except InsecureBindError as error:
+        raise UserError(
+            f"{endpoint} is not this machine's loopback, and without keys whoever reaches it can run code here. Make "
+            "keys with `asyncrl keys DIR --pool` and give --keys-dir DIR, or --insecure on a network that you trust"
+        ) from error
+    except (BindError, KeyFileError) as error:
+        raise UserError(str(error)) from error
+    logger.info("listening at %s, for %d processes, %s", pool.endpoint, processes, "with keys" if keys else "no keys")
+    task, loop = asyncio.create_task(pool.run()), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        logger.info("ended")

@@ -1,0 +1,362 @@
+"""The way to a pool of another machine: worker processes there, asked as those of this machine are.
+
+What is lost with the connection is lost as a process that crashed, and is started again when the pool is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import platform
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import zmq.asyncio
+
+from asyncrl.config.run_sections import NetworkConfig
+from asyncrl.errors import UserError, WaitTimeoutError
+from asyncrl.rewards.worker_process import STOP_TIMEOUT_S, Worker
+from protocol.curve import POOL_PUBLIC, KeyFileError, read_server_keys
+from protocol.curve_auth import HandshakeRejected
+from protocol.endpoints import BindError
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    Error,
+    FromPool,
+    Goodbye,
+    Message,
+    PoolHeartbeat,
+    PoolHello,
+    PoolWelcome,
+    ProcessData,
+    ProcessEnded,
+    ProcessStart,
+    ProcessStarted,
+    ProcessStop,
+    Refusal,
+    Wire,
+    WorkerKind,
+)
+from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+
+logger = logging.getLogger(__name__)
+
+HELLO_EVERY_S = 1.0
+LOOK_EVERY_S = 0.5
+SLOWEST_TURN_S = 2.0
+"""A longer pause between two looks is this process's silence, not the pool's: its messages are still unread."""
+FIRST_WAIT_S = 300.0
+"""Wait for a pool that has not answered yet, where network.start_timeout_s is 0."""
+PLACE_WAIT_S = 90.0
+"""For the pool to have a free place: longer than it waits for one itself."""
+START_TRIES = 5
+"""Starts that may end with the pool, one after the other."""
+BACK_OFF_S = 1.0
+"""Seconds before the second of them; twice as long before each further one."""
+
+
+class RemoteWorker(Worker):
+    """A process of a pool. Made by `PoolConnection.start`."""
+
+    def __init__(self, connection: PoolConnection, number: int, max_reply_bytes: int) -> None:
+        super().__init__(max_reply_bytes)
+        self._connection = connection
+        self._number = number
+        self._most_bytes = max_reply_bytes
+        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._end = ""
+        self.started = asyncio.Event()
+        """Also where it has ended before."""
+        self._gone = asyncio.Event()
+        self.lost_with_pool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self._number} at {self._connection.endpoint}"
+
+    @property
+    def alive(self) -> bool:
+        return not self._end and self._stopping is None
+
+    def write(self, frame: bytes) -> None:
+        self._connection.post(ProcessData(process=self._number, data=memoryview(frame)), self)
+
+    async def read(self) -> bytes:
+        data = await self._answers.get()
+        self._queued_bytes -= len(data)
+        if not data:
+            self._answers.put_nowait(b"")  # for whoever reads next
+        return data
+
+    async def how_it_ended(self) -> str:
+        return f"{self._end} (at the pool {self._connection.endpoint})"
+
+    def take(self, data: memoryview) -> None:
+        """The pool's next bytes of its answers."""
+        if self._end:
+            return
+        self._queued_bytes += data.nbytes
+        if self._queued_bytes > self._most_bytes:
+            self.lose(f"it answered {self._queued_bytes:,} bytes that nobody had asked for")
+            return
+        self._answers.put_nowait(bytes(data))
+
+    def lose(self, how: str, *, gone: bool = False) -> None:
+        """It answers no more; `gone`: it is also known to have ended, or cannot be reached."""
+        if not self._end:
+            self._end = how
+            self._answers.put_nowait(b"")
+            self.started.set()
+        if gone:
+            self._gone.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._end)
+
+    async def _stop(self) -> None:
+        if not self._gone.is_set():
+            self._connection.post(ProcessStop(process=self._number), self)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), 2 * STOP_TIMEOUT_S)
+        self.lose("it was stopped", gone=True)
+        self._connection.forget(self._number)
+
+
+class PoolConnection:
+    """Processes at one pool, for the event loop that calls `start`.
+
+    Example:
+        pool = PoolConnection("tcp://10.0.0.9:7603", config.network)
+        worker = await pool.start(setup, kind="reward", loads="the reward functions", timeout_s=120)
+        reply = await worker.ask(frame, timeout_s=15)
+        await worker.stop()
+        await pool.close()
+    """
+
+    def __init__(self, endpoint: str, network: NetworkConfig) -> None:
+        self.endpoint = endpoint
+        self._network = network
+        self._server_id = f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._session = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
+        self._workers: dict[int, RemoteWorker] = {}
+        self._outgoing: asyncio.Queue[tuple[str, Wire, RemoteWorker | None]] = asyncio.Queue()
+        self._settled = asyncio.Event()
+        """The pool has welcomed this session, or there will be no welcome."""
+        self._refusal: UserError | None = None
+        self._host = ""
+        self._was_welcomed = False
+        self._connections = 0
+        self._heard_at = self._looked_at = self._said_at = 0.0
+        self._socket: ServerSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(
+        self, setup: bytes, *, kind: WorkerKind, loads: str, timeout_s: float, max_reply_bytes: int
+    ) -> RemoteWorker:
+        """A process that has loaded what the packed first message names; waits for a pool that is away.
+
+        Raises UserError where it cannot be loaded there, or the pool refuses this machine, WaitTimeoutError where
+        there is no pool.
+        """
+        self._open()
+        for failures in itertools.count(1):
+            await self._welcomed()
+            number = next(self._numbers)
+            worker = self._workers[number] = RemoteWorker(self, number, max_reply_bytes)
+            try:
+                self.post(ProcessStart(process=number, kind=kind), worker)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(worker.started.wait(), PLACE_WAIT_S)
+                if not worker.started.is_set() or worker.has_ended:
+                    told = await worker.how_it_ended() if worker.has_ended else f"no answer in {PLACE_WAIT_S:g} s"
+                    raise UserError(f"no process was started: {told}")
+                await worker.load(setup, timeout_s, kind, loads)
+                return worker
+            except UserError as error:
+                await worker.stop()
+                if not worker.lost_with_pool or failures >= START_TRIES:
+                    raise UserError(f"on the pool {self.endpoint} ({self._host}): {error}{_hint(error)}") from (
+                        error.__cause__
+                    )
+                logger.warning("a start ended with the pool %s and is tried again: %s", self.endpoint, error)
+                await asyncio.sleep(BACK_OFF_S * 2 ** (failures - 1))
+            except BaseException:
+                await worker.stop()
+                raise
+        raise AssertionError("unreachable")
+
+    def post(self, message: Wire, worker: RemoteWorker | None = None) -> None:
+        """Put a message on its way. It goes nowhere where its session has ended."""
+        self._outgoing.put_nowait((self._session, message, worker))
+
+    def forget(self, number: int) -> None:
+        self._workers.pop(number, None)
+
+    async def close(self) -> None:
+        """Leave the pool, which ends what is left there."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._lose_all("this side has left")
+        if self._socket is not None:
+            if self._socket.is_connected:
+                with suppress(SendTimeout, HandshakeRejected):
+                    await self._socket.send(Goodbye(reason="done"), timeout_s=1.0)
+            self._socket.close()
+            self._context.term()
+            self._socket = None
+
+    def _open(self) -> None:
+        """Dial the pool. Raises UserError."""
+        if self._socket is not None:
+            return
+        keys_dir = self._network.keys_dir
+        self._context = zmq.asyncio.Context()
+        try:
+            self._socket = ServerSocket(
+                self.endpoint,
+                FromPool,
+                keys=read_server_keys(Path(keys_dir), POOL_PUBLIC) if keys_dir else None,
+                peer="pool",
+                insecure=self._network.insecure,
+                context=self._context,
+            )
+        except (BindError, KeyFileError) as error:
+            self._context.term()
+            raise UserError(str(error)) from error
+        self._looked_at = self._heard_at = time.monotonic()
+        self._tasks = [asyncio.create_task(self._serve(self._socket)), asyncio.create_task(self._send(self._socket))]
+
+    async def _welcomed(self) -> None:
+        """Return when the pool has welcomed this session. Raises UserError for a refusal, WaitTimeoutError."""
+        if self._was_welcomed:
+            limit_s, setting = self._network.reconnect_timeout_s, "network.reconnect_timeout_s"
+        else:
+            limit_s, setting = self._network.start_timeout_s or FIRST_WAIT_S, "network.start_timeout_s"
+        if not self._settled.is_set():
+            logger.info("waiting for the pool %s, for %g s at most", self.endpoint, limit_s)
+        try:
+            await asyncio.wait_for(self._settled.wait(), limit_s)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"no pool answered at {self.endpoint} within {limit_s:g} s ({setting}). Is `asyncrl pool` running "
+                "there, and can its port be reached from here?"
+            ) from None
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def _serve(self, socket: ServerSocket) -> None:
+        """Receive, say hello until welcomed, and notice when the pool has gone."""
+        while True:
+            message = await socket.recv(min(LOOK_EVERY_S, self._network.heartbeat_s))
+            now = time.monotonic()
+            self._heard_at += max(0.0, now - self._looked_at - LOOK_EVERY_S - SLOWEST_TURN_S)
+            self._looked_at = now
+            if message is not None:
+                self._heard_at = now
+                self._take(message)
+            elif self._settled.is_set() and now - self._heard_at > self._network.timeout_s and not self._refusal:
+                self._lose_all(f"the pool has been silent for {now - self._heard_at:.0f} s")
+            is_served = self._settled.is_set() and not self._refusal
+            if is_served and (not socket.is_connected or socket.connections != self._connections):
+                self._lose_all("the connection to the pool was lost")
+            if now - self._said_at < (self._network.heartbeat_s if self._settled.is_set() else HELLO_EVERY_S):
+                continue
+            self._said_at = now
+            if self._settled.is_set():
+                self.post(PoolHeartbeat())
+            else:
+                await self._say_hello(socket)
+
+    async def _say_hello(self, socket: ServerSocket) -> None:
+        network = self._network
+        hello = PoolHello(
+            server_id=self._server_id,
+            session=self._session,
+            heartbeat_s=network.heartbeat_s,
+            timeout_s=network.timeout_s,
+        )
+        try:
+            socket.check_handshakes()
+            await socket.send(hello, timeout_s=HELLO_EVERY_S)
+            self._connections = socket.connections
+        except SendTimeout:
+            pass  # it may come
+        except HandshakeRejected as problem:
+            self._refuse(str(problem))
+
+    def _take(self, message: Message | BadMessage) -> None:
+        if isinstance(message, BadMessage):
+            logger.warning("a message from the pool %s could not be used: %s", self.endpoint, message.error)
+        elif isinstance(message, PoolWelcome):
+            if message.session == self._session and not self._settled.is_set():
+                self._host, self._was_welcomed = message.host, True
+                logger.info("the pool %s (%s) starts processes for this server", self.endpoint, message.host)
+                self._settled.set()
+        elif isinstance(message, Refusal):
+            self._refuse(f"the pool {self.endpoint} refuses this server: {message.reason}. {message.fix}")
+        elif isinstance(message, ProcessStarted | ProcessData | ProcessEnded):
+            worker = self._workers.get(message.process)
+            if worker is None:
+                return  # it has been given up
+            if isinstance(message, ProcessStarted):
+                worker.started.set()
+            elif isinstance(message, ProcessData):
+                worker.take(message.data)
+            else:
+                worker.lose(message.reason, gone=True)
+        elif isinstance(message, Goodbye):
+            self._lose_all(f"the pool has left: {message.reason}")
+        elif isinstance(message, Error):
+            if message.code is not ErrorCode.NOT_WELCOME:
+                logger.warning("the pool %s answers %s: %s", self.endpoint, message.code, message.reason)
+            elif self._settled.is_set():
+                self._lose_all("the pool was started again")
+
+    async def _send(self, socket: ServerSocket) -> None:
+        while True:
+            session, message, worker = await self._outgoing.get()
+            if session != self._session:
+                continue
+            try:
+                await socket.send(message, self._network.timeout_s)
+            except (SendTimeout, HandshakeRejected) as problem:
+                self._lose_all(str(problem))
+            except ProtocolError as error:
+                if worker is not None:
+                    worker.lose(f"a message to it cannot be sent: {error.reason}")
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = UserError(reason)
+        self._lose_all(reason)
+        self._settled.set()
+
+    def _lose_all(self, how: str) -> None:
+        """End this session: its processes are lost, and the next hello begins another."""
+        if self._settled.is_set() and self._workers:
+            logger.warning("%d processes at the pool %s are lost: %s", len(self._workers), self.endpoint, how)
+        self._settled.clear()
+        self._session = uuid.uuid4().hex
+        self._said_at = 0.0
+        self._heard_at = time.monotonic()
+        for worker in self._workers.values():
+            worker.lost_with_pool = worker.lost_with_pool or not worker.has_ended
+            worker.lose(how, gone=True)
+        if self._refusal is not None:
+            self._settled.set()
+
+
+def _hint(error: UserError) -> str:
+    if "cannot be imported" not in str(error):
+        return ""
+    return (
+        ". The file itself travels; what it imports must be installed on that machine, or lie there beside the same path"
+    )
