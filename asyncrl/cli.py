@@ -72,12 +72,20 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
     )
-    pool = commands.add_parser("pool", help="worker processes of rewards and environments, for rollout servers elsewhere")
+    pool = commands.add_parser(
+        "pool", help="worker processes of rewards and environments, for rollout servers elsewhere"
+    )
     pool.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; 0.0.0.0 for all")
-    pool.add_argument("--port", type=int, default=7603, help="the one of reward.pool and environment.pool; default: 7603")
+    pool.add_argument(
+        "--port", type=int, default=7603, help="the one of reward.pool and environment.pool; default: 7603"
+    )
     pool.add_argument("--keys-dir", type=Path, metavar="DIR", help="folder made by `asyncrl keys`, for CURVE")
-    pool.add_argument("--insecure", action="store_true", help="listen beyond loopback without keys: code from anyone runs")
-    pool.add_argument("--processes", type=int, default=64, metavar="N", help="most at a time, of all servers; default: 64")
+    pool.add_argument(
+        "--insecure", action="store_true", help="listen beyond loopback without keys: code from anyone runs"
+    )
+    pool.add_argument(
+        "--processes", type=int, default=64, metavar="N", help="most at a time, of all servers; default: 64"
+    )
     pool.set_defaults(handler=_pool)
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)

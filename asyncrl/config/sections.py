@@ -38,14 +38,17 @@ class Section(BaseModel):
         return value
 
 
-def _endpoint(value: str) -> str:
-    if value and not _ENDPOINT.fullmatch(value):
-        raise ValueError(f"{value!r} is no endpoint, such as tcp://10.0.0.9:7603")
-    return value
+def _endpoints(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not _ENDPOINT.fullmatch(value):
+            raise ValueError(f"{value!r} is no endpoint, such as tcp://10.0.0.9:7603")
+        if values.count(value) > 1:
+            raise ValueError(f"{value} is named twice")
+    return values
 
 
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
-"""`tcp://host:port`, or empty."""
+Endpoints = Annotated[tuple[str, ...], AfterValidator(_endpoints)]
+"""Each `tcp://host:port`."""
 
 
 class LoraConfig(Section):
@@ -216,9 +219,9 @@ class RewardConfig(Section):
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
-    pool: Endpoint = ""
-    """Where they run: `tcp://host:7603` of an `asyncrl pool`; empty: beside the rollout server. Reward models and judges
-    stay there."""
+    pool: Endpoints = ()
+    """Where they run: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server, as reward
+    models and judges always do."""
     memory_limit_mib: int = Field(default=2048, gt=0)
     """Address space of one worker (each process that it starts gets the same)."""
 

@@ -21,7 +21,7 @@ from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.worker import packed_action, packed_start, unpacked, unpacked_history
 from asyncrl.environments.worker_host import MAX_REPLY_BYTES, EnvironmentFailed, WorkerHost
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.pools.connection import PoolConnection
+from asyncrl.pools.connection import Pools
 from asyncrl.rewards import channel
 from asyncrl.rewards.worker_process import WorkerProcess
 
@@ -54,7 +54,7 @@ class EnvironmentPool:
         """`rule` has the sizes of the policy's processor; its largest area is the smaller of the two. `network` is the
         way to `environment.pool`, where there is one."""
         self._config = config
-        self._remote = PoolConnection(config.pool, network or NetworkConfig()) if config.pool else None
+        self._remote = Pools(config.pool, network or NetworkConfig()) if config.pool else None
         most = config.limits.image_pixels
         self._rule = rule or ImageRule()
         if self._rule.max_pixels > most:

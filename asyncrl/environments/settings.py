@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from asyncrl.config.sections import Endpoint, Section
+from asyncrl.config.sections import Endpoints, Section
 from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 from protocol.messages.tickets import HistoryRule
@@ -87,8 +87,8 @@ class EnvironmentConfig(Section):
     in the group and its tokens in the loss's denominators, and does not train it (Mini-o3)."""
     workers: int = Field(default=4, gt=0)
     """Processes."""
-    pool: Endpoint = ""
-    """Where they run: `tcp://host:7603` of an `asyncrl pool`; empty: beside the rollout server."""
+    pool: Endpoints = ()
+    """Where they run: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server."""
     instances_per_worker: int = Field(default=1, gt=0)
     """Episodes in one process. Async ones run side by side; of plain ones a slow step delays its neighbours."""
     memory_limit_mib: int = Field(default=2048, gt=0)

@@ -52,7 +52,7 @@ def shown_tools(config: EnvironmentConfig) -> ShownTools | None:
         return None
 
     async def ask() -> ShownTools | None:
-        pool = EnvironmentPool(config.model_copy(update={"workers": 1, "instances_per_worker": 1, "pool": ""}))
+        pool = EnvironmentPool(config.model_copy(update={"workers": 1, "instances_per_worker": 1, "pool": ()}))
         try:
             await pool.start()
             return tools_of(pool, config)

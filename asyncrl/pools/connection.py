@@ -12,6 +12,7 @@ import os
 import platform
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,6 +52,8 @@ SLOWEST_TURN_S = 2.0
 """A longer pause between two looks is this process's silence, not the pool's: its messages are still unread."""
 FIRST_WAIT_S = 300.0
 """Wait for a pool that has not answered yet, where network.start_timeout_s is 0."""
+MEETING_S = 3.0
+"""After the first pool of several has answered, the others have so long until the first processes are spread."""
 PLACE_WAIT_S = 90.0
 """For the pool to have a free place: longer than it waits for one itself."""
 START_TRIES = 5
@@ -59,8 +62,12 @@ BACK_OFF_S = 1.0
 """Seconds before the second of them; twice as long before each further one."""
 
 
+class PoolLostError(UserError):
+    """A pool went away while it started a process; another attempt may succeed."""
+
+
 class RemoteWorker(Worker):
-    """A process of a pool. Made by `PoolConnection.start`."""
+    """A process of a pool. Made by `Pools.start`."""
 
     def __init__(self, connection: PoolConnection, number: int, max_reply_bytes: int) -> None:
         super().__init__(max_reply_bytes)
@@ -129,14 +136,9 @@ class RemoteWorker(Worker):
 
 
 class PoolConnection:
-    """Processes at one pool, for the event loop that calls `start`.
+    """Processes at one pool, for the event loop that calls `open`.
 
-    Example:
-        pool = PoolConnection("tcp://10.0.0.9:7603", config.network)
-        worker = await pool.start(setup, kind="reward", loads="the reward functions", timeout_s=120)
-        reply = await worker.ask(frame, timeout_s=15)
-        await worker.stop()
-        await pool.close()
+    It dials, says hello and beats by itself, again and again, from `open()` to `close()`.
     """
 
     def __init__(self, endpoint: str, network: NetworkConfig) -> None:
@@ -147,11 +149,11 @@ class PoolConnection:
         self._numbers = itertools.count(1)
         self._workers: dict[int, RemoteWorker] = {}
         self._outgoing: asyncio.Queue[tuple[str, Wire, RemoteWorker | None]] = asyncio.Queue()
-        self._settled = asyncio.Event()
+        self.settled = asyncio.Event()
         """The pool has welcomed this session, or there will be no welcome."""
-        self._refusal: UserError | None = None
+        self.refusal: str | None = None
         self._host = ""
-        self._was_welcomed = False
+        self.was_welcomed = False
         self._connections = 0
         self._heard_at = self._looked_at = self._said_at = 0.0
         self._socket: ServerSocket | None = None
@@ -160,37 +162,37 @@ class PoolConnection:
     async def start(
         self, setup: bytes, *, kind: WorkerKind, loads: str, timeout_s: float, max_reply_bytes: int
     ) -> RemoteWorker:
-        """A process that has loaded what the packed first message names; waits for a pool that is away.
+        """A process that has loaded what the packed first message names. Only while the pool `is_there`.
 
-        Raises UserError where it cannot be loaded there, or the pool refuses this machine, WaitTimeoutError where
-        there is no pool.
+        Raises PoolLostError where the pool goes meanwhile, UserError where it cannot be loaded.
         """
-        self._open()
-        for failures in itertools.count(1):
-            await self._welcomed()
-            number = next(self._numbers)
-            worker = self._workers[number] = RemoteWorker(self, number, max_reply_bytes)
-            try:
-                self.post(ProcessStart(process=number, kind=kind), worker)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(worker.started.wait(), PLACE_WAIT_S)
-                if not worker.started.is_set() or worker.has_ended:
-                    told = await worker.how_it_ended() if worker.has_ended else f"no answer in {PLACE_WAIT_S:g} s"
-                    raise UserError(f"no process was started: {told}")
-                await worker.load(setup, timeout_s, kind, loads)
-                return worker
-            except UserError as error:
-                await worker.stop()
-                if not worker.lost_with_pool or failures >= START_TRIES:
-                    raise UserError(f"on the pool {self.endpoint} ({self._host}): {error}{_hint(error)}") from (
-                        error.__cause__
-                    )
-                logger.warning("a start ended with the pool %s and is tried again: %s", self.endpoint, error)
-                await asyncio.sleep(BACK_OFF_S * 2 ** (failures - 1))
-            except BaseException:
-                await worker.stop()
-                raise
-        raise AssertionError("unreachable")
+        number = next(self._numbers)
+        worker = self._workers[number] = RemoteWorker(self, number, max_reply_bytes)
+        try:
+            self.post(ProcessStart(process=number, kind=kind), worker)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(worker.started.wait(), PLACE_WAIT_S)
+            if not worker.started.is_set() or worker.has_ended:
+                told = await worker.how_it_ended() if worker.has_ended else f"no answer in {PLACE_WAIT_S:g} s"
+                raise UserError(f"no process was started: {told}")
+            await worker.load(setup, timeout_s, kind, loads)
+            return worker
+        except UserError as error:
+            await worker.stop()
+            told = f"on the pool {self.endpoint} ({self._host}): {error}{_hint(error)}"
+            raise (PoolLostError if worker.lost_with_pool else UserError)(told) from error.__cause__
+        except BaseException:
+            await worker.stop()
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the pool takes orders now."""
+        return self.settled.is_set() and self.refusal is None
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
 
     def post(self, message: Wire, worker: RemoteWorker | None = None) -> None:
         """Put a message on its way. It goes nowhere where its session has ended."""
@@ -214,7 +216,7 @@ class PoolConnection:
             self._context.term()
             self._socket = None
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Dial the pool. Raises UserError."""
         if self._socket is not None:
             return
@@ -235,24 +237,6 @@ class PoolConnection:
         self._looked_at = self._heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._serve(self._socket)), asyncio.create_task(self._send(self._socket))]
 
-    async def _welcomed(self) -> None:
-        """Return when the pool has welcomed this session. Raises UserError for a refusal, WaitTimeoutError."""
-        if self._was_welcomed:
-            limit_s, setting = self._network.reconnect_timeout_s, "network.reconnect_timeout_s"
-        else:
-            limit_s, setting = self._network.start_timeout_s or FIRST_WAIT_S, "network.start_timeout_s"
-        if not self._settled.is_set():
-            logger.info("waiting for the pool %s, for %g s at most", self.endpoint, limit_s)
-        try:
-            await asyncio.wait_for(self._settled.wait(), limit_s)
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"no pool answered at {self.endpoint} within {limit_s:g} s ({setting}). Is `asyncrl pool` running "
-                "there, and can its port be reached from here?"
-            ) from None
-        if self._refusal is not None:
-            raise self._refusal
-
     async def _serve(self, socket: ServerSocket) -> None:
         """Receive, say hello until welcomed, and notice when the pool has gone."""
         while True:
@@ -263,15 +247,15 @@ class PoolConnection:
             if message is not None:
                 self._heard_at = now
                 self._take(message)
-            elif self._settled.is_set() and now - self._heard_at > self._network.timeout_s and not self._refusal:
+            elif self.settled.is_set() and now - self._heard_at > self._network.timeout_s and not self.refusal:
                 self._lose_all(f"the pool has been silent for {now - self._heard_at:.0f} s")
-            is_served = self._settled.is_set() and not self._refusal
+            is_served = self.settled.is_set() and not self.refusal
             if is_served and (not socket.is_connected or socket.connections != self._connections):
                 self._lose_all("the connection to the pool was lost")
-            if now - self._said_at < (self._network.heartbeat_s if self._settled.is_set() else HELLO_EVERY_S):
+            if now - self._said_at < (self._network.heartbeat_s if self.settled.is_set() else HELLO_EVERY_S):
                 continue
             self._said_at = now
-            if self._settled.is_set():
+            if self.settled.is_set():
                 self.post(PoolHeartbeat())
             else:
                 await self._say_hello(socket)
@@ -297,10 +281,10 @@ class PoolConnection:
         if isinstance(message, BadMessage):
             logger.warning("a message from the pool %s could not be used: %s", self.endpoint, message.error)
         elif isinstance(message, PoolWelcome):
-            if message.session == self._session and not self._settled.is_set():
-                self._host, self._was_welcomed = message.host, True
+            if message.session == self._session and not self.settled.is_set():
+                self._host, self.was_welcomed = message.host, True
                 logger.info("the pool %s (%s) starts processes for this server", self.endpoint, message.host)
-                self._settled.set()
+                self.settled.set()
         elif isinstance(message, Refusal):
             self._refuse(f"the pool {self.endpoint} refuses this server: {message.reason}. {message.fix}")
         elif isinstance(message, ProcessStarted | ProcessData | ProcessEnded):
@@ -318,7 +302,7 @@ class PoolConnection:
         elif isinstance(message, Error):
             if message.code is not ErrorCode.NOT_WELCOME:
                 logger.warning("the pool %s answers %s: %s", self.endpoint, message.code, message.reason)
-            elif self._settled.is_set():
+            elif self.settled.is_set():
                 self._lose_all("the pool was started again")
 
     async def _send(self, socket: ServerSocket) -> None:
@@ -335,28 +319,102 @@ class PoolConnection:
                     worker.lose(f"a message to it cannot be sent: {error.reason}")
 
     def _refuse(self, reason: str) -> None:
-        self._refusal = UserError(reason)
+        self.refusal = reason
         self._lose_all(reason)
-        self._settled.set()
+        self.settled.set()
 
     def _lose_all(self, how: str) -> None:
         """End this session: its processes are lost, and the next hello begins another."""
-        if self._settled.is_set() and self._workers:
+        if self.settled.is_set() and self._workers:
             logger.warning("%d processes at the pool %s are lost: %s", len(self._workers), self.endpoint, how)
-        self._settled.clear()
+        self.settled.clear()
         self._session = uuid.uuid4().hex
         self._said_at = 0.0
         self._heard_at = time.monotonic()
         for worker in self._workers.values():
             worker.lost_with_pool = worker.lost_with_pool or not worker.has_ended
             worker.lose(how, gone=True)
-        if self._refusal is not None:
-            self._settled.set()
+        if self.refusal is not None:
+            self.settled.set()
+
+
+class Pools:
+    """Worker processes at one pool or several, for the event loop that calls `start`.
+
+    Example:
+        pools = Pools(("tcp://10.0.0.9:7603",), config.network)
+        worker = await pools.start(setup, kind="reward", loads="the reward functions", timeout_s=120, ...)
+        reply = await worker.ask(frame, timeout_s=15)
+        await worker.stop()
+        await pools.close()
+    """
+
+    def __init__(self, endpoints: Sequence[str], network: NetworkConfig) -> None:
+        self._connections = [PoolConnection(endpoint, network) for endpoint in endpoints]
+        self._network = network
+        self._are_met = False
+        """All of them had the time to answer: the first processes are spread."""
+
+    async def start(
+        self, setup: bytes, *, kind: WorkerKind, loads: str, timeout_s: float, max_reply_bytes: int
+    ) -> RemoteWorker:
+        """A process that has loaded what the packed first message names, at the pool with the fewest of this server's;
+        waits while there is no pool.
+
+        Raises UserError where it cannot be loaded there, or a pool refuses this machine, WaitTimeoutError where no pool
+        comes.
+        """
+        for connection in self._connections:
+            connection.open()
+        for failures in itertools.count(1):
+            await self._wait_for_one()
+            connection = min((pool for pool in self._connections if pool.is_there), key=lambda pool: pool.num_workers)
+            try:
+                return await connection.start(
+                    setup, kind=kind, loads=loads, timeout_s=timeout_s, max_reply_bytes=max_reply_bytes
+                )
+            except PoolLostError as lost:
+                if failures >= START_TRIES:
+                    raise
+                logger.warning("a start is tried again: %s", lost)
+                await asyncio.sleep(BACK_OFF_S * 2 ** (failures - 1))
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Leave the pools, which end what is left there."""
+        await asyncio.gather(*(connection.close() for connection in self._connections))
+
+    async def _wait_for_one(self) -> None:
+        """Return when a pool is there. Raises UserError where one refuses, WaitTimeoutError."""
+        if any(connection.was_welcomed for connection in self._connections):
+            limit_s, setting = self._network.reconnect_timeout_s, "network.reconnect_timeout_s"
+        else:
+            limit_s, setting = self._network.start_timeout_s or FIRST_WAIT_S, "network.start_timeout_s"
+        where = ", ".join(connection.endpoint for connection in self._connections)
+        if not any(connection.settled.is_set() for connection in self._connections):
+            logger.info("waiting for a pool at %s, for %g s at most", where, limit_s)
+        settling = [asyncio.create_task(connection.settled.wait()) for connection in self._connections]
+        try:
+            settled, others = await asyncio.wait(settling, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if settled and others and not self._are_met:
+                await asyncio.wait(others, timeout=MEETING_S)
+        finally:
+            for task in settling:
+                task.cancel()
+        self._are_met = True
+        for connection in self._connections:
+            if connection.refusal is not None:
+                raise UserError(connection.refusal)
+        if not settled:
+            raise WaitTimeoutError(
+                f"no pool answered at {where} within {limit_s:g} s ({setting}). Is `asyncrl pool` running there, and "
+                "can its port be reached from here?"
+            )
+        if not any(connection.is_there for connection in self._connections):  # it has gone in this moment
+            await self._wait_for_one()
 
 
 def _hint(error: UserError) -> str:
     if "cannot be imported" not in str(error):
         return ""
-    return (
-        ". The file itself travels; what it imports must be installed on that machine, or lie there beside the same path"
-    )
+    return ". The file itself travels; what it imports must be on that machine: installed, or in a folder of that path"

@@ -50,6 +50,8 @@ SLOWEST_TURN_S = 2.0
 """A longer pause between two looks is this process's silence (it was suspended), not its peers'."""
 PLACE_WAIT_S = 60.0
 """Longest wait for a free place: those of a peer that has died are free again when its silence is noticed."""
+MOST_UNREAD_BYTES = 512 << 20
+"""Two of the largest messages: a peer waits for an answer before it says more."""
 MOST_ASKED = 1024
 """Processes of one peer, waiting ones included."""
 
@@ -144,7 +146,8 @@ class PoolHost:
                 self._drop(peer, f"it has been silent for {now - peer.heard_at:.0f} s")
             elif now - peer.told_at >= peer.hello.heartbeat_s:
                 peer.told_at = now
-                self._socket.send(peer.identity, PoolHeartbeat())
+                if self._socket.send(peer.identity, PoolHeartbeat()) is Delivery.UNREACHABLE:
+                    self._drop(peer, "its connection is closed")
         if taken >= TURN_MESSAGES:
             asyncio.get_running_loop().call_soon(self._work)
 
@@ -166,6 +169,9 @@ class PoolHost:
             carried = peer.processes.get(message.process)
             if carried is not None and carried.process is not None:  # else it has ended, and the peer is told so
                 carried.process.write(bytes(message.data))
+                if carried.process.unread_bytes > MOST_UNREAD_BYTES and carried.task is not None:
+                    logger.warning("%s: process %d reads nothing, and is killed", peer.hello.server_id, message.process)
+                    carried.task.cancel()
         elif isinstance(message, ProcessStop):
             carried = peer.processes.get(message.process)
             if carried is not None and carried.task is not None:

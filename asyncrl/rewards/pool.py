@@ -206,7 +206,8 @@ def _needing_the_group(config: RewardConfig) -> set[str]:
 async def try_loading(config: RewardConfig) -> None:
     """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded.
 
-    What runs at `reward.pool` is not loaded here: what it imports may be on that machine alone. Reward models and judges are checked, but not started: their files and settings are looked at.
+    What runs at `reward.pool` is not loaded here: what it imports may be on that machine alone. Reward models and
+    judges are checked, but not started: their files and settings are looked at.
     """
     check_rewards(config)
     if not config.pool and any(part.function not in SERVICES for part in config.functions):

@@ -13,7 +13,7 @@ from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError
 from asyncrl.plugins import read_source
-from asyncrl.pools.connection import PoolConnection
+from asyncrl.pools.connection import Pools
 from asyncrl.rewards import channel
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
@@ -33,7 +33,7 @@ class WorkerPool:
         """`on_dropped` is called with numbers of printed bytes that no log has. `network` is the way to `reward.pool`,
         where there is one."""
         self._config = config
-        self._remote = PoolConnection(config.pool, network or NetworkConfig()) if config.pool else None
+        self._remote = Pools(config.pool, network or NetworkConfig()) if config.pool else None
         self._on_dropped = on_dropped
         self._setup = b""
         self._ids = itertools.count(1)
@@ -79,9 +79,7 @@ class WorkerPool:
             logger.warning("reward worker %s ended while it was idle; starting another", worker.name)
             self._replace(worker)
 
-    async def _score_on(
-        self, worker: Worker, request_id: int, frame: bytes, names: list[str], size: int
-    ) -> StageReply:
+    async def _score_on(self, worker: Worker, request_id: int, frame: bytes, names: list[str], size: int) -> StageReply:
         started = time.perf_counter()
         healthy = False
 

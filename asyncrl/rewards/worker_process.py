@@ -207,6 +207,11 @@ class WorkerProcess(Worker):
     async def read(self) -> bytes:
         return await self._stdout.read(1 << 16)
 
+    @property
+    def unread_bytes(self) -> int:
+        """What was written and does not fit into the pipe."""
+        return self._stdin.transport.get_write_buffer_size()
+
     async def how_it_ended(self) -> str:
         try:
             code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
