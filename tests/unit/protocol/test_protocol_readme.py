@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 README = (ROOT / "protocol" / "README.md").read_text()
 
 TO_LEARNER, TO_SERVER = "server → learner", "learner → server"
+POOLS: list[tuple[Any, str]] = [(messages.ToPool, "server → pool"), (messages.FromPool, "pool → server")]
 ROUTES: list[tuple[Any, str, str]] = [
     (messages.ControlFromServer, TO_LEARNER, "control"),
     (messages.ControlFromLearner, TO_SERVER, "control"),
@@ -48,10 +49,24 @@ def test_message_table():
         routes = [(way, place) for union, way, place in ROUTES if model in (get_args(union) or (union,))]
         ways = list(dict.fromkeys(way for way, _ in routes))
         places = ", ".join(dict.fromkeys(place for _, place in routes))
-        fields = [name for name in model.model_fields if name != "type"]
-        expected[model.__name__] = (tag, ways[0] if len(ways) == 1 else "both", places, fields)
+        if places:
+            expected[model.__name__] = (tag, ways[0] if len(ways) == 1 else "both", places, fields_of(model))
     assert found == expected
     assert len(table("message")) == len(expected)
+
+
+def test_pool_message_table():
+    found = {row[0].strip("`"): (row[1].strip("`"), row[2], quoted(row[3])) for row in table("pool message")}
+    expected = {}
+    for tag, model in ALL_MODELS.items():
+        ways = [way for union, way in POOLS if model in get_args(union)]
+        if ways and model not in (messages.Refusal, messages.Goodbye, messages.Error):  # those of the other table
+            expected[model.__name__] = (tag, ways[0] if len(ways) == 1 else "both", fields_of(model))
+    assert found == expected
+
+
+def fields_of(model: type[messages.Wire]) -> list[str]:
+    return [name for name in model.model_fields if name != "type"]
 
 
 def test_parts_table():
@@ -92,6 +107,6 @@ def test_limits_table():
 
 
 def test_diagram_uses_real_message_types():
-    diagram = README.split("```mermaid")[1].split("```")[0]
-    used = set(re.findall(r"->>[LS]: (\w+)", diagram)) - {"map", "verify", "generate"}
+    diagrams = "".join(part.split("```")[0] for part in README.split("```mermaid")[1:])
+    used = set(re.findall(r"->>[LSP]: (\w+)", diagrams)) - {"map", "verify", "generate"}
     assert used == set(ALL_MODELS) - {"error"}
