@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_origin
+from typing import Any, Literal, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 PARTS = ("vision_tower", "connector", "language_model")
@@ -38,17 +38,13 @@ class Section(BaseModel):
         return value
 
 
-def _endpoints(values: tuple[str, ...]) -> tuple[str, ...]:
+def check_endpoints(key: str, values: Sequence[str]) -> None:
+    """Raise ValueError for what is no `tcp://host:port`, or is named twice."""
     for value in values:
         if not _ENDPOINT.fullmatch(value):
-            raise ValueError(f"{value!r} is no endpoint, such as tcp://10.0.0.9:7603")
+            raise ValueError(f"{key} has {value!r}, which is no endpoint such as tcp://10.0.0.9:7603")
         if values.count(value) > 1:
-            raise ValueError(f"{value} is named twice")
-    return values
-
-
-Endpoints = Annotated[tuple[str, ...], AfterValidator(_endpoints)]
-"""Each `tcp://host:port`."""
+            raise ValueError(f"{key} names {value} twice")
 
 
 class LoraConfig(Section):
@@ -219,7 +215,7 @@ class RewardConfig(Section):
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
-    pool: Endpoints = ()
+    pool: tuple[str, ...] = ()
     """Where they run: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server, as reward
     models and judges always do."""
     memory_limit_mib: int = Field(default=2048, gt=0)
@@ -233,6 +229,7 @@ class RewardConfig(Section):
         if self.accuracy and self.accuracy not in names:
             there = f"the components are {names}" if names else "there are no components (reward.functions)"
             raise ValueError(f"reward.accuracy is {self.accuracy!r}, but {there}")
+        check_endpoints("reward.pool", self.pool)
         _shaped(self.functions)
         return self
 

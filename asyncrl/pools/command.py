@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.errors import UserError
@@ -39,9 +40,16 @@ async def _serve(endpoint: str, keys_dir: Path | None, *, insecure: bool, proces
         raise UserError(str(error)) from error
     logger.info("listening at %s, for %d processes, %s", pool.endpoint, processes, "with keys" if keys else "no keys")
     task, loop = asyncio.create_task(pool.run()), asyncio.get_running_loop()
+    asked_by: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        asked_by.append(number)
+        task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
+        loop.add_signal_handler(number, end, number)
+    with suppress(asyncio.CancelledError):
         await task
-    except asyncio.CancelledError:
-        logger.info("ended")
+    logger.info("ended")
+    if signal.SIGINT in asked_by:
+        raise KeyboardInterrupt
