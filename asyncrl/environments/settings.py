@@ -98,7 +98,7 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentConfig:
-        check_endpoints("pool", self.pool)
+        check_endpoints("environment.pool", self.pool)
         if self.name and self.tools:
             raise ValueError("name and tools are both given. A class lists its own tools in `functions`")
         if self.timeouts.step_s > self.timeouts.trajectory_s:
