@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+import zmq
 
 from asyncrl.cli import main
 from asyncrl.config.run_sections import NetworkConfig
@@ -27,6 +29,7 @@ from asyncrl.journal.reader import JournalReader
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from protocol.codec import encode
 from protocol.curve import make_keys, make_pool_keys
 from protocol.errors import ErrorCode
 from protocol.messages import (
@@ -43,6 +46,8 @@ from protocol.messages import (
     Wire,
 )
 from protocol.sockets import BadMessage, ServerSocket
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.mutations import mutate
 from tests.rigs.pool_hosts import PoolProcess, pool_process
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
@@ -323,6 +328,32 @@ def test_a_second_session_ends_the_processes_of_the_first_and_places_are_bounded
     with pool_process(tmp_path, "--processes", "1") as host:
         talk(host, scenario)
         wait_until(lambda: not host.workers(), "all processes to end")
+
+
+def test_nonsense_from_one_peer_costs_the_others_nothing(tmp_path: Path) -> None:
+    """Messages of all types, mutated; a peer that sends too many is ignored."""
+    rng = random.Random(0)
+
+    def send_nonsense(host: PoolProcess) -> None:
+        with zmq.Context() as context:
+            for _ in range(6):
+                with context.socket(zmq.DEALER) as sock:
+                    sock.linger = 1000
+                    sock.connect(host.endpoint)
+                    sock.send_multipart(encode(hello(server_id=f"odd-{rng.random()}")))
+                    for _ in range(40):
+                        sock.send_multipart(mutate(rng, rng.choice(content.EXAMPLES)))
+
+    with pool_process(tmp_path) as host:
+
+        async def scenario(pool: RewardPool) -> None:
+            await asyncio.to_thread(send_nonsense, host)
+            scores = await asyncio.gather(*(score(pool, "fine") for _ in range(20)))
+            assert {s.status for s in scores} == {"ok"}
+
+        scoring(rewards(host.endpoint), scenario)
+        assert "a message could not be used" in host.log.read_text()
+        assert "Traceback" not in host.log.read_text()
 
 
 def test_another_protocol_is_refused_with_the_fix(tmp_path: Path) -> None:
