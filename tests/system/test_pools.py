@@ -23,7 +23,7 @@ from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.settings import override
 from asyncrl.environments.worker_host import EnvironmentFailed
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.rewards.pool import RewardPool
@@ -49,7 +49,7 @@ from protocol.sockets import BadMessage, ServerSocket
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import mutate
 from tests.rigs.pool_hosts import PoolProcess, pool_process
-from tests.rigs.small_runs import logs
+from tests.rigs.small_runs import failure_of, logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes, wait_until
@@ -258,6 +258,24 @@ def test_a_run_whose_rewards_and_environment_are_in_a_pool(
             assert record.error_kind in ("reward_crash", "environment_died", "environment_neighbour_killed")
         else:
             assert record.reward == pytest.approx(0.75 + record.rewards["short"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_pool_stays_away_stops_with_the_reason(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pool_process(tmp_path) as host:
+        config = make_config(
+            reward={"pool": host.endpoint}, network={"reconnect_timeout_s": 2.0}, trainer={"max_steps": 1000}
+        )
+        file = write_config(with_ports(config), run)
+        services = [start("learner", file), start("rollout_server", file)]
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), "a step", run, 120)
+        host.kill()
+        assert exit_codes(services, 60)[0] == ExitCode.BAD_STATE, logs(run)
+    assert f"no pool answered at {host.endpoint} within 2 s" in failure_of(run).reason
 
 
 # --- who may, and what the pool does with peers that are odd ---------------------------------------
