@@ -23,7 +23,6 @@ def serve(host: str, port: int, keys_dir: Path | None, *, insecure: bool, proces
         raise UserError(f"--processes is {processes}: at least one is needed")
     if not 0 <= port <= 65535:
         raise UserError(f"--port is {port}, which is no port: 0 (a free one) to 65535")
-    configure_logging("pool")
     asyncio.run(_serve(endpoint_of(host, port), keys_dir, insecure=insecure, processes=processes))
 
 
@@ -38,6 +37,7 @@ async def _serve(endpoint: str, keys_dir: Path | None, *, insecure: bool, proces
         ) from error
     except (BindError, KeyFileError) as error:
         raise UserError(str(error)) from error
+    configure_logging("pool")
     logger.info("listening at %s, for %d processes, %s", pool.endpoint, processes, "with keys" if keys else "no keys")
     task, loop = asyncio.create_task(pool.run()), asyncio.get_running_loop()
     asked_by: list[signal.Signals] = []
