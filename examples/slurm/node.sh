@@ -1,6 +1,7 @@
 #!/bin/bash
 # What train.sbatch runs on each node: on the first the learner with its first LEARNER_GPUS GPUs, one for each rank, and
-# on every GPU left a rollout server. LEARNER_GPUS=0: servers alone, of a learner elsewhere.
+# on every GPU left a rollout server. LEARNER_GPUS=0: servers alone, of a learner elsewhere. Which engine divides the
+# learner, fsdp2 or deepspeed, is the configuration's to say: with LEARNER_GPUS=2 or more one without is refused.
 set -euo pipefail
 network=(network.host="$LEARNER_NODE" network.control_port="$CONTROL_PORT" network.weights_port="$WEIGHTS_PORT"
   network.keys_dir="$KEYS")
@@ -31,7 +32,7 @@ trap 'kill -TERM $learner "${servers[@]}" 2>/dev/null || true' TERM INT EXIT
 if [ "${SLURM_NODEID:-0}" = 0 ] && [ "$learner_gpus" -gt 0 ]; then
   ranks=()
   if [ "$learner_gpus" -gt 1 ]; then
-    ranks=(learner.engine=fsdp2 learner.num_processes="$learner_gpus")
+    ranks=(learner.num_processes="$learner_gpus")
   fi
   CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpu_names[*]:0:learner_gpus}")" \
     "$ASYNCRL" learn "$CONFIG" --unattended "${network[@]}" "${ranks[@]}" "$@" &
