@@ -191,11 +191,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """Explain the configuration, and refuse what `train` would refuse of it on any machine."""
+    """Explain the configuration, and refuse what `train` would refuse of it on any machine; devices that this one has
+    not are a note."""
     import asyncio
 
     from asyncrl.config.explain import explain
-    from asyncrl.launch.inputs import check_references
+    from asyncrl.launch.inputs import check_devices, check_references
     from asyncrl.rewards.pool import try_loading
 
     with _uncollected():
@@ -209,6 +210,10 @@ def _dry_run(config: RunConfig) -> int:
         seen, num_rows = preview_rows(config)
         print(explain(config, num_rows))
         print(seen)
+        try:
+            check_devices(config, ("learner", "rollout_server"))
+        except UserError as problem:
+            print(f"note: this machine cannot train it: {problem}")
     return 0
 
 
@@ -402,10 +407,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
     if arguments.plan:
-        from asyncrl.tools.memory_plan.table import memory_table
+        from asyncrl.tools.memory_plan.table import print_memory_table
 
-        print(memory_table(Path(arguments.plan), overrides))
-        return 0
+        return print_memory_table(Path(arguments.plan), overrides)
     with _uncollected():
         from asyncrl.tools.doctor.examine import examine
 

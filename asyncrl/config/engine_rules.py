@@ -66,6 +66,11 @@ def engine_problems(config: RunSections) -> Iterator[str]:
 def training_engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the learner's engine cannot fulfil, with its fix."""
     learner = config.learner
+    if learner.engine != "deepspeed" and learner.zero_stage != type(learner).model_fields["zero_stage"].default:
+        yield (
+            f"learner.zero_stage is {learner.zero_stage}, but learner.engine is {learner.engine}, which has no stages. "
+            "Set learner.engine=deepspeed, or leave learner.zero_stage out (2)"
+        )
     if not learner.is_divided:
         if learner.num_processes > 1:
             yield (

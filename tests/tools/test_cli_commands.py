@@ -52,6 +52,9 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(
     assert "first prompt" in printed
     assert "<|vision_start|>" in printed, "as the chat template writes it"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert "note: this machine" not in printed
+    assert main(["train", str(config_file()), "--dry-run", "learner.device=cuda:99"]) == 0
+    assert "note: this machine cannot train it: learner.device is cuda:99" in capsys.readouterr().out
 
 
 NEVER_LOADED = {

@@ -24,7 +24,7 @@ from asyncrl.tools.doctor.findings import Finding, Findings, Report
 from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
 from asyncrl.tools.doctor.network import find_network, find_ports, is_local
-from asyncrl.tools.memory_plan.plan import make_plan
+from asyncrl.tools.memory_plan.plan import changed, make_plan
 from asyncrl.tools.numbers import GIB
 from protocol.curve import LEARNER_SECRET, make_keys
 from tests.rigs.small_runs import small
@@ -220,6 +220,12 @@ def test_the_plan_is_compared_with_the_devices_that_are_there(make_config: MakeC
         assert found["memory cuda:0"].verdict == verdict
         assert found["memory cuda:0"].value.startswith("learner and engine at the same time: 1.")
         assert found["host memory"].verdict == "ok"
+    ranks = make_config(learner={"engine": "fsdp2", "num_processes": 2**20, "device": "cpu"}, rollout={"device": "cpu"})
+    found = {finding.what: finding for finding in find_memory(ranks, ())}["host memory"]
+    assert found.verdict == "problem"
+    (fewer,) = map(int, re.findall(r"fewer ranks: learner\.num_processes=(\d+) fits", found.fix))
+    again = find_memory(changed(ranks, {"learner.num_processes": fewer}), ())
+    assert {finding.what: finding for finding in again}["host memory"].verdict != "problem"
     config = make_config(gpu_memory={"budget_gib": 1.3}, learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
     found = {finding.what: finding for finding in find_memory(config, (large,))}["memory budget"]
     assert found.verdict == "problem"

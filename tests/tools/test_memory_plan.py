@@ -19,7 +19,7 @@ from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
@@ -484,6 +484,8 @@ def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
         "Fits gpu_memory.budget_gib=4, with",
     ):
         assert line in table
+    assert asyncrl(["doctor", "--plan", str(file), "gpu_memory.budget_gib=0.005"]) == ExitCode.USER_ERROR
+    assert "DOES NOT FIT gpu_memory.budget_gib=0.005" in capsys.readouterr().out
 
 
 def test_a_version_that_is_evaluated_and_the_pixels_of_its_rows_are_counted(

@@ -44,26 +44,30 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     }
     plan = make_plan(changed(config, {key: name for key, name in meant.items() if name == "cpu"}))
     assigned = assign_gpus(config, len(devices))
-    on_host = [0]
-    for phase in plan.phases:
+    on_host: list[int] = []
+    for place, phase in enumerate(plan.phases):
         is_servers = phase.name.startswith("engine")
         name = meant["rollout.device" if is_servers else "learner.device"]
         numbers = assigned.servers[0][:1] if is_servers else assigned.learner
         if not numbers and name.startswith("cuda"):
             numbers = (int(name.partition(":")[2] or 0),)
         if not numbers or max(numbers) >= len(devices):
-            on_host.append(phase.nbytes * (1 if is_servers else config.learner.num_processes))
+            on_host.append(place)
             continue
         for number in numbers:
             yield _on_gpu(plan, phase, devices[number], number)
     asleep = sum(line.nbytes for line in plan.host)
     pixels = sum(line.nbytes for line in plan.host if line.name == PIXELS)
-    needed = asleep + (sum(on_host) if plan.sharing == "apart" else max(on_host))
+    needed = _host_need(plan, on_host)
     available = psutil.virtual_memory().available
     free = min(available, memory_limit() or available)
     value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
     if needed - pixels > free:
-        yield _too_large(plan, "host memory", value, free - asleep)
+        if ranks := _fewer_ranks(plan, on_host, free):
+            fix = f"fewer ranks: learner.num_processes={ranks} fits"
+            yield Finding("host memory", value, "problem", fix)
+        else:
+            yield _too_large(plan, "host memory", value, free - asleep)
     elif needed > free:
         value += f". {size(pixels)} of it are pixels, if all prompts of data.max_prompt_length were images"
         fix = "lower data.max_prompt_length or batch.prompts_per_step if most of your prompts are images"
@@ -76,6 +80,26 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     except UserError as error:
         yield problem("room to publish", error)
     return plan
+
+
+def _host_need(plan: MemoryPlan, on_host: Sequence[int]) -> int:
+    """Bytes of host memory, with the phases at these places of the plan, which have no GPU."""
+    phases = [plan.phases[place] for place in on_host]
+    ranks = plan.config.learner.num_processes
+    needs = [phase.nbytes * (1 if phase.name.startswith("engine") else ranks) for phase in phases]
+    return sum(line.nbytes for line in plan.host) + (sum(needs) if plan.sharing == "apart" else max(needs, default=0))
+
+
+def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
+    """The most ranks, halved until host memory has room for them without pixels; 0 where one has not, either."""
+    ranks = plan.config.learner.num_processes // 2
+    while ranks:
+        fewer = make_plan(changed(plan.config, {"learner.num_processes": ranks}), plan.model)
+        pixels = sum(line.nbytes for line in fewer.host if line.name == PIXELS)
+        if _host_need(fewer, on_host) - pixels <= free:
+            break
+        ranks //= 2
+    return ranks
 
 
 def _on_gpu(plan: MemoryPlan, phase: Phase, device: Device, number: int) -> Finding:

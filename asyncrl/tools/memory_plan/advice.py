@@ -96,7 +96,9 @@ def advice(plan: MemoryPlan) -> list[str]:
     if not useful:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
-    lines += [f"  {_text(change):<42} {size(plan.excess)} -> {size(other.excess)} too much" for change, other in useful]
+    for change, other in useful:
+        left = size(other.excess) if other.excess else "0"
+        lines.append(f"  {_text(change):<42} {size(plan.excess)} -> {left} too much")
     on_one_device = [change for change, _ in useful if not any(key in change for key in _DIVIDING)]
     everything = [change for change, _ in useful]
     fitting = plan

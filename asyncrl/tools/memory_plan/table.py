@@ -10,6 +10,7 @@ from asyncrl.config.device_rules import meant_dtype
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import ExitCode
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
 from asyncrl.tools.memory_plan.lines import Phase, count
@@ -27,10 +28,14 @@ _SERVERS_BESIDE_RANKS = {
 }
 
 
-def memory_table(target: Path, overrides: Sequence[str]) -> str:
-    """The table of a configuration, or of a model folder with the default settings. `auto` is planned as a GPU."""
+def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
+    """Print the table of a configuration, or of a model folder with the default settings. `auto` is planned as a GPU.
+
+    Returns the exit code: 2 where the plan does not fit its budget."""
     config = _planned_config(target, overrides)
-    return describe(make_plan(changed(config, {"model.dtype": meant_dtype(config, cuda=True)})))
+    plan = make_plan(changed(config, {"model.dtype": meant_dtype(config, cuda=True)}))
+    print(describe(plan))
+    return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED
 
 
 def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
