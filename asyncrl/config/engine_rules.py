@@ -84,15 +84,19 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             f"{learner.engine}, which has parts of them. Set learner.engine=torch or learner.optimizer=adamw"
         )
     problems = {
-        "trainer.mode is sync, which moves whole models off the device": config.trainer.mode == "sync",
+        "trainer.mode is sync, which moves whole models off the device. Set trainer.mode=async": (
+            config.trainer.mode == "sync"
+        ),
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
-        "learner that is one process": config.rollout.weights_channel in DEVICE_CHANNELS,
+        "learner that is one process. Set rollout.weights_channel=auto": (
+            config.rollout.weights_channel in DEVICE_CHANNELS
+        ),
         "reference.offload is true, which moves a whole model (where the weights are divided, learner.cpu_offload "
-        "keeps all parts in host memory)": config.reference.offload,
+        "keeps all parts in host memory). Set reference.offload=false": config.reference.offload,
     }
     for problem, is_so in problems.items():
         if is_so:
-            yield f"learner.engine is {learner.engine}, but {problem}. Set learner.engine=torch, or change the latter"
+            yield f"learner.engine is {learner.engine}, but {problem}, or learner.engine=torch"
     if learner.engine == "deepspeed" and config.model.dtype == "float16":
         yield (
             "model.dtype is float16, whose loss scale learner.engine=deepspeed does not have. Set model.dtype=bfloat16 "

@@ -59,8 +59,8 @@ class EnvironmentConfig(Section):
     """Environment and tools of trajectories with several turns (docs/agents.md)."""
 
     name: str = ""
-    """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or `gymnasium` or `mcp`. Empty: one
-    that is made of `tools`."""
+    """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or `agent`, `gymnasium`, `mcp`,
+    `openenv`, `trl` or `verifiers`. Empty: one that is made of `tools`."""
     tools: tuple[str, ...] = ()
     """Functions or classes with `@tool` methods, `path/to/file.py:name`, or the built-in `calculator` and `python`."""
     call_format: str = "auto"

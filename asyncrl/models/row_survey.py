@@ -69,6 +69,8 @@ class RowSurvey:
     max_prompt_length: int
     seconds: float
     """Time that it took; 0 where all of it was remembered."""
+    shows_tools: bool = False
+    """Whether each prompt has the schemas of an environment's tools."""
 
     @property
     def usable(self) -> list[int]:
@@ -107,19 +109,27 @@ class RowSurvey:
     @property
     def bad(self) -> list[BadRow]:
         """Bad rows in their order."""
-        reasons = {i: overlong(self.row_ids(i), self.facts[i], self.max_prompt_length) for i in self.overlong}
+        limit, tools = self.max_prompt_length, self.shows_tools
+        reasons = {i: overlong(self.row_ids(i), self.facts[i], limit, shows_tools=tools) for i in self.overlong}
         return [
             BadRow(self.source, self.row_ids(i), reason) for i, reason in sorted({**self.refused, **reasons}.items())
         ]
 
 
-def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int) -> str:
+def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int, *, shows_tools: bool) -> str:
     """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
     assert prompt is not None
     tokens = prompt.tokens if isinstance(prompt, RowFacts) else len(prompt.token_ids)
+    fixes = ["Raise the limit"]
+    if prompt.media_tokens:
+        fixes.append("lower model.max_pixels for smaller images")
+    if shows_tools:
+        fixes.append("give the environment fewer tools or shorter docstrings, whose schemas are in each prompt")
+    if len(fixes) == 1:
+        fixes.append("shorten the text")
     return (
         f"row {row_id}: the prompt has {tokens} tokens ({prompt.media_tokens} of them for images and videos), over "
-        f"data.max_prompt_length = {limit}. Raise the limit, or lower model.max_pixels for smaller images"
+        f"data.max_prompt_length = {limit}. {', or '.join(fixes)}"
     )
 
 
@@ -264,7 +274,8 @@ def survey_rows(
         for index, known in enumerate(facts):
             if known and not known.has_answer:
                 refused[index], facts[index] = _unanswered(rows.row_id(index), config.data), None
-    return RowSurvey(source, rows.row_id, facts, refused, config.data.max_prompt_length, seconds)
+    limit, shows_tools = config.data.max_prompt_length, processor.shown_tools is not None
+    return RowSurvey(source, rows.row_id, facts, refused, limit, seconds, shows_tools)
 
 
 def _unanswered(row_id: str, config: DataConfig) -> str:

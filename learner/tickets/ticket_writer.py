@@ -97,7 +97,8 @@ class TicketWriter:
         try:
             rendered, measured = measure_row(rows, index, self.renderer, self.processor, self.config)
             if len(measured.token_ids) > limit:
-                raise UserError(overlong(row_id, measured, limit))
+                tools = self.processor.shown_tools is not None
+                raise UserError(overlong(row_id, measured, limit, shows_tools=tools))
         except UserError as error:
             raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
         return rendered, measured

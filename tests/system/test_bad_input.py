@@ -106,7 +106,7 @@ BAD_ROWS = {
     "long text": (
         {"prompt": "word " * 300, "images": []},
         r"row rows.jsonl:1: the prompt has \d+ tokens \(0 of them for images and videos\), over "
-        r"data.max_prompt_length = 40",
+        r"data.max_prompt_length = 40\. Raise the limit, or shorten the text$",
     ),
     "large image": (
         {"prompt": "q", "images": ["large.png"]},
