@@ -468,10 +468,20 @@ def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_confi
 
 
 def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
-    make_config: MakeConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig,
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert asyncrl(["doctor", "--plan", str(small), "gpu_memory.budget_gib=80"]) == 0
-    assert {"KV cache", "AdamW moments"} <= set(re.findall(r"^  (\S+ \S+)  ", capsys.readouterr().out, re.M))
+    monkeypatch.setenv("ASYNCRL_GPUS", "")
+    words = ["doctor", "--plan", str(small), "gpu_memory.budget_gib=80"]
+    assert asyncrl([*words, "rollout.device=cuda:1"]) == 0
+    assert "two devices" in (apart := capsys.readouterr().out)
+    assert "rollout.device=" not in apart
+    assert asyncrl(words) == 0
+    assert "; rollout.device=cuda:1 plans that" in (table := capsys.readouterr().out)
+    assert {"KV cache", "AdamW moments"} <= set(re.findall(r"^  (\S+ \S+)  ", table, re.M))
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(planned(make_config, small, trainer={"mode": "sync"})))
     assert asyncrl(["doctor", "--plan", str(file), "gpu_memory.budget_gib=4"]) == 0

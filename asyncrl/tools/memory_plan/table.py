@@ -11,6 +11,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ExitCode
+from asyncrl.models.devices import visible_gpus
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
 from asyncrl.tools.memory_plan.lines import Phase, count
@@ -65,7 +66,7 @@ def describe(plan: MemoryPlan) -> str:
         text += [f"  {line.name:<36}{line.nbytes / divisor:>9.2f}  {line.why}" for line in part.lines]
         if part in plan.phases:
             text.append(f"  {'= at most':<36}{part.nbytes / divisor:>9.2f}")
-    return "\n".join([*map(str.rstrip, text), "", *_verdict(plan)])
+    return "\n".join([*map(str.rstrip, text), "", *_verdict(plan), *_placement(plan)])
 
 
 def _devices(plan: MemoryPlan) -> str:
@@ -73,6 +74,19 @@ def _devices(plan: MemoryPlan) -> str:
     if ranks == 1:
         return _SHARING[plan.sharing]
     return f"{ranks} ranks of {plan.config.learner.engine}, {_SERVERS_BESIDE_RANKS[plan.sharing]}"
+
+
+def _placement(plan: MemoryPlan) -> list[str]:
+    """Where servers are planned for want of GPUs to see, and how to plan the other placement."""
+    learner, rollout = plan.config.learner, plan.config.rollout
+    is_open = learner.device in ("auto", "cuda") and rollout.device in ("auto", "cuda") and rollout.engine != "scripted"
+    if not is_open or plan.sharing != "together" or visible_gpus():
+        return []
+    other = f"rollout.device=cuda:{learner.num_processes}"
+    return [
+        "No GPU is seen here: servers are planned on the learner's. `asyncrl train` gives them GPUs of their own where "
+        f"there are enough; {other} plans that"
+    ]
 
 
 def _verdict(plan: MemoryPlan) -> list[str]:
