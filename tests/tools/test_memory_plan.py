@@ -474,13 +474,14 @@ def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("ASYNCRL_GPUS", "")
     words = ["doctor", "--plan", str(small), "gpu_memory.budget_gib=80"]
-    assert asyncrl([*words, "rollout.device=cuda:1"]) == 0
-    assert "two devices" in (apart := capsys.readouterr().out)
-    assert "rollout.device=" not in apart
+    monkeypatch.setenv("ASYNCRL_GPUS", "0,1")
     assert asyncrl(words) == 0
-    assert "; rollout.device=cuda:1 plans that" in (table := capsys.readouterr().out)
+    assert "two devices" in (apart := capsys.readouterr().out)
+    assert "ASYNCRL_GPUS" not in apart
+    monkeypatch.setenv("ASYNCRL_GPUS", "")
+    assert asyncrl(words) == 0
+    assert "ASYNCRL_GPUS=0,1 before this command plans for 2 GPUs" in (table := capsys.readouterr().out)
     assert {"KV cache", "AdamW moments"} <= set(re.findall(r"^  (\S+ \S+)  ", table, re.M))
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(planned(make_config, small, trainer={"mode": "sync"})))

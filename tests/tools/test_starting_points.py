@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.load import load_config
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
@@ -49,18 +50,27 @@ QWEN2_5_VL_3B = {
 GOOD = "<think>The angles of a triangle add up to 180.</think> So it is \\boxed{60}."
 
 
-def test_there_is_one_for_a_whole_model_and_one_for_adapters() -> None:
-    assert [file.stem for file in FILES] == ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora"]
+EIGHT_GPUS = ("0", "1", "2", "3", "4", "5", "6", "7")
+
+
+def test_there_is_one_for_a_whole_model_one_for_adapters_and_one_for_ranks() -> None:
+    names = ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora", "qwen2_5_vl_7b_grpo_fsdp2"]
+    assert [file.stem for file in FILES] == names
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_starting_point_loads_and_takes_turns_within_the_device_that_it_names(file: Path) -> None:
+def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(file: Path) -> None:
     config = load_config(file)
     assert device_problem(config) == ""
-    assert config.learner.max_staleness == 0
+    (stated,) = map(int, re.findall(r"^# .* GPUs? of (\d+) GB", file.read_text(), re.MULTILINE))
+    if config.trainer.mode == "sync":
+        assert config.learner.max_staleness == 0
+    else:
+        assigned = check_assignment(config, EIGHT_GPUS)
+        assert not assigned.is_shared_with_learner
+        assert len(assigned.learner) + len(set(assigned.servers)) == len(EIGHT_GPUS), "each process has its own"
     longest = config.data.max_prompt_length + config.batch.group_size * config.data.max_response_length
     assert config.batch.tokens_per_microbatch >= longest, "a group at its longest is a micro-batch"
-    (stated,) = map(int, re.findall(r"^# .* one GPU of (\d+) GB", file.read_text(), re.MULTILINE))
     assert config.gpu_memory.budget_gib <= 0.96 * stated, "GB on the box, less what a driver and a desktop take"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.device_rules import meant_dtype
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
@@ -82,10 +83,11 @@ def _placement(plan: MemoryPlan) -> list[str]:
     is_open = learner.device in ("auto", "cuda") and rollout.device in ("auto", "cuda") and rollout.engine != "scripted"
     if not is_open or plan.sharing != "together" or visible_gpus():
         return []
-    other = f"rollout.device=cuda:{learner.num_processes}"
+    enough = learner.num_processes + rollout.servers * rollout.tensor_parallel_size
+    gpus = ",".join(map(str, range(enough)))
     return [
         "No GPU is seen here: servers are planned on the learner's. `asyncrl train` gives them GPUs of their own where "
-        f"there are enough; {other} plans that"
+        f"there are enough; {GPUS_VARIABLE}={gpus} before this command plans for {enough} GPUs"
     ]
 
 
