@@ -214,7 +214,12 @@ def check_run_with_a_killed_rank(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     # Without ranks, from the same checkpoint.
-    alone = ("learner.engine=torch", "learner.num_processes=1", f"trainer.max_steps={steps + 1}")
+    alone = (
+        "learner.engine=torch",
+        "learner.zero_stage=2",
+        "learner.num_processes=1",
+        f"trainer.max_steps={steps + 1}",
+    )
     again = start_command("train", str(run / "config.yaml"), "--resume", *alone, log=log)
     assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
     assert steps_of(run) == steps + 1
