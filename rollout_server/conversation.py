@@ -412,9 +412,7 @@ class ConversationProducer:
             calls, info = recorded_calls(result.info), recorded_info(result.info)
         except Exception as error:  # the environment's own, or of its process
             kind = error.kind if isinstance(error, EnvironmentFailed) else "environment_exception"
-            trajectory.failure = kind, f"{type(error).__name__}: {error}"
-            logger.warning("row %s: %s: %s", opened.prompt.row_id, *trajectory.failure)
-            return None
+            return self._fails(opened, trajectory, kind, f"{type(error).__name__}: {error}")
         finally:
             trajectory.environment_s += time.monotonic() - began
         trajectory.describe_turn(
@@ -427,13 +425,17 @@ class ConversationProducer:
         try:
             shown = await asyncio.to_thread(history.after, observation, edited)
         except UserError as error:  # an image that cannot be read, or a history that cannot be
-            trajectory.failure = "environment_observation", str(error)
-            return None
+            return self._fails(opened, trajectory, "environment_observation", str(error))
         trajectory.limit = self._limit(opened, trajectory, observation, shown.num_tokens)
         if edited and not trajectory.limit:
             before = [message for turn in trajectory.turns for message in turn.observation]
             trajectory.describe_turn(history=recorded_history(edited, before))
         return None if trajectory.limit else (observation, shown)
+
+    def _fails(self, opened: _Ticket, trajectory: _Trajectory, kind: str, message: str) -> None:
+        """Note, and log, that the environment has lost a trajectory."""
+        trajectory.failure = kind, message
+        logger.warning("row %s: %s: %s", opened.prompt.row_id, kind, message)
 
     def _shortened(self, observation: Observation) -> Observation:
         """The observation with as much text as one may have."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.method_line import method_line
@@ -25,6 +27,7 @@ from asyncrl.telemetry.recorder import BAD_ROWS_FILE
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import MISSING, number
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
+from protocol.messages import TrajectoryStatus
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,11 @@ def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
         print(_why(config, outcome, run.since), file=sys.stderr)
         return outcome.code
     if outcome.code == ExitCode.FINISHED:
+        if unscored := sum(_is_unscored(step) for step in run.steps):
+            print(
+                f"warning: no trajectory of {unscored} of the last {len(run.steps)} steps could be scored: they taught "
+                f"nothing. The newest failure is {run.status.get('unscored') or 'in logs/'}"
+            )
         if run.evaluations:
             before, after = run.evaluations[0], run.evaluations[-1]
             shown = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
@@ -118,6 +126,12 @@ def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
         print(f"{reason}; the same command with --resume continues" if resumable else f"{reason} before it had begun")
     sys.stdout.flush()
     return outcome.code
+
+
+def _is_unscored(step: Mapping[str, Any]) -> bool:
+    """Whether no trajectory of a recorded step has a score."""
+    rows = {status: step.get(f"rows/{status}", 0.0) for status in TrajectoryStatus}
+    return any(rows.values()) and not any(count for status, count in rows.items() if status.is_scored)
 
 
 def _why(config: RunConfig, outcome: Outcome, since: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from learner.training.conversations import describe_conversations
 from protocol.device_lock import read_tenure
+
+logger = logging.getLogger(__name__)
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -172,9 +175,11 @@ class Reporter:
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         if self._device.type == "cuda":
             record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
-        failed = (r for item in batch.received for r in item.group.trajectories if r.reward is None)
-        if one := next(failed, None):
+        trajectories = [record for item in batch.received for record in item.group.trajectories]
+        if one := next((record for record in trajectories if record.reward is None), None):
             self._unscored = f"{one.error_kind}: {one.error_message}"
+            if all(record.reward is None for record in trajectories):
+                logger.warning("no trajectory of step %d could be scored: it teaches nothing. %s", step, self._unscored)
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         new = [item for item in batch.received if not item.is_replayed]  # which come first

@@ -67,7 +67,9 @@ class GroupJudge:
         self._in_a_row = 0
         self._prompts_per_step, self._total_groups = prompts_per_step, total_groups
         self._unscored = 0
-        """Groups in a row without any score."""
+        """Groups in a row that no reward could score."""
+        self._without_score = 0
+        """Groups in a row without any score, for whatever reason."""
 
     @property
     def is_idle(self) -> bool:
@@ -98,19 +100,24 @@ class GroupJudge:
         return verdicts
 
     def _check_scores(self, records: Sequence[TrajectoryRecord]) -> None:
-        """Count groups that no reward could score. Those that the environment lost are the environment's
-        (`EnvironmentHealth`)."""
+        """Count groups without a score. Those that the environment lost are the environment's (`EnvironmentHealth`),
+        unless the whole run has nothing else."""
         failed = [record for record in records if record.reward is None]
-        if len(failed) < len(records) or any(record.environment_error for record in failed):
-            self._unscored = 0
+        if len(failed) < len(records):
+            self._unscored = self._without_score = 0
             return
-        self._unscored += 1
+        lost = [record for record in failed if record.environment_error]
+        self._unscored = 0 if lost else self._unscored + 1
+        self._without_score += 1
         most = max(UNSCORED_STEPS * self._prompts_per_step, -(-UNSCORED_TRAJECTORIES // len(records)))
-        if self._unscored >= min(most, self._total_groups or most):
+        is_whole_run = self._total_groups is not None and self._without_score >= self._total_groups
+        if is_whole_run or self._unscored >= most:
+            last = (lost or failed)[0]
+            what, how = ("environment", "env try plays it") if lost else ("reward", "doctor scores some rows")
             raise BadStateError(
-                f"no trajectory of {self._unscored} groups in a row has a score: there is nothing to learn from. The "
-                f"last group says {failed[0].error_kind}: {failed[0].error_message}. Bring back what the reward needs "
-                "(a judge, a file, memory) or mend it (asyncrl doctor scores some rows), then continue with --resume"
+                f"no trajectory of {self._without_score} groups in a row has a score: there is nothing to learn from. "
+                f"The last group says {last.error_kind}: {last.error_message}. Bring back what the {what} needs (a "
+                f"service, a file, memory) or mend it (asyncrl {how}), then continue with --resume"
             )
 
     def _reason(self, group: SampledGroup) -> str | None:

@@ -114,3 +114,9 @@ def test_rewards_that_fail_on_what_the_policy_says_are_a_problem() -> None:
     found = trial._completions(steps, samples)
     assert found.verdict == "problem"
     assert found.value == "1 finished, 0 truncated, 3 failed; mean reward 0.5: RuntimeError: what is this?"
+    for lost, named in (
+        (0, "mend the reward:"),
+        (1, "mend the environment and the reward:"),
+        (3, "mend the environment:"),
+    ):
+        assert trial._completions([{**steps[0], "env/errors/environment_died": lost}], samples).fix.startswith(named)

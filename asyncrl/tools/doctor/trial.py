@@ -160,7 +160,10 @@ def _completions(steps: list[Record], samples: list[Record]) -> Finding:
         return Finding("completions", value)
     errors = (completion["error"] for sample in samples for completion in sample["completions"])
     value += next((f": {error}" for error in errors if error), "")
-    return Finding("completions", value, "problem", "mend the reward: what it fails on is not trained on")
+    lost = sum(count for step in steps for key, count in step.items() if key.startswith("env/errors/"))
+    names = [name for name, count in (("environment", lost), ("reward", sum(others) - lost)) if count > 0]
+    fix = f"mend the {' and the '.join(names)}: what fails is not trained on"
+    return Finding("completions", value, "problem", fix)
 
 
 def _read(file: Path) -> list[Record]:

@@ -130,3 +130,14 @@ def test_the_launcher_prints_the_reason_or_else_the_end_of_the_log(
     ended = replace(outcome, failed=service)
     assert report(config, ended, RunSnapshot(config.run_path, since=since)) == outcome.code
     assert re.search(says, capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_finished_run_says_how_many_of_its_steps_had_no_score(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    config.run_path.mkdir()
+    run = RunSnapshot(config.run_path, status={"unscored": "environment_exception: no map"})
+    run.steps = [{"step": 1, "rows/error": 4.0}, {"step": 2, "rows/error": 3.0, "rows/truncated": 1.0}]
+    assert report(config, Outcome(0), run) == 0
+    assert re.search("of 1 of the last 2 steps .* environment_exception: no map", capsys.readouterr().out)

@@ -129,9 +129,11 @@ def test_groups_without_any_score_stop_the_run_with_what_the_reward_says() -> No
     short_run.judge([group(None)])
     with pytest.raises(BadStateError, match="2 groups in a row"):
         short_run.judge([group(None)])
-    of_environment = GroupJudge(PromptSource(), prompts_per_step=2, total_groups=10)
-    for _ in range(20):  # counted by EnvironmentHealth
-        of_environment.judge([group(None, "environment_exception")])
+    of_environment = GroupJudge(PromptSource(), prompts_per_step=2, total_groups=20)
+    for _ in range(19):  # counted by EnvironmentHealth
+        of_environment.judge([group(None, "environment_observation")])
+    with pytest.raises(BadStateError, match=r"20 groups in .* environment_observation: .*asyncrl env try"):
+        of_environment.judge([group(None, "environment_observation")])
 
 
 # --- a filter of the user ----------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
+
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Call, Start
-from asyncrl.environments.observation import Message, Observation, StepResult
+from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.environments.tool_environment import call_record
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptProcessor
@@ -188,11 +190,16 @@ def test_rounds_wait_for_whoever_is_live_and_for_nobody_else(make_config: MakeCo
     assert alone.token_ids.tolist() == group.token_ids[: group.lengths[0]].tolist()
 
 
-def test_bad_answers_are_failures_of_the_environment(make_config: MakeConfig) -> None:
-    group = converse(make_config, Play((b"no image",)), Play(StepResult(None, reward=float("nan"), done=True)))
+def test_bad_answers_are_failures_of_the_environment(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+    impossible = StepResult(Observation((Message("tool", ("on",)),)), history=(PastTurn(5),))
+    nothing = StepResult(None, reward=float("nan"), done=True)
+    group = converse(make_config, Play((b"no image",)), Play(nothing), Play(impossible))
     assert isinstance(group, Group)
     kinds = [record.error_kind for record in group.trajectories]
-    assert kinds == ["environment_observation", "environment_exception"]
+    assert kinds == ["environment_observation", "environment_exception", "environment_observation"]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("environment_observation: " in line for line in said) == 2
+    assert any("the edited history has turn 5" in line for line in said)
 
 
 def test_an_opening_that_differs_within_a_group_fails_the_ticket(make_config: MakeConfig) -> None:
