@@ -83,6 +83,8 @@ class Environments:
     """Most of them at a time."""
     trajectory_s: float = inf
     """Seconds of a trajectory after which it takes no further turn."""
+    prompt_tokens: float = inf
+    """Most tokens of a prompt with what the environment opens with (`data.max_prompt_length`)."""
     text_tokens: float = inf
     """Most tokens of the text of one observation; what is cut off is said in its place."""
     retries: int = 0
@@ -324,10 +326,17 @@ class ConversationProducer:
         shown = {content_hash(image): image for image in opening.images} if opening else {}
         found = {**shown, **{digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes}}
         prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure
+        encoded, most_tokens = EncodedPrompt.of(prepare(prompt, found)), self._environments.prompt_tokens
+        if opening and (tokens := len(encoded.token_ids)) > most_tokens:
+            raise UserError(
+                f"row {prompt.row_id}: with what the environment's reset() opens with the prompt has {tokens} tokens "
+                f"({encoded.media_tokens} of them for images and videos), over data.max_prompt_length = {most_tokens}. "
+                "Raise the limit, or open with less text and smaller images (environment.limits.image_pixels)"
+            )
         most = min(limits.tokens_per_turn, ticket.sampling.max_new_tokens)
         first = GenerationRequest(
             request_id=ticket.ticket_id,
-            prompt=EncodedPrompt.of(prepare(prompt, found)),
+            prompt=encoded,
             group_size=ticket.group_size,
             seed=ticket.seed,
             sampling=ticket.sampling.model_copy(update={"max_new_tokens": most}),

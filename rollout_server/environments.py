@@ -52,6 +52,7 @@ def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:
         make=lambda: PooledEnvironment(pool),
         capacity=config.capacity,
         trajectory_s=config.timeouts.trajectory_s,
+        prompt_tokens=run.data.max_prompt_length,
         text_tokens=config.limits.tool_text_tokens,
         retries=config.retries,
         zero_over_limit=config.over_limit == "zero",

@@ -32,15 +32,18 @@ def verify_group(
     vocabulary: int,
     components: Collection[str],
     bridge: TurnBridge | None = None,
+    max_prompt_length: float = math.inf,
 ) -> None:
     """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`.
 
     `sender` is the server whose connection it came over, `components` are the names of the reward's components.
-    `bridge` makes the tokens between turns, for the ticket of a conversation.
+    `bridge` makes the tokens between turns, for the ticket of a conversation. `max_prompt_length` is the most tokens of
+    a prompt with what the environment opened with; the row's own is measured before the run.
     """
     problems = chain(
         [f"it is signed by {group.server_id}"] if group.server_id != sender else [],
         prompt_problems(group, prompt),
+        _opening_problems(group, max_prompt_length),
         _shape_problems(group, ticket),
         _order_problems(group, ticket),
         _token_problems(group, ticket, vocabulary),
@@ -71,6 +74,11 @@ def prompt_problems(group: Group, prompt: PromptFacts) -> Iterator[str]:
     if not _same(theirs, mine):
         position = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), "their end")
         yield f"prompt ids differ from position {position} ({len(theirs)} ids against {len(mine)})"
+
+
+def _opening_problems(group: Group, longest: float) -> Iterator[str]:
+    if group.opening and (tokens := len(group.prompt_ids)) > longest:
+        yield f"with the environment's opening the prompt has {tokens} tokens, over data.max_prompt_length = {longest}"
 
 
 def _media_problems(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> Iterator[str]:

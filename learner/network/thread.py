@@ -149,7 +149,12 @@ class NetworkThread(threading.Thread):
         self.moves = StragglerMoves(self.servers, ledger)
         self._moves_stragglers = config.learner.move_stragglers
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
-        verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
+        verify = partial(
+            verify_group,
+            vocabulary=facts.vocabulary,
+            components=config.reward.component_names,
+            max_prompt_length=config.data.max_prompt_length,
+        )
         self._told_at = -_CHECK_EVERY_S
         """When `progress` of a wait was called last."""
         self.groups = GroupReceiver(self.servers, self._sockets, ledger, verify)

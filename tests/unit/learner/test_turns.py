@@ -55,10 +55,10 @@ def made(config: RunConfig) -> tuple[PromptProcessor, ReceivedGroup]:
     return _MADE[config.model.path]
 
 
-def verify(item: ReceivedGroup, group: Group) -> None:
+def verify(item: ReceivedGroup, group: Group, **more: Any) -> None:
     facts, vocabulary = item.prepared.facts_of(group), 500
     arguments: dict[str, Any] = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ("exact_match",)}
-    verify_group(group, item.ticket, facts, **arguments, bridge=item.prepared.bridge)
+    verify_group(group, item.ticket, facts, **arguments, bridge=item.prepared.bridge, **more)
 
 
 def with_column(group: Group, name: str, place: int, value: float) -> Group:
@@ -227,6 +227,16 @@ def test_limits_of_the_ticket_are_checked(made: tuple[PromptProcessor, ReceivedG
         prepared = replace(item.prepared, ticket=item.ticket.model_copy(update={"conversation": limits}))
         with pytest.raises(ProtocolError, match=reason):
             verify(replace(item, prepared=prepared), item.group)
+
+
+def test_an_opening_that_makes_the_prompt_longer_than_the_limit_is_refused(
+    made: tuple[PromptProcessor, ReceivedGroup],
+) -> None:
+    _, item = made
+    tokens = len(item.group.prompt_ids)
+    verify(item, item.group, max_prompt_length=tokens)
+    with pytest.raises(ProtocolError, match=f"opening the prompt has {tokens} tokens, over data.max_prompt_length"):
+        verify(item, item.group, max_prompt_length=tokens - 1)
 
 
 def test_a_conversation_where_one_turn_was_asked_for_is_refused(

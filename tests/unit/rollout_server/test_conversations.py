@@ -212,3 +212,12 @@ def test_a_group_larger_than_the_room_fails_with_the_setting(make_config: MakeCo
     answer = converse(make_config, size=2, capacity=1)
     assert isinstance(answer, TicketFailed)
     assert "environment.workers" in answer.error_message
+
+
+def test_an_opening_may_not_make_the_prompt_longer_than_the_limit(make_config: MakeConfig) -> None:
+    answer = converse(make_config, Play(opening="a b c " * 100), prompt_tokens=128)
+    assert isinstance(answer, TicketFailed)
+    assert answer.error_kind == "UserError"
+    for part in ("row rl.parquet:", "reset()", "over data.max_prompt_length = 128. Raise the limit"):
+        assert part in answer.error_message
+    assert isinstance(converse(make_config, Play(DONE, opening="a"), prompt_tokens=128), Group)
