@@ -170,8 +170,8 @@ class DataConfig(Section):
     system_prompt: str = ""
     """System message before the question; empty means none."""
     max_prompt_length: int = Field(default=2048, gt=0)
-    """Tokens, image tokens included. A row with a longer prompt is a bad row. What an environment opens with counts, too:
-    one that makes a prompt longer than this ends the run."""
+    """Tokens, image tokens included. A row with a longer prompt is a bad row. What an environment opens with
+    counts, too: one that makes a prompt longer than this ends the run."""
     max_response_length: int = Field(default=512, gt=0)
     """Most tokens sampled per completion."""
     on_bad_row: Literal["skip", "stop"] = "skip"

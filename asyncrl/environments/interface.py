@@ -114,7 +114,8 @@ class Environment(Protocol):
 
 
 def observe(*parts: Part | Image.Image, role: str = "tool") -> Observation:
-    """An observation of one message; images as PIL images or as encoded bytes."""
+    """An observation of one message; images as PIL images or as encoded bytes. `role` is `tool` or `user`; an opening
+    is the user's in any case."""
     encoded = tuple(png_bytes(part) if isinstance(part, Image.Image) else part for part in parts)
     return Observation((Message("user" if role == "user" else "tool", encoded),))
 

@@ -213,11 +213,14 @@ class ToolEnvironment:
 
 
 async def opening_of(environment: Any, start: Start, rule: ImageRule) -> Observation | None:
-    """What the author's `reset` returns, under the rule of sizes. Raises TypeError for what it may not return."""
+    """What the author's `reset` returns, under the rule of sizes, as messages of a user: the opening is part of the
+    prompt, whatever role the author gave it. Raises TypeError for what it may not return."""
     opening = await waited(environment.reset(start))
     if not isinstance(opening, Observation | None):
         raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
-    return opening and rule.fit_observation(opening)
+    if opening is None:
+        return None
+    return Observation(tuple(Message("user", each.parts) for each in rule.fit_observation(opening).messages))
 
 
 async def waited(value: Any) -> Any:

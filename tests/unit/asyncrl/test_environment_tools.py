@@ -419,7 +419,7 @@ from asyncrl.environments.observation import StepResult
 
 class Where:
     def reset(self, start):
-        return observe("look", Image.new("RGB", (56, 56)), role="user")
+        return observe("look", Image.new("RGB", (56, 56)))
 
     def step(self, action):
         return StepResult(observe(Image.new("RGB", (56, 56))) if action.turn == 0 else None, done=action.turn == 1)
@@ -427,9 +427,11 @@ class Where:
 
 
 @pytest.mark.parametrize(("images", "end"), [(1, "done"), (0, "limit images")])
-def test_an_openings_images_are_part_of_the_prompt_and_not_of_the_limit(tmp_path: Path, images: int, end: str) -> None:
+def test_an_opening_is_of_the_user_and_its_images_are_not_of_the_limit(tmp_path: Path, images: int, end: str) -> None:
     (tmp_path / "where.py").write_text(OPENS_WITH_AN_IMAGE)
     config = read_environment({"name": f"{tmp_path}/where.py:Where", "limits": {"images": images}})
     loaded = open_environment(config, unit=28)
-    turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: None))
+    shown: list[str] = []
+    turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: shown.append(kind)))
     assert (turns.end, turns.images) == (end, 1)
+    assert [kind for kind in shown if kind in ("user", "tool")] == ["user", "user", "tool"], "the role may be left out"
