@@ -94,6 +94,58 @@ def parse_calls(call_format: str, text: str, schemas: Schemas, finish_reason: st
     return tuple(calls)
 
 
+def example_call(call_format: str, schemas: Schemas) -> str:
+    """A call of the first tool as the format writes it, with made-up values; empty where there are no calls."""
+    kind, _, name = call_format.partition(":")
+    if kind == "none" or not schemas:
+        return ""
+    tool = {"tag": name, "python": PYTHON}.get(kind, next(iter(schemas)))
+    properties = schemas[tool].get("properties", {})
+    needed = schemas[tool].get("required", list(properties))
+    values = {key: _example(part, schemas[tool]) for key, part in properties.items() if key in needed}
+    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    match kind:
+        case "qwen_xml":
+            inner = "".join(f"<parameter={key}>{word}</parameter>" for key, word in words.items())
+            return f"{_OPEN}<function={tool}>{inner}</function>{_CLOSE}"
+        case "tag":
+            return f"<{name}>{''.join(words.values())}</{name}>"
+        case "python":
+            return "<code>print(1)</code>"
+        case "plain":
+            return shlex.join([tool, *words.values()])
+        case _:
+            return f"{_OPEN}{json.dumps({'name': tool, 'arguments': values})}{_CLOSE}"
+
+
+def _example(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
+    """A value that a part of a tool's schema takes, but for bounds that it may have beside its type."""
+    if "$ref" in part:
+        part = schema.get("$defs", {}).get(str(part["$ref"]).rpartition("/")[2], {})
+    for known in ("examples", "enum"):
+        if part.get(known):
+            return part[known][0]
+    if "anyOf" in part:
+        return _example(part["anyOf"][0], schema)
+    match part.get("type"):
+        case "integer":
+            return part.get("minimum", 0)
+        case "number":
+            return part.get("minimum", 0.5)
+        case "boolean":
+            return True
+        case "null":
+            return None
+        case "array":
+            items = part.get("prefixItems") or [part.get("items", {})] * max(1, part.get("minItems", 1))
+            return [_example(item, schema) for item in items]
+        case "object":
+            properties = part.get("properties", {})
+            return {key: _example(properties[key], schema) for key in part.get("required", ()) if key in properties}
+        case _:
+            return "text"
+
+
 Found = tuple[str, dict[str, Any] | _Malformed]
 
 

@@ -53,6 +53,7 @@ def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
 
 def _try(arguments: argparse.Namespace) -> int:
     from asyncrl.environments import play
+    from asyncrl.environments.call_formats import example_call
 
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
@@ -65,11 +66,16 @@ def _try(arguments: argparse.Namespace) -> int:
     print(f"{loaded.cls.__name__}, calls as {loaded.call_format}, at most {config.limits.turns} turns")
     for tool in loaded.tools.values():
         print(f"  tool {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}")
+    if loaded.tools:
+        print(f"  a call: {example_call(loaded.call_format, loaded.schemas)}")
     print(f"  user: {row.get('prompt', '')}")
     played = asyncio.run(play.play(loaded, config, start, turns, play.Terminal(folder, arguments.unit)))
+    if played.end.startswith("environment_"):
+        print(f"end: {played.end}   no reward: a run leaves such a trajectory out")
+        return 1
     over = f" (over_limit: {config.over_limit})" if played.end.startswith("limit") else ""
-    print(f"end: {played.end}{over}   reward {sum(played.rewards):g} in {len(played.rewards)} turns")
-    return 1 if played.end.startswith("environment_") else 0
+    print(f"end: {played.end}{over}   reward {sum(played.rewards):g} in {len(played.rewards)} turns   {played.why}")
+    return 0
 
 
 def _baseline(arguments: argparse.Namespace) -> int:

@@ -6,8 +6,11 @@ server asks, the bridge encodes, the record carries, the learner encodes again. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
+
+from asyncrl.errors import UserError
 
 Part = str | bytes
 """A piece of a message: text, or the bytes of an encoded image (PNG, JPEG, whatever Pillow opens)."""
@@ -63,3 +66,24 @@ class StepResult:
     history: tuple[PastTurn, ...] = ()
     """All that the next turn is to see between the prompt and the observation, in place of what was there; empty: it
     stays."""
+
+
+def check_history(history: Sequence[PastTurn], shown: Sequence[Observation], seen: Set[bytes]) -> None:
+    """Raise UserError for an edited history that cannot be.
+
+    `shown` is what each turn so far was followed by, nothing behind the newest; `seen` are all images of these.
+    """
+    for number, past in enumerate(history):
+        if past.turn is not None and not 0 <= past.turn < len(shown):
+            raise UserError(f"the edited history has turn {past.turn}, and {len(shown)} were taken")
+        if number == len(history) - 1:
+            if past.shown is not None:
+                raise UserError("the last turn of the edited history has an observation beside the new one")
+            return
+        follows = past.shown
+        if follows is None:
+            follows = Observation(()) if past.turn is None else shown[past.turn]
+        if not follows.messages:
+            raise UserError(f"nothing follows turn {number} of the edited history, expected an observation")
+        if not seen.issuperset(follows.images):
+            raise UserError(f"turn {number} of the edited history shows an image that no observation has shown")

@@ -18,9 +18,9 @@ from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
-from asyncrl.environments.observation import Observation
+from asyncrl.environments.observation import Observation, check_history
 from asyncrl.environments.settings import EnvironmentConfig
-from asyncrl.environments.tool_environment import waited
+from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.errors import UserError
 from asyncrl.plugins import one_line
 
@@ -34,8 +34,12 @@ class Played:
     """One episode that has ended."""
 
     end: str = ""
-    """`done`, `limit turns`, `limit images`, `policy` where it has said all, or `environment_exception: ...`."""
+    """`done`, `limit turns`, `limit images`, `policy` where it has said all, or a failure, such as
+    `environment_exception: ...`."""
+    why: str = ""
+    """What ended it, in words; empty where `end` says it."""
     rewards: list[float] = field(default_factory=list)
+    """Of the turns; they count for nothing where the environment failed."""
     calls: int = 0
     call_errors: int = 0
     images: int = 0
@@ -77,22 +81,32 @@ async def play(
     """One episode with the limits on turns and images. `show` is told of each part of it, by kind."""
     played = Played()
     environment: Any = None
+    answers: list[Observation] = []
+    """What followed each turn."""
     try:
         environment, opening = await loaded.begin(start)
         _look(opening, played, show)
         played.images = 0  # those of the opening are part of the prompt, in a run, too
         for number in itertools.count():
             if number == config.limits.turns:
-                played.end = "limit turns"
+                played.end, played.why = "limit turns", f"environment.limits.turns is {number}"
                 break
             show("turn", number)
             text = next(turns, None)
             if text is None:
-                played.end = "policy"
+                played.end, played.why = "policy", "no turn follows"
                 break
             action = Action(text, parse_calls(loaded.call_format, text, loaded.schemas), number)
             show("action", action)
             result = await loaded.step(environment, action)
+            if result.observation is not None and not result.done:
+                try:
+                    seen = {image for answer in answers for image in answer.images}
+                    check_history(result.history, [*answers, Observation(())], seen)
+                except UserError as error:
+                    played.end = f"environment_observation: {error}"
+                    break
+                answers.append(result.observation)
             played.calls += len(action.calls)
             records: Any = result.info.get("calls", ())
             played.call_errors += sum(bool(record["error"]) for record in records)
@@ -100,11 +114,11 @@ async def play(
             played.info = {key: value for key, value in result.info.items() if key != "calls"}
             show("reward", result)
             if result.done:
-                played.end = "done"
+                played.end, played.why = "done", _why_done(environment, action)
                 break
             _look(result.observation, played, show)
             if played.images > config.limits.images:
-                played.end = "limit images"
+                played.end, played.why = "limit images", f"environment.limits.images is {config.limits.images}"
                 break
     except Exception as error:  # as a worker would say it
         played.end = f"environment_exception: {one_line(error, loaded.file)}"
@@ -112,6 +126,12 @@ async def play(
         if hasattr(environment, "close"):
             await waited(environment.close())
     return played
+
+
+def _why_done(environment: Any, action: Action) -> str:
+    if isinstance(environment, ToolEnvironment) and not action.calls:
+        return "a turn without a call is the answer"
+    return "the environment said so: done, or EpisodeOver"
 
 
 def _look(observation: Observation | None, played: Played, show: Show) -> None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.environments.observation import Message, Observation, Part, PastTurn
-from asyncrl.errors import UserError
+from asyncrl.environments.observation import Message, Observation, Part, PastTurn, check_history
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.rows import sampled_piece
@@ -124,20 +123,11 @@ class History:
         self.images += shown.images
 
     def _edited(self, history: Sequence[PastTurn]) -> list[_Taken]:
+        check_history(history, [turn.shown for turn in self._sampled], self._seen)
         turns: list[_Taken] = []
-        for number, past in enumerate(history):
-            if past.turn is not None and not 0 <= past.turn < len(self._sampled):
-                raise UserError(f"the edited history has turn {past.turn}, and {len(self._sampled)} were taken")
+        for past in history:
             turn = self._taken(self._turn_bridge.said(past.text)) if past.turn is None else self._sampled[past.turn]
-            shown = turn.shown if past.shown is None else past.shown
-            if number < len(history) - 1:
-                if not shown.messages:
-                    raise UserError(f"nothing follows turn {number} of the edited history, expected an observation")
-                if not self._seen.issuperset(shown.images):
-                    raise UserError(f"turn {number} of the edited history shows an image that no observation has shown")
-            elif past.shown is not None:
-                raise UserError("the last turn of the edited history has an observation beside the new one")
-            turns.append(replace(turn, shown=shown))
+            turns.append(replace(turn, shown=turn.shown if past.shown is None else past.shown))
         return turns
 
     def _taken(self, token_ids: np.ndarray) -> _Taken:

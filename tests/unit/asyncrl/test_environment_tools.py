@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel
 
+from asyncrl.cli import main
 from asyncrl.environments.builtin_tools import calculator
-from asyncrl.environments.call_formats import check_format, parse_calls
+from asyncrl.environments.call_formats import check_format, example_call, parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError, observe, png_bytes
 from asyncrl.environments.observation import StepResult
@@ -435,3 +436,43 @@ def test_an_opening_is_of_the_user_and_its_images_are_not_of_the_limit(tmp_path:
     turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: shown.append(kind)))
     assert (turns.end, turns.images) == (end, 1)
     assert [kind for kind in shown if kind in ("user", "tool")] == ["user", "user", "tool"], "the role may be left out"
+
+
+EDITS_WHAT_IT_CANNOT = """
+from asyncrl.environments.interface import observe
+from asyncrl.environments.observation import PastTurn, StepResult
+
+class Where:
+    def reset(self, start):
+        return None
+
+    def step(self, action):
+        return StepResult(observe("on"), 1.0, history=(PastTurn(0),) if action.turn == 0 else (PastTurn(5),))
+"""
+
+
+def test_the_terminal_refuses_an_edited_history_as_a_run_does_and_shows_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "where.py").write_text(EDITS_WHAT_IT_CANNOT)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\nc\n"))
+    assert main(["env", "try", f"{tmp_path}/where.py:Where"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("end: environment_observation: the edited history has turn 5, and 2 were taken   no reward")
+
+
+@pytest.mark.parametrize("call_format", ["hermes", "qwen_xml", "plain"])
+def test_an_example_of_a_call_is_one(call_format: str) -> None:
+    def turn(way: Literal["left", "right"], steps: int, name: str, far: bool = False) -> str:
+        """Turn.
+
+        way: where to.
+        steps: how often.
+        name: of whom.
+        far: whether far.
+        """
+        return ""
+
+    made = tool_of(turn)
+    (call,) = parse_calls(call_format, example_call(call_format, {"turn": made.parameters}), {"turn": made.parameters})
+    assert made.validate(call.arguments) == {"way": "left", "steps": 0, "name": "text", "far": False}
