@@ -65,13 +65,15 @@ def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction |
 def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
     """Say behind "no built-in" what a name without a function is instead, or may be meant to be."""
     file = Path(name).expanduser()
+    kind = "class" if setting == "environment.name" else "function"
     if name.endswith(".py") and file.is_file():
+        node_type = ast.ClassDef if kind == "class" else ast.FunctionDef
         try:
-            functions = [node.name for node in ast.parse(read_source(file)).body if isinstance(node, ast.FunctionDef)]
+            there = [node.name for node in ast.parse(read_source(file)).body if isinstance(node, node_type)]
         except (SyntaxError, ValueError):
-            functions = []
-        has = f"it has {', '.join(functions)}" if functions else "no function is found in it"
-        return f", but a file. Add the function's name, {name}:FUNCTION; {has}"
+            there = []
+        has = f"it has {', '.join(there)}" if there else f"no {kind} is found in it"
+        return f", but a file. Add the {kind}'s name, {name}:{kind.upper()}; {has}"
     if setting.startswith("algorithm.") and is_method_word(name):
         return (
             f", but a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
@@ -79,7 +81,7 @@ def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
         )
     return (
         f".{did_you_mean(name, builtins)} Built-in are {', '.join(builtins)}; your own is "
-        "path/to/file.py:function or package.module:function"
+        f"path/to/file.py:{kind} or package.module:{kind}"
     )
 
 

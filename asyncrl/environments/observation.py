@@ -85,5 +85,5 @@ def check_history(history: Sequence[PastTurn], shown: Sequence[Observation], see
             follows = Observation(()) if past.turn is None else shown[past.turn]
         if not follows.messages:
             raise UserError(f"nothing follows turn {number} of the edited history, expected an observation")
-        if not seen.issuperset(follows.images):
+        if not set(follows.images) <= seen:
             raise UserError(f"turn {number} of the edited history shows an image that no observation has shown")

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,26 @@ def test_the_agent_demo_shows_what_it_demonstrates_and_a_control_trains_the_last
     advantages = demo.last_turn(rows, AlgorithmConfig()).advantages
     assert (advantages != 0).tolist() == [False, False, True, False, True]
     assert advantages[2] > 0 > advantages[4]
+
+
+def test_the_environment_of_the_documentation_is_played_by_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    (source,) = re.findall(r"```python\n# mine/env.py\n(.*?)```", page, re.S)
+    commands = re.findall(r"^asyncrl (env \w+ mine/env.py:Boxes .*?)(?:  +#.*)?$", page, re.M)
+    assert len(commands) == 3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "env.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        monkeypatch.setattr("sys.stdin", io.StringIO("look 0\nanswer 0\n"))
+        assert main(command.split()) == 0, command
+    out = capsys.readouterr().out
+    assert "user: There are boxes 0 to 8." in out
+    assert "a call: look 0\n" in out
+    assert out.count("tool: [image 0: 56 x 56, about 4 tokens, ") == 2
+    assert out.count("end: done   reward ") == 2
+    assert pq.read_table("data/boxes.parquet").num_rows == 400
+    assert main(["env", "try", "mine/env.py"]) == 2
+    assert "Add the class's name, mine/env.py:CLASS; it has Boxes" in capsys.readouterr().err
