@@ -105,7 +105,7 @@ class SupervisedTrainer:
         completion = Completion(row, ids, np.ones(len(ids), np.uint8))
         if self.ranks.size == 1:
             return TrainGroup(encode(), (completion,))
-        measured = EncodedPrompt(**vars(self.processor.measure(shown.prompt, shown.blobs)))
+        measured = EncodedPrompt.of(self.processor.measure(shown.prompt, shown.blobs))
         return TrainGroup(measured, (completion,), encode)
 
 

@@ -7,11 +7,10 @@ New weights reach running sequences between two tokens: they are retracted, and 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from asyncrl.telemetry.sglang_environment import python_of
 from protocol.device_lock import use_device_for
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.engines.sglang.arguments import (
     as_flags,
     image_size_of,
@@ -47,7 +47,6 @@ from rollout_server.engines.sglang.weights import VersionFolders
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
 OWNER = "the sglang engine"
-ABORT_AGAIN_S = 0.02
 SCRAPE_S = 2.0
 
 
@@ -68,10 +67,7 @@ class SGLangEngine:
         self._metrics: _ServerMetrics | None = None
         self._version = 0
         self._meter = UsageMeter()
-        self._numbers = itertools.count()
-        self._of_requests: dict[int, set[str]] = {}
-        """Ids of what runs of each request's first turns, as SGLang knows them."""
-        self._interrupted: set[str] = set()
+        self._sequences = RunningSequences()
         self._is_asleep = False
         """True while it sleeps or falls asleep: it takes no requests."""
         self._forgets = False
@@ -159,49 +155,27 @@ class SGLangEngine:
         async with self._control:
             await self._control.wait_for(lambda: self._failure or not (self._is_asleep or self._forgets))
         self.check_alive()
-        tasks: list[asyncio.Task[Completion | FailedRequest]] = []
-        whole: list[Completion] = []
-        for request in requests:
-            if (request.request_id, request.stream) in wrong:
-                continue
-            for index in range(request.group_size):
-                if (completion := request.demonstration(index, self._version)) is not None:
-                    whole.append(completion)
-                else:  # in work from here on, before any runs: the engine may not fall asleep in between
-                    tasks.append(self._begin(request, index))
-        try:
-            for completion in whole:
-                yield completion
-            for task in asyncio.as_completed(tasks):
-                yield await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # SGLang hears of it before we are done
+        right = (request for request in requests if (request.request_id, request.stream) not in wrong)
+        async with aclosing(completions(right, self._version, self._begin)) as items:
+            async for item in items:
+                yield item
 
-    def _begin(self, request: GenerationRequest, index: int) -> asyncio.Task[Completion | FailedRequest]:
-        rid = f"{request.request_id}-{index}-{next(self._numbers)}"
+    def _begin(self, request: GenerationRequest, index: int) -> Begun:
+        rid = self._sequences.begin(request, index)
         self._meter.begin(rid)
-        if not request.stream:
-            self._of_requests.setdefault(request.request_id, set()).add(rid)
         task = asyncio.create_task(self._complete_or_fail(request, index, rid))
-        task.add_done_callback(lambda _: self._end(request.request_id, rid))
+        task.add_done_callback(lambda _: self._end(request, rid))
         return task
 
-    def _end(self, request_id: int, rid: str) -> None:
+    def _end(self, request: GenerationRequest, rid: str) -> None:
         self._meter.end(rid)
-        self._interrupted.discard(rid)
-        if rids := self._of_requests.get(request_id):
-            rids.discard(rid)
-            if not rids:
-                del self._of_requests[request_id]
+        self._sequences.end(request, rid)
 
     async def interrupt(self, request_ids: Collection[int]) -> None:
-        while rids := [rid for request_id in request_ids for rid in self._of_requests.get(request_id, ())]:
-            self._interrupted.update(rids)
-            await asyncio.gather(*(self._abort(rid) for rid in rids))
-            # SGLang does not know those that are on the way to it yet: they are asked for again.
-            await asyncio.sleep(ABORT_AGAIN_S)
+        async def abort(rids: list[str]) -> None:
+            await asyncio.gather(*map(self._abort, rids))
+
+        await self._sequences.interrupt(request_ids, abort)
 
     async def _abort(self, rid: str) -> None:
         await self._calls.call("/abort_request", {"rid": rid}, timeout_s=self._command_s)
@@ -225,10 +199,10 @@ class SGLangEngine:
                 await self._abort(rid)
             raise
         except SGLangRefused:
-            if rid not in self._interrupted:
+            if not self._sequences.was_interrupted(rid):
                 raise
             return request.begun(index, version)
-        was_interrupted = rid in self._interrupted
+        was_interrupted = self._sequences.was_interrupted(rid)
         if was_interrupted and not answer["output_ids"]:
             return request.begun(index, version)
         completion = to_completion(request, index, answer, version, was_interrupted=was_interrupted)

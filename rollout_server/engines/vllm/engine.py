@@ -6,9 +6,8 @@ Weights are swapped under running sequences through vLLM's weight-transfer API (
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.engines.vllm.conversion import (
     ABORTED,
     check_request,
@@ -45,7 +45,6 @@ from rollout_server.engines.vllm.weights import (
 )
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
-ABORT_AGAIN_S = 0.02
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""
 
@@ -68,10 +67,7 @@ class VLLMEngine:
         self._vision: frozenset[tuple[str, int]] | None = None
         """Names and checksums of the vision part's tensors that made what is in the encoder cache."""
         self._meter = UsageMeter()
-        self._numbers = itertools.count()
-        self._of_requests: dict[int, set[str]] = {}
-        """Numbers of what runs of each request's first turns, as vLLM knows them."""
-        self._interrupted: set[str] = set()
+        self._sequences = RunningSequences()
         self._is_asleep = False
         """True while it sleeps or falls asleep: it takes no requests."""
         self._asleep = Asleep(None, 0)
@@ -141,26 +137,20 @@ class VLLMEngine:
         async with self._control:
             await self._control.wait_for(lambda: self._failure or not (self._is_asleep or self._forgets))
         self.check_alive()
-        tasks: list[asyncio.Task[Completion | FailedRequest]] = []
-        whole: list[Completion] = []
-        for request, prepared in zip(requests, inputs, strict=True):
-            if isinstance(prepared, FailedRequest):
-                continue
-            for index in range(request.group_size):
-                if (completion := request.demonstration(index, self._version)) is not None:
-                    whole.append(completion)
-                else:  # in work from here on, before any runs: the engine may not fall asleep in between
-                    start = request.prefix(index), request.images_of(index)
-                    tasks.append(self._begin(request, index, prepared[start]))
-        try:
-            for completion in whole:
-                yield completion
-            for task in asyncio.as_completed(tasks):
-                yield await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
+        prepared = {
+            (request.request_id, request.stream): starts
+            for request, starts in zip(requests, inputs, strict=True)
+            if not isinstance(starts, FailedRequest)
+        }
+
+        def begin(request: GenerationRequest, index: int) -> Begun:
+            start = request.prefix(index), request.images_of(index)
+            return self._begin(request, index, prepared[request.request_id, request.stream][start])
+
+        right = (request for request in requests if (request.request_id, request.stream) in prepared)
+        async with aclosing(completions(right, self._version, begin)) as items:
+            async for item in items:
+                yield item
 
     async def _inputs_of(self, request: GenerationRequest) -> Mapping[Any, Any] | FailedRequest:
         """vLLM's inputs by prefix and images of the completions that are sampled, or the reason why there are none."""
@@ -172,32 +162,20 @@ class VLLMEngine:
         except Exception as error:
             return FailedRequest(request.request_id, error, request.stream)
 
-    def _begin(
-        self, request: GenerationRequest, index: int, engine_input: Any
-    ) -> asyncio.Task[Completion | FailedRequest]:
-        number = f"{request.request_id}-{index}-{next(self._numbers)}"
+    def _begin(self, request: GenerationRequest, index: int, engine_input: Any) -> Begun:
+        number = self._sequences.begin(request, index)
         self._meter.begin(number)
-        if not request.stream:
-            self._of_requests.setdefault(request.request_id, set()).add(number)
         task = asyncio.create_task(self._complete_or_fail(number, request, index, engine_input))
-        task.add_done_callback(lambda _: self._end(number, request.request_id))
+        task.add_done_callback(lambda _: self._end(number, request))
         return task
 
-    def _end(self, number: str, request_id: int) -> None:
+    def _end(self, number: str, request: GenerationRequest) -> None:
         self._meter.end(number)
-        self._interrupted.discard(number)
-        if numbers := self._of_requests.get(request_id):
-            numbers.discard(number)
-            if not numbers:
-                del self._of_requests[request_id]
+        self._sequences.end(request, number)
 
     async def interrupt(self, request_ids: Collection[int]) -> None:
-        while numbers := [n for request_id in request_ids for n in self._of_requests.get(request_id, ())]:
-            self._interrupted.update(numbers)
-            with engine_death_translated():
-                await self._llm.abort(numbers)
-            # vLLM does not know those that are on the way to it yet: they are asked for again.
-            await asyncio.sleep(ABORT_AGAIN_S)
+        with engine_death_translated():
+            await self._sequences.interrupt(request_ids, self._llm.abort)
 
     async def _complete_or_fail(
         self, number: str, request: GenerationRequest, index: int, engine_input: Any
@@ -224,7 +202,7 @@ class VLLMEngine:
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         output = last.outputs[0]
-        was_interrupted = output.finish_reason == ABORTED and number in self._interrupted
+        was_interrupted = output.finish_reason == ABORTED and self._sequences.was_interrupted(number)
         if output.finish_reason not in ("stop", "length") and not was_interrupted:
             self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
