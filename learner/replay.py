@@ -149,10 +149,12 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
 
 def in_one_process(config: RunConfig) -> RunConfig:
     """The same run without ranks: a step is made again where the command is given."""
-    alone = {"engine": "torch", "num_processes": 1, "cpu_offload": False}
-    if not config.learner.is_divided:
+    learner = config.learner
+    if not learner.is_divided:
         return config
-    return config.model_copy(update={"learner": config.learner.model_copy(update=alone)})
+    stage = type(learner).model_fields["zero_stage"].default
+    alone = {"engine": "torch", "num_processes": 1, "zero_stage": stage, "cpu_offload": False}
+    return config.model_copy(update={"learner": learner.model_copy(update=alone)})
 
 
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
