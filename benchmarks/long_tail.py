@@ -1,11 +1,12 @@
 """Long tails: how long does the learner wait, at equal capacities, by staleness bound, fleet and policy?
 
-    python -m benchmarks.long_tail [--servers 1 4 16 64] [--bounds 0 1 2 4] [--sigmas 1 1.5] [--fleets 8]
+    python -m benchmarks.long_tail [--servers 1 4 16 64] [--bounds 0 1 2 4] [--sigmas 1 1.5] [--fleets 8] [--prompts 8]
 
 The real ledger, hand-out and rollout-server logic in virtual time (benchmarks/staleness). The servers together sample,
 with all their places busy, just as many groups as the learner trains. The first table has servers of one speed; the
-second, fleets of different ones, and what hand-out by measured speed and moves of stragglers do for them. `of ideal`:
-steps a second against a learner that never waits. Exits with 1 if anything promised did not hold.
+second, fleets of different ones, and what hand-out by measured speed, moves of stragglers and divided groups do for
+them; the third, prompts that are long in each epoch, and what it helps to know them. `of ideal`: steps a second against
+a learner that never waits. Exits with 1 if anything promised did not hold.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from statistics import median
+from typing import Any
 
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.simulation import simulate
@@ -23,15 +27,25 @@ from benchmarks.staleness.workload import Workload
 from benchmarks.staleness_simulation import header, report_problems, row
 
 BASE = Workload(servers=1, bound=1, steps=32, prompts_per_step=32, sequences=64, longest=64, weights_s=(0.02, 0.05))
-FLEETS: dict[str, tuple[float, ...]] = {
-    "half of them 3 times as fast": (0.5, 1.5),
-    "one in four at a fifth": (0.25, 1.25, 1.25, 1.25),
+FLEETS: dict[str, dict[str, Any]] = {
+    "half of them 3 times as fast": {"speeds": (0.5, 1.5)},
+    "one in four at a fifth": {"speeds": (0.25, 1.25, 1.25, 1.25)},
+    "one in four falls to a fifth": {"slows_to": 0.2},
+    "of one speed, 6 places": {"sequences": 48, "prompts_per_step": 24},
 }
 POLICIES: dict[str, dict[str, bool]] = {
     "even": {"by_speed": False},
     "by speed": {},
-    "by speed, stragglers move": {"moves": True},
+    "stragglers move": {"moves": True},
+    "groups are divided": {"divides": True},
+    "both": {"moves": True, "divides": True},
 }
+ORDERS: dict[str, dict[str, Any]] = {
+    "as issued": {"longest_first": False},
+    "long prompts first": {},
+    "long prompts in one step of four": {"longest_first": False, "tail_steps": 4},
+}
+SEEDS = (1, 2, 3)
 COLUMNS = ("oldest", "dropped", "length bias", "learner idle", "places busy", "steps/s against bound 0", "of ideal")
 
 
@@ -82,17 +96,40 @@ def one_speed(sigmas: Sequence[float], servers: Sequence[int], bounds: Sequence[
 
 
 def mixed_speeds(number: int, bounds: Sequence[int]) -> list[Observation]:
-    print(f"\n{number} servers of different speeds, sigma 1.\n")
-    header("fleet", "bound", "policy", *COLUMNS)
+    print(f"\n{number} servers of different speeds, sigma 1: steps/s of the ideal, by policy.\n")
+    header("fleet", "bound", *POLICIES)
     seen: list[Observation] = []
-    for name, speeds in FLEETS.items():
-        workload = at_equal_capacity(replace(BASE, servers=number, speeds=speeds))
+    for name, fleet in FLEETS.items():
+        workload = at_equal_capacity(replace(BASE, servers=number, **fleet))
         for bound in bounds:
-            for policy, changes in POLICIES.items():
+            found = [simulate(replace(workload, bound=bound, **changes)) for changes in POLICIES.values()]
+            row(name, bound, *(f"{o.workload.learn_s / o.seconds_per_step:.2f}" for o in found))
+            seen += found
+    return seen
+
+
+def long_prompts(number: int, bounds: Sequence[int]) -> list[Observation]:
+    print(
+        f"\n{number} servers; 0.6 of the log-lengths' variance are the prompt's; 3 epochs of 16 steps, speed and idle "
+        f"of the last two; median and range of {len(SEEDS)} seeds.\n"
+    )
+    header("sigma", "bound", "tickets", "learner idle", "steps/s against as issued", "range")
+    seen: list[Observation] = []
+    for sigma, bound in product((1.0, 1.5), bounds):
+        base: dict[int, Observation] = {}
+        for name, changes in ORDERS.items():
+            found: list[Observation] = []
+            for seed in SEEDS:
+                prompts = {"of_prompt": 0.6, "steps": 48, "epochs": 3, "seed": seed}
+                workload = at_equal_capacity(replace(BASE, servers=number, length_sigma=sigma, **prompts))
                 observation = simulate(replace(workload, bound=bound, **changes))
-                seen.append(observation)
-                base = next(o for o in seen if o.workload.speeds == speeds)  # evenly, at the first bound
-                row(name, bound, policy, *cells(observation, base))
+                base.setdefault(seed, observation)
+                found.append(observation)
+            ratios = sorted(base[o.workload.seed].seconds_per_step / o.seconds_per_step for o in found)
+            idle = median(o.idle_ratio for o in found)
+            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+            row(f"{sigma:g}", bound, name, f"{idle:.2f}", f"{median(ratios):.2f}", spread)
+            seen += found
     return seen
 
 
@@ -102,12 +139,15 @@ def main() -> None:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--sigmas", type=float, nargs="+", default=[1.0, 1.5])
     parser.add_argument("--fleets", type=int, default=8, help="servers of the fleets of different speeds; 0: none")
+    parser.add_argument("--prompts", type=int, default=8, help="servers for prompts of known lengths; 0: none")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     started = time.monotonic()
     seen = one_speed(arguments.sigmas, arguments.servers, arguments.bounds) if arguments.servers else []
     if arguments.fleets:
         seen += mixed_speeds(arguments.fleets, arguments.bounds)
+    if arguments.prompts:
+        seen += long_prompts(arguments.prompts, arguments.bounds)
     problems = report_problems(seen)
     print(f"{time.monotonic() - started:.0f} s on one core.")
     sys.exit(1 if problems else 0)

@@ -61,7 +61,7 @@ class _GroupInProgress:
     """Encoded media of its prompt by content hash."""
     started_at: float
     scoring: GroupScoring | None
-    """None: only its log-probs are asked for."""
+    """None: nothing is scored here."""
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
     generated: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -104,7 +104,7 @@ class GroupProducer:
                     request=request,
                     blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
                     started_at=started_at,
-                    scoring=None if ticket.kind is TicketKind.PARITY else self._rewards.group(ticket.group_size),
+                    scoring=None if is_unscored(ticket) else self._rewards.group(ticket.group_size),
                 )
         tasks: list[asyncio.Task[Answer | None]] = [
             asyncio.create_task(self._generate(progress)),
@@ -147,6 +147,7 @@ class GroupProducer:
                 sampling=ticket.sampling,
                 orders=ticket.orders,
                 partial=ticket.partial,
+                only=tuple(ticket.only),
                 seen={
                     images: SeenPrompt(
                         prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
@@ -177,7 +178,7 @@ class GroupProducer:
             group.completions[item.index] = item.behind(partial) if partial else item
             if item.finish_reason is not None:
                 group.scores.append(asyncio.create_task(self._score(group, item)))
-            if len(group.completions) == group.ticket.group_size:
+            if len(group.completions) == len(group.ticket.indices):
                 group.generated.set_result(time.monotonic())
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
@@ -200,11 +201,12 @@ class GroupProducer:
     async def _finish(self, group: _GroupInProgress) -> Answer:
         try:
             generated_at = await group.generated
-            if any(completion.finish_reason is None for completion in group.completions.values()):
+            if group.ticket.only or any(c.finish_reason is None for c in group.completions.values()):
                 for score in group.scores:
                     score.cancel()
                 return TicketReturned(
-                    ticket_id=group.ticket.ticket_id, partial=partial_rollout(group.completions.values())
+                    ticket_id=group.ticket.ticket_id,
+                    partial=partial_rollout(group.completions.values(), group.ticket.group_size),
                 )
             return self._joined(group, generated_at, dict(await asyncio.gather(*group.scores)))
         except Exception as error:
@@ -241,11 +243,18 @@ class GroupProducer:
         )
 
 
-def partial_rollout(completions: Iterable[Completion]) -> PartialRollout:
-    """What there is of a group, finished or not; `completions` are all of its trajectories, in any order."""
+def is_unscored(ticket: Ticket) -> bool:
+    """Whether only its log-probs are asked for, or another server joins the group and scores it."""
+    return ticket.kind is TicketKind.PARITY or bool(ticket.only)
+
+
+def partial_rollout(completions: Iterable[Completion], group_size: int) -> PartialRollout:
+    """What there is of a group here, finished or not; `completions` in any order, and of others nothing."""
     ordered = sorted(completions, key=lambda completion: completion.index)
+    lengths = np.zeros(group_size, np.int32)
+    lengths[[completion.index for completion in ordered]] = [len(completion.token_ids) for completion in ordered]
     return PartialRollout(
-        lengths=np.asarray([len(c.token_ids) for c in ordered], np.int32),
+        lengths=lengths,
         token_ids=np.concatenate([c.token_ids for c in ordered]),
         logprobs=np.concatenate([c.logprobs for c in ordered]),
         versions=np.concatenate([c.versions for c in ordered]),

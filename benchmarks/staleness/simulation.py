@@ -37,7 +37,7 @@ from learner.network.servers import ServerState
 from learner.network.straggler_moves import StragglerMoves
 from learner.network.thread import POLL_S
 from learner.network.ticket_sender import TicketSender
-from learner.tickets.hand_out import ServerSpeeds
+from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
@@ -121,6 +121,7 @@ class SimulatedServer(RolloutServer):
         self.link: Any = link
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
+        self.engine.workload = workload
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
         self.policy_versions = PolicyVersions(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
@@ -140,14 +141,22 @@ class EqualSpeeds(ServerSpeeds):
         return 1.0
 
 
+class InOrderOfIssue(ExpectedLengths):
+    """For tickets that go out in the order in which they were issued."""
+
+    def of(self, row_id: str) -> float:
+        return 0.0
+
+
 class SimulatedServers:
     """What TicketSender and GroupReceiver need of Servers: the connected ones, and a way to each."""
 
-    def __init__(self, max_groups: int, max_sequences: int, speeds: ServerSpeeds):
+    def __init__(self, max_groups: int, max_sequences: int, speeds: ServerSpeeds, lengths: ExpectedLengths):
         self.connected: dict[str, ServerState] = {}
         self.aligned = self.connected
         self.version = 0
         self.speeds = speeds
+        self.lengths = lengths
         self.errors: Counter[str] = Counter()
         self._max_groups = max_groups
         self._max_sequences = max_sequences
@@ -187,11 +196,12 @@ class SimulatedNetwork:
             config.groups_in_flight,
             config.rollout.max_concurrent_sequences,
             ServerSpeeds() if workload.by_speed else EqualSpeeds(),
+            ExpectedLengths() if workload.longest_first else InOrderOfIssue(),
         )
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
-        self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits())
-        self._moves = StragglerMoves(self.connections, ledger)
+        self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits(), workload.divides)
+        self._moves = StragglerMoves(self.connections, ledger, workload.divides)
         self._stragglers_move = workload.moves
         self._ledger = ledger
         self._groups = GroupReceiver(self.connections, no_ports, ledger, verify)
@@ -253,6 +263,9 @@ async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNet
     network.announce(0)
     network.admit(0)
     for version in range(workload.steps):
+        if version == workload.steps // 2:
+            for server in network.servers[::4]:
+                server.engine.slow_down(workload.slows_to)
         began = loop.time()
         while not ledger.ready():
             network.changed.clear()

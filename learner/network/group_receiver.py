@@ -149,7 +149,8 @@ class GroupReceiver:
             server, ticket, group = self.servers.connected.get(server_id), received.ticket, received.group
             if server is not None and received.prepared.is_training:
                 sampled = group.lengths - (ticket.partial.lengths if ticket.partial else 0)
-                crowd = crowd_of(held[server_id], ticket.group_size, server.hello.max_sequences)
+                self.servers.lengths.observe(ticket.prompt.row_id, float(group.lengths.mean()))
+                crowd = crowd_of(held.get(server_id, 0.0), ticket.group_size, server.hello.max_sequences)
                 seconds = group.timings.generate_s
                 self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 

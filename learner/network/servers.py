@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.network.sockets import LearnerSockets
-from learner.tickets.hand_out import ServerSpeeds
+from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds, crowd_of
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
@@ -95,6 +95,8 @@ class Servers:
         """Welcomed servers by id."""
         self.speeds = ServerSpeeds()
         """How fast each one samples."""
+        self.lengths = ExpectedLengths()
+        """How long completions to each row are."""
         self.errors: Counter[str] = Counter()
         """Unusable messages, refused groups and failed tickets by kind."""
         self.version = version
@@ -299,18 +301,34 @@ class Servers:
         return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
 
     def take_return(self, server_id: str, returned: TicketReturned) -> bool:
-        """Take a ticket back as it is; what does not fit it is a failure. False if the server does not hold it."""
-        tokens = returned.partial.token_ids.size
-        logger.info("ticket %d comes back from %s with %d tokens", returned.ticket_id, server_id, tokens)
+        """Take a ticket back as it is, or the server's part of it; what does not fit it is a failure. False if the
+        server does not hold it."""
         try:
             if (newest := returned.partial.versions.max(initial=0)) > self.version:
                 raise ValueError(f"a partial token of version {newest}, at version {self.version}")
+            self._measure_speed(server_id, returned)
             return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
         except ValueError as problem:
             reason = printable(str(problem))
             self.errors[str(ErrorCode.REFUSED_GROUP)] += 1
             logger.warning("what %s has sampled of ticket %d is refused: %s", server_id, returned.ticket_id, reason)
             return self.give_back(returned.ticket_id, server_id, reason)
+
+    def _measure_speed(self, server_id: str, returned: TicketReturned) -> None:
+        """From what it has sampled of a ticket: a divided one's groups say nothing of who was how fast."""
+        out = self._ledger.out
+        item, seconds = out.get(returned.ticket_id), out.seconds_held(returned.ticket_id, server_id)
+        if (
+            item is None
+            or seconds is None
+            or not item.is_training
+            or returned.partial.lengths.size != item.ticket.group_size
+        ):
+            return
+        sampled = returned.partial.lengths - (item.ticket.partial.lengths if item.ticket.partial else 0)
+        held = out.held(is_training=True).get(server_id, 0.0)
+        crowd = crowd_of(held, item.ticket.group_size, self.connected[server_id].hello.max_sequences)
+        self.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""

@@ -32,6 +32,8 @@ class StragglerMoves:
 
     servers: Servers
     ledger: TicketLedger
+    divides: bool = False
+    """Whether a group may go on at several servers."""
     _looked_at: float = 0.0
     _moved: dict[int, str] = field(default_factory=dict)
     """Tickets that were recalled, of those that are out, and from whom."""
@@ -58,15 +60,16 @@ class StragglerMoves:
                 continue
             ticket, (holder, *others) = entry.prepared.ticket, entry.holders
             since = entry.holders[holder]
-            is_movable = entry.prepared.slot.bound > 0 and ticket.conversation is None and ticket_id not in self._moved
+            is_movable = entry.prepared.is_movable and ticket_id not in self._moved
             if now - since <= typical_s:
                 break
             if others or not is_movable or holder not in rooms:
                 continue
-            target = self._free(rooms, holder, ticket.group_size)
-            if target is None:
+            targets = self._free(rooms, holder, ticket.group_size)
+            if not targets:
                 continue
-            rooms[target] = rooms[target]._replace(held=rooms[target].held + 1)
+            for target, places in targets.items():
+                rooms[target] = rooms[target]._replace(held=rooms[target].held + places / ticket.group_size)
             rooms[holder] = rooms[holder]._replace(held=rooms[holder].held - 1)
             recalled[holder].append(ticket_id)
         for holder, ticket_ids in recalled.items():
@@ -74,14 +77,23 @@ class StragglerMoves:
             if self.servers.send(holder, TicketRecall(ticket_ids=tuple(ticket_ids))):
                 self._moved |= dict.fromkeys(ticket_ids, holder)
 
-    def _free(self, rooms: dict[str, Room], holder: str, group_size: int) -> str | None:
-        """The fastest server with places for a whole group, if it is clearly faster than the holder."""
+    def _free(self, rooms: dict[str, Room], holder: str, group_size: int) -> dict[str, int]:
+        """Places for a whole group, by server, if each is clearly faster than the holder; empty: there are none.
+
+        The fastest server with places for all of it; where there is none, and groups are divided, the fastest ones.
+        """
+        limit = rooms[holder].pace(0, group_size) / FASTER
         free = {
-            name: room.pace(1, group_size)
-            for name, room in rooms.items()
-            if room.held < room.most and (room.held + 1) * group_size <= room.sequences
+            name: room.free(group_size)
+            for name, room in sorted(rooms.items(), key=lambda item: -item[1].speed)
+            if name != holder and room.held < room.most and room.sequences and 1 / room.speed <= limit
         }
-        if not free:
-            return None
-        target = min(free, key=lambda name: free[name])
-        return target if free[target] * FASTER <= rooms[holder].pace(0, group_size) else None
+        for name, places in free.items():
+            if places >= group_size:
+                return {name: group_size}
+        targets: dict[str, int] = {}
+        for name, places in free.items() if self.divides else ():
+            targets[name] = min(places, group_size - sum(targets.values()))
+            if sum(targets.values()) == group_size:
+                return targets
+        return {}

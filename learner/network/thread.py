@@ -145,8 +145,9 @@ class NetworkThread(threading.Thread):
         if config.network.weights_compression == "delta":
             self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
         self.lease = LeaseGrants(self.servers)
-        self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
-        self.moves = StragglerMoves(self.servers, ledger)
+        divides = config.learner.divide_groups
+        self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits, divides)
+        self.moves = StragglerMoves(self.servers, ledger, divides)
         self._moves_stragglers = config.learner.move_stragglers
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(

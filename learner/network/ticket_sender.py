@@ -33,6 +33,8 @@ class TicketSender:
     ledger: TicketLedger
     write_ticket: Callable[[TicketSlot], PreparedTicket]
     limits: Limits
+    divides: bool = False
+    """Whether groups may be divided among servers."""
     _admitted: int | None = None
     """Version for which the ledger is asked for training tickets."""
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
@@ -91,21 +93,34 @@ class TicketSender:
         stalled = out.stalled()
         able = {server_id: server for server_id, server in servers.items() if server_id not in stalled}
         late = out.overdue() if able and len(servers) > 1 else []
-        waiting = [item for item in (*late, *out.waiting()) if self._admitted is not None or not item.is_training]
+        known = self._longest_first(out.waiting())
+        waiting = [item for item in (*late, *known) if self._admitted is not None or not item.is_training]
         if not waiting:
             return
         takers = able or servers
         shares: dict[str, list[PreparedTicket]] = {}
         for is_training in (True, False):
             of_kind = [item for item in waiting if item.is_training is is_training]
-            for server_id, share in self._shares(of_kind, takers, is_training=is_training).items():
+            divides = self.divides and not late
+            for server_id, share in self._shares(of_kind, takers, is_training=is_training, divides=divides).items():
                 shares.setdefault(server_id, []).extend(share)
         for server_id, share in shares.items():
             chosen = first_that_fit(share, self.limits)
             self._send(server_id, chosen, self.ledger.batch_mates(chosen) if len(servers) == 1 else [])
 
+    def _longest_first(self, waiting: Iterable[PreparedTicket]) -> list[PreparedTicket]:
+        """Oldest first, and of those that were issued together the longest: unless a batch is sampled together, where
+        the last bits of a log-prob depend on the order."""
+        expected = self.servers.lengths.of
+
+        def key(item: PreparedTicket) -> tuple[int, float, int]:
+            tokens = expected(item.ticket.prompt.row_id) if item.slot.bound and item.is_training else 0.0
+            return item.slot.version, -tokens, item.ticket.ticket_id
+
+        return sorted(waiting, key=key)
+
     def _shares(
-        self, waiting: Sequence[PreparedTicket], takers: Mapping[str, ServerState], *, is_training: bool
+        self, waiting: Sequence[PreparedTicket], takers: Mapping[str, ServerState], *, is_training: bool, divides: bool
     ) -> dict[str, list[PreparedTicket]]:
         out, items, servers = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}, self.servers.aligned
 
@@ -119,7 +134,8 @@ class TicketSender:
             others = able[_version_of(items[ticket_id])]
             return server_id in others and out.may_try(ticket_id, server_id, others)
 
-        return share_tickets(waiting, rooms_of(self.servers, self.ledger, takers, is_training=is_training), may_try)
+        rooms = rooms_of(self.servers, self.ledger, takers, is_training=is_training)
+        return share_tickets(waiting, rooms, may_try, divides=divides)
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
@@ -127,7 +143,8 @@ class TicketSender:
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
-            before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
+            only = {item.ticket.ticket_id: item.ticket.only for item in chosen if item.ticket.only}
+            before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id, only)
             for holders in sorted(set(before.values())):
                 late = [ticket_id for ticket_id, others in before.items() if others == holders]
                 logger.warning("%s gets tickets %s, too: %s is late with them", server_id, late, holders)
@@ -141,7 +158,7 @@ def rooms_of(
     held = ledger.out.held(is_training=is_training)
     return {
         server_id: Room(
-            held=held[server_id],
+            held=held.get(server_id, 0.0),
             most=server.hello.max_groups,
             sequences=server.hello.max_sequences,
             speed=servers.speeds.of(server_id),

@@ -204,6 +204,7 @@ METRICS = (
         "0, or few",
     ),
     _counter("tokens_returned", "tokens", "Sampled tokens that came back so, and were not sampled again.", "0, or few"),
+    _counter("tickets_divided", "tickets", "Tickets whose trajectories were divided among servers.", "0, or few"),
     _counter("tickets_reissued", "tickets", "Tickets that another server got, too: the first was late.", "0, or few"),
     _counter(
         "duplicate_groups",

@@ -5,21 +5,28 @@ The ledger adds and removes tickets. `learner/network/servers.py` decides which 
 
 A ticket that is over its deadline goes to another server, too. The first group to arrive counts; the other server
 then *owes* the ticket: it still works on it, and its group will be recognised as a duplicate.
+
+A ticket may be divided among servers, each of which samples some of its trajectories and returns them. When no server
+has any of it, what is missing goes out again, or, where nothing is, the whole to be scored.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.messages import PartialRollout
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason, or an evaluation goes on without its row."""
@@ -32,6 +39,8 @@ class Outstanding:
     prepared: PreparedTicket
     holders: dict[str, float] = field(default_factory=dict)
     """Servers that have the ticket, and since when, in monotonic seconds; the first one first."""
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Trajectories that such a server samples, where it does not sample all of them."""
     attempts: int = 0
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
@@ -54,9 +63,11 @@ class OutstandingTickets:
         self.duplicates = 0
         """Groups of such tickets that came second."""
         self.returned = 0
-        """Tickets that a server gave back with what it had sampled of them."""
+        """Tickets that a server gave back with what it had sampled of them, though it was to sample more."""
+        self.divided = 0
+        """Tickets whose trajectories were divided among servers, counted each time."""
         self.returned_tokens = 0
-        """Sampled tokens that came back so, each counted at every return."""
+        """Sampled tokens that came back with such tickets, each counted at every return."""
         self._lock = lock
         self._entries: dict[int, Outstanding] = {}
         self._owed: dict[int, Outstanding] = {}
@@ -88,10 +99,17 @@ class OutstandingTickets:
                 self._forget_paid()
 
     def _measure(self, entry: Outstanding, server_id: str) -> None:
+        """Take the ticket from a server that has done its part of it."""
         now = self._answered_at[server_id] = time.monotonic()
-        since = entry.holders.pop(server_id, None)
-        if since is not None:
+        part = entry.parts.get(server_id, entry.prepared.unfinished)
+        since = self._release(entry, server_id)
+        if since is not None and part:  # what was only to be scored says nothing of how long groups take
             self.deadline.measure(entry.prepared.ticket.kind, now - since)
+
+    def _release(self, entry: Outstanding, server_id: str) -> float | None:
+        """Take the ticket from a server. Returns since when it had it."""
+        entry.parts.pop(server_id, None)
+        return entry.holders.pop(server_id, None)
 
     def _forget_paid(self) -> None:
         self._owed = {ticket_id: entry for ticket_id, entry in self._owed.items() if entry.holders}
@@ -158,13 +176,27 @@ class OutstandingTickets:
 
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         """Number of training, or of evaluation tickets that a server has: neither takes room from the other."""
-        return self.held(is_training=is_training)[server_id]
-
-    def held(self, *, is_training: bool) -> Counter[str]:
-        """`held_of_kind` of all servers at once."""
         with self._lock:
             entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
-            return Counter(server_id for entry in entries for server_id in entry.holders)
+            return sum(server_id in entry.holders for entry in entries)
+
+    def held(self, *, is_training: bool) -> dict[str, float]:
+        """Groups that each server has work for: of a divided ticket as much as it samples."""
+        groups: dict[str, float] = defaultdict(float)
+        with self._lock:
+            for _, entry in self._all():
+                if entry.prepared.is_training is is_training:
+                    for server_id in entry.holders:
+                        part = entry.parts.get(server_id)
+                        groups[server_id] += 1.0 if part is None else len(part) / entry.prepared.ticket.group_size
+        return groups
+
+    def seconds_held(self, ticket_id: int, server_id: str) -> float | None:
+        """How long a server has had a ticket whose group is awaited; None: it has not."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            since = entry.holders.get(server_id) if entry else None
+            return None if since is None else time.monotonic() - since
 
     def holds_since(self, server_id: str, moment: float) -> bool:
         """Whether a server has had one of its tickets since this monotonic time, or longer."""
@@ -185,15 +217,24 @@ class OutstandingTickets:
                 not entry.holders and entry.prepared.slot.version > version for entry in training
             )
 
-    def assign(self, ticket_ids: Iterable[int], server_id: str) -> dict[int, str]:
-        """Note that a server gets these tickets. Returns who had some of them already, by ticket."""
+    def assign(
+        self, ticket_ids: Iterable[int], server_id: str, only: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> dict[int, str]:
+        """Note that a server gets these tickets, and of some `only` these trajectories. Returns who had others already,
+        by ticket."""
         with self._lock:
             before: dict[int, str] = {}
             for ticket_id in ticket_ids:
-                holders = self._entries[ticket_id].holders
-                if holders:
-                    before[ticket_id] = ", ".join(holders)
-                holders[server_id] = time.monotonic()
+                entry = self._entries[ticket_id]
+                part = tuple(only.get(ticket_id, ()))
+                if part:
+                    self.divided += not entry.holders
+                elif entry.holders:
+                    before[ticket_id] = ", ".join(entry.holders)
+                todo = part or entry.prepared.unfinished
+                if len(todo) < entry.prepared.ticket.group_size:
+                    entry.parts[server_id] = todo
+                entry.holders[server_id] = time.monotonic()
             self.reissued += len(before)
             return before
 
@@ -206,7 +247,7 @@ class OutstandingTickets:
             ids, now, brought = set(held), time.monotonic(), 0
             for ticket_id, entry in self._all():
                 if ticket_id not in ids:
-                    entry.holders.pop(server_id, None)
+                    self._release(entry, server_id)
                 elif server_id not in entry.holders:
                     brought += not entry.holders
                     entry.holders[server_id] = now
@@ -225,7 +266,7 @@ class OutstandingTickets:
             entry = self._entries.get(ticket_id) or self._owed.get(ticket_id)
             if entry is None or server_id not in entry.holders:
                 return False
-            del entry.holders[server_id]
+            self._release(entry, server_id)
             self._answered_at[server_id] = time.monotonic()
             if ticket_id in self._owed:
                 self._forget_paid()
@@ -243,8 +284,8 @@ class OutstandingTickets:
             return True
 
     def take_return(self, ticket_id: int, server_id: str, partial: PartialRollout) -> bool:
-        """Keep what a server has sampled of a ticket that it gives back; False, and nothing else, if it does not hold
-        it.
+        """Keep what a server has sampled of a ticket that it gives back, or of its part of it; False, and nothing else,
+        if it does not hold it.
 
         On-policy a ticket begins anew: a batch is sampled whole, to the last bit. Raises ValueError where the columns
         do not fit the ticket.
@@ -254,10 +295,16 @@ class OutstandingTickets:
             if entry is None or server_id not in entry.holders:
                 return False
             if ticket_id in self._entries and (entry.prepared.slot.bound or not entry.prepared.is_training):
-                entry.prepared = entry.prepared.going_on(partial)
+                before = entry.prepared.ticket.partial
+                entry.prepared = entry.prepared.going_on(before.joined(partial) if before else partial)
+                part = entry.parts.get(server_id, entry.prepared.unfinished)
+                if not {*part} & {*entry.prepared.unfinished}:
+                    self._measure(entry, server_id)
+                    return True
+                logger.info("ticket %d comes back from %s with %d tokens", ticket_id, server_id, partial.token_ids.size)
                 self.returned += 1
                 self.returned_tokens += partial.token_ids.size
-            del entry.holders[server_id]
+            self._release(entry, server_id)
             self._answered_at[server_id] = time.monotonic()
             self._forget_paid()
             return True

@@ -4,13 +4,19 @@ A server decodes so many sequences at once, each at so many tokens a second. As 
 holds, another group takes there what its tokens take; from then on groups share the places, and each takes longer in
 proportion. Speeds are measured from the groups that come back, queueing included, so that a server which is slower than
 it promised gets less, and a fleet of different machines needs no configuration.
+
+Of tickets that were issued together those go first whose rows had the longest completions before: what takes longest
+should not begin last. A group that no server has places for may be divided among several that have.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from statistics import median
 from typing import NamedTuple
 
@@ -61,7 +67,36 @@ class ServerSpeeds:
         self._speeds.pop(server_id, None)
 
 
-def crowd_of(held: int, group_size: int, sequences: int) -> float:
+class ExpectedLengths:
+    """Tokens of a completion to a row, from its groups of earlier epochs. A new process begins without any.
+
+    >>> lengths = ExpectedLengths()
+    >>> lengths.observe("rows:1", 100.0)
+    >>> lengths.observe("rows:1", 200.0)
+    >>> lengths.of("rows:1"), lengths.of("rows:2")
+    (150.0, 150.0)
+    """
+
+    NEWEST = 0.5
+    """Weight of the newest group of a row."""
+
+    def __init__(self) -> None:
+        self._of_rows: dict[str, float] = {}
+        self._typical, self._groups = 0.0, 0
+
+    def observe(self, row_id: str, tokens: float) -> None:
+        """Take the mean length of a group's completions."""
+        known = self._of_rows.get(row_id)
+        self._of_rows[row_id] = tokens if known is None else known + self.NEWEST * (tokens - known)
+        self._groups += 1
+        self._typical += (tokens - self._typical) / min(self._groups, RECENT_GROUPS)
+
+    def of(self, row_id: str) -> float:
+        """A row's, or what is usual where it is not known yet."""
+        return self._of_rows.get(row_id, self._typical)
+
+
+def crowd_of(held: float, group_size: int, sequences: int) -> float:
     """Trajectories that a server has, in numbers of those that it decodes at once (0: unsaid, it has room for all)."""
     return held * group_size / sequences if sequences else 0.0
 
@@ -69,7 +104,7 @@ def crowd_of(held: int, group_size: int, sequences: int) -> float:
 class Room(NamedTuple):
     """What a server has and may have."""
 
-    held: int
+    held: float
     """Groups that it has."""
     most: int
     """Groups that it is willing to have."""
@@ -78,40 +113,104 @@ class Room(NamedTuple):
     speed: float
     """Tokens a second of one trajectory."""
 
-    def pace(self, more: int, group_size: int) -> float:
+    def pace(self, more: float, group_size: int) -> float:
         """Relative time that each group takes there, with `more` groups than it has."""
         return max(1.0, crowd_of(self.held + more, group_size, self.sequences)) / self.speed
 
+    def free(self, group_size: int) -> int:
+        """Places for trajectories that nothing waits for; unsaid, as many as anybody asks for."""
+        return max(0, self.sequences - math.ceil(self.held * group_size)) if self.sequences else sys.maxsize
+
 
 def share_tickets(
-    waiting: Sequence[PreparedTicket], rooms: Mapping[str, Room], may_try: Callable[[int, str], bool]
+    waiting: Sequence[PreparedTicket],
+    rooms: Mapping[str, Room],
+    may_try: Callable[[int, str], bool],
+    *,
+    divides: bool = False,
 ) -> dict[str, list[PreparedTicket]]:
     """Each ticket's server, in the order of the tickets: the one with the shortest expected time, of equal ones the
-    least loaded. None gets more than it is willing to hold.
+    least loaded. None gets more than it is willing to hold. A ticket that is sampled to its end takes no room.
 
-    `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no server can take is in no share.
+    `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no server can take is in no share. With `divides`
+    a movable group that would have to wait for places is divided among servers that have places, if there are enough
+    and the slowest of them is expected to be done sooner.
     """
-    shares: dict[str, list[PreparedTicket]] = {}
-    size = max((item.ticket.group_size for item in waiting), default=1)
-
-    def place(order: int, server_id: str) -> tuple[float, int, int, str]:
-        given = len(shares.get(server_id, ()))
-        return rooms[server_id].pace(given + 1, size), rooms[server_id].held + given, order, server_id
-
-    free = [place(order, name) for order, (name, room) in enumerate(rooms.items()) if room.held < room.most]
-    heapq.heapify(free)
+    hands = _Hands(rooms, max((item.ticket.group_size for item in waiting), default=1), may_try)
     for item in waiting:
-        passed: list[tuple[float, int, int, str]] = []
-        while free:
-            first = heapq.heappop(free)
-            _, load, order, server_id = first
-            if not may_try(item.ticket.ticket_id, server_id):
-                passed.append(first)
-                continue
-            shares.setdefault(server_id, []).append(item)
-            if load + 1 < rooms[server_id].most:
-                heapq.heappush(free, place(order, server_id))
-            break
-        for other in passed:
-            heapq.heappush(free, other)
-    return shares
+        if not item.unfinished:
+            hands.give_anyone(item)
+        elif not (divides and item.is_movable and hands.divide(item)):
+            hands.give(item)
+    return hands.shares
+
+
+class _Hands:
+    """Servers with room, the best one first, and what each gets."""
+
+    def __init__(self, rooms: Mapping[str, Room], size: int, may_try: Callable[[int, str], bool]):
+        self.shares: dict[str, list[PreparedTicket]] = {}
+        self._rooms = dict(rooms)
+        self._order = {server_id: order for order, server_id in enumerate(rooms)}
+        self._size = size
+        self._may_try = may_try
+        self._free = [self._place(server_id) for server_id, room in rooms.items() if room.held < room.most]
+        heapq.heapify(self._free)
+
+    def _place(self, server_id: str) -> tuple[float, float, int, str]:
+        room = self._rooms[server_id]
+        return room.pace(1, self._size), room.held, self._order[server_id], server_id
+
+    def _best(self, ticket_id: int) -> Iterator[str]:
+        """Servers that may have the ticket, the best one first. Those that were looked at are where they belong again
+        when the iterator is closed, with what they have by then."""
+        passed: list[str] = []
+        try:
+            while self._free:
+                passed.append(heapq.heappop(self._free)[-1])
+                if self._may_try(ticket_id, passed[-1]):
+                    yield passed[-1]
+        finally:
+            for server_id in passed:
+                if self._rooms[server_id].held < self._rooms[server_id].most:
+                    heapq.heappush(self._free, self._place(server_id))
+
+    def _add(self, server_id: str, item: PreparedTicket) -> None:
+        self.shares.setdefault(server_id, []).append(item)
+        room = self._rooms[server_id]
+        self._rooms[server_id] = room._replace(held=room.held + item.portion)
+
+    def give(self, item: PreparedTicket) -> None:
+        """To the best server, if any may have it."""
+        with closing(self._best(item.ticket.ticket_id)) as best:
+            for server_id in best:
+                self._add(server_id, item)
+                break
+
+    def give_anyone(self, item: PreparedTicket) -> None:
+        """To the server with the least to do: no place is needed."""
+        able = [name for name in self._rooms if self._may_try(item.ticket.ticket_id, name)]
+        if able:
+            self._add(min(able, key=lambda name: self._rooms[name].held), item)
+
+    def divide(self, item: PreparedTicket) -> bool:
+        """Divide it, if that is quicker; False: it is not."""
+        left, size, slowest = list(item.unfinished), item.ticket.group_size, 0.0
+        whole: float | None = None
+        parts: dict[str, list[int]] = {}
+        with closing(self._best(item.ticket.ticket_id)) as best:
+            for server_id in best:
+                room = self._rooms[server_id]
+                whole = room.pace(item.portion, size) if whole is None else whole
+                count = min(len(left), room.free(size))
+                if not count or (not parts and count == len(left)):  # nothing is free, or it has places for all of it
+                    break
+                parts[server_id], left = left[:count], left[count:]
+                slowest = max(slowest, 1 / room.speed)
+                if not left:
+                    break
+            if left or whole is None or slowest >= whole:
+                return False
+            for server_id, indices in parts.items():
+                self._add(server_id, item.divided(indices))
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -176,6 +177,26 @@ class PartialRollout(Wire):
         end = int(self.lengths[: index + 1].sum())
         return slice(end - int(self.lengths[index]), end)
 
+    def joined(self, other: PartialRollout) -> PartialRollout:
+        """The longer of each trajectory, this one's where both are as long. Raises ValueError where their numbers
+        differ."""
+        if self.lengths.size != other.lengths.size:
+            raise ValueError(f"{other.lengths.size} partial trajectories beside {self.lengths.size}")
+        sources = [other if theirs > mine else self for mine, theirs in zip(self.lengths, other.lengths, strict=True)]
+        spans = [(source, source.span(index)) for index, source in enumerate(sources)]
+
+        def column(of: Callable[[PartialRollout], np.ndarray]) -> np.ndarray:
+            return np.concatenate([of(source)[span] for source, span in spans])
+
+        kept = any(source.kv_versions is not None for source in (self, other))
+        return PartialRollout(
+            lengths=np.maximum(self.lengths, other.lengths),
+            token_ids=column(lambda partial: partial.token_ids),
+            logprobs=column(lambda partial: partial.logprobs),
+            versions=column(lambda partial: partial.versions),
+            kv_versions=column(lambda p: p.versions if p.kv_versions is None else p.kv_versions) if kept else None,
+        )
+
     @property
     def nbytes(self) -> int:
         return 4 * (self.lengths.size + self.token_ids.size * (3 if self.kv_versions is None else 4))
@@ -198,7 +219,10 @@ class Ticket(Wire):
     conversation: ConversationLimits | None = None
     """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
     partial: PartialRollout | None = None
-    """What another server has sampled of it, to go on from; None: it begins anew."""
+    """What other servers have sampled of it, to go on from; None: it begins anew."""
+    only: Annotated[Many[Annotated[int, Field(ge=0)]], Field(exclude_if=lambda only: not only)] = ()
+    """Indices of the trajectories that this server samples, rising: others have the rest. They come back as
+    `TicketReturned`. Empty, and not on the wire: all that is not finished, and the group comes back."""
 
     @model_validator(mode="after")
     def _orders_fit(self) -> Ticket:
@@ -244,15 +268,42 @@ class Ticket(Wire):
         for index in range(self.group_size):
             prefix = self.order(index).prefix
             token_ids = partial.token_ids[partial.span(index)].tolist()
-            if token_ids[: len(prefix)] != [*prefix]:
+            if token_ids and token_ids[: len(prefix)] != [*prefix]:
                 raise ValueError(f"{where}: partial trajectory {index} does not begin as its order has it")
             if stops := {*token_ids[:-1]} & {*sampling.stop_token_ids}:
                 raise ValueError(f"{where}: partial trajectory {index} goes on behind the stop token ids {stops}")
         return self
 
+    @model_validator(mode="after")
+    def _only_fits(self) -> Ticket:
+        where, only = f"ticket {self.ticket_id} (row {self.prompt.row_id})", self.only
+        if only and (list(only) != sorted({*only}) or only[-1] >= self.group_size):
+            raise ValueError(f"{where}: only the trajectories {list(only)} of {self.group_size}")
+        if only and self.conversation:
+            raise ValueError(f"{where}: a conversation cannot be divided: its environments are on one server")
+        return self
+
     def going_on(self, partial: PartialRollout) -> Ticket:
         """The ticket for a server that goes on from there. Raises ValueError where it does not fit."""
         return Ticket.model_validate({**dict(self), "partial": partial})
+
+    def divided(self, only: Iterable[int]) -> Ticket:
+        """The ticket for a server that samples these trajectories alone."""
+        return self.model_copy(update={"only": tuple(only)})
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Trajectories that the server samples, or finds finished in `partial`."""
+        return self.only or range(self.group_size)
+
+    def is_finished(self, index: int) -> bool:
+        """Whether `partial` has the whole of trajectory `index`."""
+        if self.partial is None:
+            return False
+        token_ids = self.partial.token_ids[self.partial.span(index)]
+        return len(token_ids) >= self.sampling.max_new_tokens or bool(
+            len(token_ids) and token_ids[-1] in self.sampling.stop_token_ids
+        )
 
     @property
     def begins_at(self) -> int:

@@ -6,9 +6,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
-PROTOCOL_MAJOR = 10
+PROTOCOL_MAJOR = 11
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""
 
 T = TypeVar("T")

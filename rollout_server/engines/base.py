@@ -57,7 +57,7 @@ class Parking:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Sample `group_size` completions of one prompt. Requests of one call differ in `request_id` or `stream`."""
+    """Sample the completions `indices` of a prompt's group. Requests of one call differ in `request_id` or `stream`."""
 
     request_id: int
     prompt: MeasuredPrompt
@@ -76,11 +76,18 @@ class GenerationRequest:
     """The prompt with the images that orders have in place of its own, by their content hashes."""
     partial: PartialRollout | None = None
     """What another server has sampled of the group: each completion begins with that, its order's prefix included."""
+    only: tuple[int, ...] = ()
+    """The completions that are sampled here, where others have the rest; empty: all."""
     stream: tuple[int, ...] = ()
     """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
     whose indices are the completions' own."""
     parking: tuple[Parking, ...] = ()
     """One for each completion of a conversation's turn, or none."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Places within the group of the completions to give."""
+        return self.only or range(self.group_size)
 
     def seed_of(self, index: int) -> tuple[int, ...]:
         """Seeds of the random stream of completion `index`."""

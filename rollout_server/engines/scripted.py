@@ -83,7 +83,7 @@ class ScriptedEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         started = time.monotonic()
-        tasks = [self._begin(request, index) for request in requests for index in range(request.group_size)]
+        tasks = [self._begin(request, index) for request in requests for index in request.indices]
         self._sequences += len(tasks)
         try:
             for task in asyncio.as_completed(tasks):
@@ -109,6 +109,8 @@ class ScriptedEngine:
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
         versions: list[int] = [self._version] * len(request.prefix(index))
+        if request.finish_reason(request.prefix(index)):
+            return self._completion(request, index, versions, self._version)
         cached = self._version
         try:
             async with self._slots:

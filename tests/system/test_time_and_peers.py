@@ -54,7 +54,8 @@ def running(*services: Service) -> Iterator[None]:
 def scripted(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> RunConfig:
     """A run whose groups take a quarter of a second, so that there is time for things to go wrong."""
     slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.03}
-    return small(make_config, rollout={"engine": "scripted", "engine_args": slow}, **sections)
+    rollout = {"engine": "scripted", "engine_args": slow, **sections.pop("rollout", {})}
+    return small(make_config, rollout=rollout, **sections)
 
 
 def steps_of(run: Path) -> int:
@@ -62,14 +63,15 @@ def steps_of(run: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
-def sampled_tokens(config: RunConfig) -> float:
-    """The server's own count; 0 before it answers."""
+def counted(config: RunConfig, side: str, metric: str) -> float:
+    """A service's own count; 0 before it answers."""
+    port = getattr(config.telemetry, f"{side}_port")
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{config.telemetry.rollout_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
     except OSError:
         return 0.0
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("asyncrl_rollout_tokens_total"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
 
 
 def test_a_wall_clock_that_jumps_by_days_changes_nothing(
@@ -128,7 +130,7 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
     leaving = start("rollout_server", file, "rollout.engine_args.seconds_per_token=1.0")  # is in the middle for seconds
     said, theirs = run / "learner.log", run / "rollout_server.log"
     with running(learner, leaving, staying):
-        wait_until(lambda: sampled_tokens(config) > 0, "its first token", run)
+        wait_until(lambda: counted(config, "rollout", "asyncrl_rollout_tokens_total") > 0, "its first token", run)
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(timeout=20) == 130, logs(run)
         assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
@@ -139,6 +141,33 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
     assert len(returned) == int(announced[1])
     assert sum(returned) > 0
     assert "WARNING" not in theirs.read_text()
+
+
+def test_divided_groups_are_trained_once_though_a_server_dies_in_the_middle(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Places for a group and a half: every second group of a server is divided with the other's."""
+    run = tmp_path / "run"
+    config = with_ports(
+        scripted(
+            make_config,
+            learner={"max_staleness": 2, "divide_groups": True},
+            trainer={"max_steps": 16},
+            rollout={"max_concurrent_sequences": 6},
+            batch={"group_size": 4},
+        )
+    )
+    file = write_config(config, run)
+    second = config.telemetry.model_copy(update={"rollout_port": 0})
+    other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
+    learner, dying, staying = start("learner", file), start("rollout_server", file), start("rollout_server", other)
+    with running(learner, dying, staying):
+        wait_until(lambda: steps_of(run) >= 4, "four steps", run)
+        divided = counted(config, "learner", "asyncrl_learner_tickets_divided_total")
+        dying.kill()
+        assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
+    assert divided > 0
+    assert_every_prompt_trained_once(run, 16)
 
 
 def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers
 from learner.network.ticket_sender import TicketSender
-from learner.tickets.hand_out import ServerSpeeds
+from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import Limits
@@ -24,7 +24,7 @@ class ServersOfAll:
 
     def __init__(self, *server_ids: str) -> None:
         hello = SimpleNamespace(max_groups=100, max_sequences=0)
-        self.speeds = ServerSpeeds()
+        self.speeds, self.lengths = ServerSpeeds(), ExpectedLengths()
         self.aligned = {name: SimpleNamespace(hello=hello, told=0) for name in server_ids}
         self.sent: list[int] = []
         self.to: list[str] = []
