@@ -275,6 +275,7 @@ class RolloutServer:
         if isinstance(answer, TicketFailed):
             self.exporter.metrics["errors_total"].labels(kind=answer.error_kind).inc()
         if not isinstance(answer, Group):
+            crash_point("ticket.returning")
             await self.link.send(answer)
 
     def _on_device(self) -> AbstractAsyncContextManager[None]:

@@ -144,6 +144,8 @@ class TicketSender:
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             only = {item.ticket.ticket_id: item.ticket.only for item in chosen if item.ticket.only}
+            for ticket_id, indices in only.items():
+                logger.debug("%s gets only trajectories %s of ticket %d", server_id, list(indices), ticket_id)
             before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id, only)
             for holders in sorted(set(before.values())):
                 late = [ticket_id for ticket_id, others in before.items() if others == holders]

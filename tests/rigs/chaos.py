@@ -1,10 +1,11 @@
 """`make chaos`: kill learner and rollout servers at random until enough have died, then count every prompt.
 
-    python -m tests.rigs.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--relays]
+    python -m tests.rigs.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--fleet]
 
 Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
-weights over ZeroMQ, the others map them. With `--relays` all pull, in a chain: the learner sends a version to one
-server, which sends it on to one. Some kills are aimed: the victim dies at a named place in its code (between
+weights over ZeroMQ, the others map them. With `--fleet` all pull, in a chain: the learner sends a version to one
+server, which sends differences on to the next; groups are divided among servers, and move away from the first, which
+is slow. Some kills are aimed: the victim dies at a named place in its code (between
 journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a transfer);
 the others come at a random time. Each round is one epoch; rounds follow until there are enough kills and, with 100 or
 more, until every place has seen a death. A round passes if
@@ -47,8 +48,8 @@ AIMED_S = 25.0
 MANY_KILLS = 100
 """With so many, rounds go on until every place has seen a death."""
 MOST_ROUNDS = 12
-FETCHING, RELAYING = "weights.fetching", "weights.relaying"
-"""Only a server that pulls its weights passes the one, and one that sends them on the other."""
+FETCHING, RELAYING, RETURNING = "weights.fetching", "weights.relaying", "ticket.returning"
+"""Only a server that pulls its weights passes the first, and one of a fleet the others."""
 AIMS: dict[str, dict[str, int]] = {
     "learner": {
         "tickets.journaled": 2,
@@ -71,6 +72,7 @@ AIMS: dict[str, dict[str, int]] = {
         "weights.loading": 120,
         FETCHING: 4,
         RELAYING: 4,
+        RETURNING: 4,
     },
 }
 """Place -> at which pass of it a process dies, at most."""
@@ -116,6 +118,10 @@ class Round:
     dropped: int = 0
     relayed: int = 0
     """Versions that a server had from another one."""
+    divided: int = 0
+    """Times that a server got a part of a group."""
+    returned: int = 0
+    """Times that a server gave a group back before its end."""
     checks: int = 0
     """How often the ledger was found to add up on disk."""
     seconds: float = 0.0
@@ -134,13 +140,13 @@ class Chaos:
         seed: int,
         kills: int,
         deaths: Counter[str],
-        relays: bool,
+        fleet: bool,
     ):
         self.rng = random.Random(seed)
         self.rows = rows
         self.kills_left = kills
         self.run_dir = folder
-        self._relays = relays
+        self._is_fleet = fleet
         self.result = Round(servers, config.learner.on_stale)
         self.config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
         self.learner = Victim("learner", write_config(self.config, folder), AIMS["learner"])
@@ -148,13 +154,15 @@ class Chaos:
         self._deaths = deaths
 
     def _server(self, number: int) -> Victim:
-        """The first one pulls its weights over ZeroMQ, the others map them; with relays all pull."""
-        pulls = number == 0 or self._relays
+        """The first one pulls its weights over ZeroMQ, the others map them; of a fleet all pull."""
+        pulls = number == 0 or self._is_fleet
+        slow = self._is_fleet and number == 0
+        script = {"engine_args": {**self.config.rollout.engine_args, "seconds_per_token": 0.06}} if slow else {}
         sections = {
             "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
-            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
+            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"} | script),
         }
-        never = set() if self._relays else {RELAYING} if pulls else {RELAYING, FETCHING}
+        never = set() if self._is_fleet else {RELAYING, RETURNING} if pulls else {RELAYING, RETURNING, FETCHING}
         places = {place: count for place, count in AIMS["rollout_server"].items() if place not in never}
         file = write_config(
             self.config.model_copy(update=sections), self.run_dir.with_name(f"{self.run_dir.name}-server-{number}")
@@ -255,7 +263,12 @@ class Chaos:
         assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
         self.result.relayed = len(re.findall(r"from other servers: [1-9]", said))
-        assert self.result.relayed or not self._relays, "no version came from another server"
+        wrote = self.learner.log.read_text(errors="replace")
+        self.result.divided = len(re.findall(r"gets only trajectories", wrote))
+        self.result.returned = len(re.findall(r"comes back from", wrote))
+        if self._is_fleet:
+            assert self.result.relayed, "no version came from another server"
+            assert self.result.divided, "no group was divided"
 
     def _logs(self) -> str:
         return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
@@ -266,17 +279,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, relays: bool = False) -> RunConfig:
+def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, fleet: bool = False) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": "set by each round",
             "model": {"path": str(model), "freeze_vision_tower": False},
             "data": {"train_files": [str(data / "rl.parquet")], "max_prompt_length": 128, "max_response_length": 32},
             "batch": {"prompts_per_step": PROMPTS_PER_STEP, "group_size": 2, "tokens_per_microbatch": 1024},
-            "learner": {"max_staleness": 2, "on_stale": on_stale, "cpu_threads": 1},
+            "learner": {"max_staleness": 2, "on_stale": on_stale, "cpu_threads": 1}
+            | ({"divide_groups": True, "move_stragglers": True} if fleet else {}),
             "rollout": {
                 "engine": "scripted",
                 "cpu_threads": 1,
+                **({"max_concurrent_sequences": 3} if fleet else {}),
                 "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.02},
             },
             "reward": {"functions": [{"function": f"{ROOT}/tests/rigs/short_reward.py:short"}], "workers": 1},
@@ -284,7 +299,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, relay
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
             "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0}
-            | ({"weights_fan_out": 1, "weights_compression": "delta"} if relays else {}),
+            | ({"weights_fan_out": 1, "weights_compression": "delta"} if fleet else {}),
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
         }
     )
@@ -299,7 +314,7 @@ def run_chaos(
     on_stale: Sequence[OnStale] = ("wait",),
     seed: int,
     per_round: int,
-    relays: bool = False,
+    fleet: bool = False,
     tell: Callable[[str], None],
 ) -> list[Round]:
     """Rounds with each number of servers in turn until `kills` processes have died."""
@@ -307,12 +322,12 @@ def run_chaos(
     model, data = make_tiny_model(folder / "model", intermediate=2048), make_digits(folder / "data", rl_rows=rows)
     rounds: list[Round] = []
     deaths: Counter[str] = Counter()
-    while (done := deaths.total()) < kills or (kills >= MANY_KILLS and spared(deaths, relays)):
+    while (done := deaths.total()) < kills or (kills >= MANY_KILLS and spared(deaths, fleet)):
         number = len(rounds)
         assert number < MOST_ROUNDS, (
-            f"after {number} rounds and {done} kills nobody has died at {spared(deaths, relays)}"
+            f"after {number} rounds and {done} kills nobody has died at {spared(deaths, fleet)}"
         )
-        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)], relays=relays)
+        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)], fleet=fleet)
         chaos = Chaos(
             folder / f"round-{number}",
             config,
@@ -321,22 +336,24 @@ def run_chaos(
             seed=seed + number,
             kills=min(per_round, kills - done) if done < kills else per_round,
             deaths=deaths,
-            relays=relays,
+            fleet=fleet,
         )
         result = chaos.run()
         rounds.append(result)
         tell(
             f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
             f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
-            f"{result.dropped} dropped, {result.relayed} versions relayed, ledger sound {result.checks} times, "
+            f"{result.dropped} dropped, {result.relayed} versions relayed, {result.divided} parts of "
+            f"groups, {result.returned} groups given back, ledger sound {result.checks} times, "
             f"{result.seconds:.0f} s"
         )
     return rounds
 
 
-def spared(deaths: Counter[str], relays: bool) -> list[str]:
+def spared(deaths: Counter[str], fleet: bool) -> list[str]:
     """Places where nobody has died."""
-    places = (f"{module} {place}" for module, places in AIMS.items() for place in places if relays or place != RELAYING)
+    never = () if fleet else (RELAYING, RETURNING)
+    places = (f"{module} {place}" for module, places in AIMS.items() for place in places if place not in never)
     return [place for place in places if not deaths[place]]
 
 
@@ -348,7 +365,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
-    parser.add_argument("--relays", action="store_true", help="servers send weights on to each other")
+    parser.add_argument("--fleet", action="store_true", help="relays, differences, divided groups and moves")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
     arguments = vars(parser.parse_args())
     folder = arguments.pop("folder") or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))

@@ -12,12 +12,12 @@ from tests.rigs.chaos import run_chaos
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("relays", [False, True])
-def test_ten_kills_lose_nothing_and_double_nothing(tmp_path: Path, relays: bool) -> None:
+@pytest.mark.parametrize("fleet", [False, True])
+def test_ten_kills_lose_nothing_and_double_nothing(tmp_path: Path, fleet: bool) -> None:
     lines: list[str] = []
-    servers = [3 if relays else 2]
+    servers = [3 if fleet else 2]
     rounds = run_chaos(
-        tmp_path, kills=10, rows=60, servers=servers, seed=7, per_round=10, relays=relays, tell=lines.append
+        tmp_path, kills=10, rows=60, servers=servers, seed=7, per_round=10, fleet=fleet, tell=lines.append
     )
     kills = sum((round.kills for round in rounds), Counter[str]())
     assert kills.total() >= 10, lines
