@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2 * MIB
 """Bytes asked for at once. Smaller frames cost more time than their bytes do; 64 MiB ones are four times slower."""
 WINDOW = 16
-"""Chunks on their way at a time: enough to keep both sides and the network busy at once."""
+"""Most chunks on their way at a time: enough to keep both sides and the network busy at once."""
+FIRST_WINDOW = 2
+QUICK_SHARE = 0.25
+"""Share of RETRY_S within which a chunk comes where nothing queues: each such one allows one more on its way."""
 MAX_CHUNK_BYTES = 4 * MIB
 """Largest chunk. Times the learner's queue for one peer (CHUNK_QUEUES) it bounds a stalled reader's cost: 256 MiB."""
 ATTEMPTS = 2
@@ -400,8 +403,10 @@ class _Pull:
         self._relay = relay
         self._began = self._arrived_at = self._asked_at = self._heard_at = time.monotonic()
         self._within_s = within_s
-        self._asked: dict[int, None] = {}
-        """Offsets on their way, in the order in which they were asked for."""
+        self._allowed = FIRST_WINDOW
+        """Chunks that may be on their way: fewer where one takes long, since others wait in the sender's queue, too."""
+        self._asked: dict[int, float] = {}
+        """Offsets on their way, in the order in which they were asked for, and when that was."""
         self._waiting: deque[int] = deque(download.missing())
 
     async def turn(self) -> None:
@@ -423,7 +428,9 @@ class _Pull:
             and message.version == self._version
             and self._download.take(message, self._relay)
         ):
-            self._asked.pop(message.offset, None)
+            took_s = now - self._asked.pop(message.offset, now)
+            is_quick = took_s < QUICK_SHARE * self._retry_s
+            self._allowed = min(self._window, self._allowed + 1) if is_quick else max(1, self._allowed // 2)
             self._arrived_at = now
             self._check_deadlines(now)
             return
@@ -431,7 +438,7 @@ class _Pull:
         if now - max(self._arrived_at, self._asked_at) >= self._retry_s:
             self._waiting.extendleft(reversed(self._asked))
             self._asked.clear()
-            self._asked_at = now
+            self._asked_at, self._allowed = now, 1
         self._check_deadlines(now)
 
     @property
@@ -439,7 +446,7 @@ class _Pull:
         return self._download.manifest.version
 
     async def _ask(self, missing: dict[int, int]) -> None:
-        while self._waiting and len(self._asked) < self._window:
+        while self._waiting and len(self._asked) < self._allowed:
             offset = self._waiting[0]
             if offset not in missing:  # it has come after all
                 self._waiting.popleft()
@@ -449,7 +456,7 @@ class _Pull:
             except SendTimeout as problem:
                 logger.log(logging.DEBUG if self._relay else logging.WARNING, "%s; trying again", problem)
                 return
-            self._asked[self._waiting.popleft()] = None
+            self._asked[self._waiting.popleft()] = time.monotonic()
 
     def _take_error(self, error: Error) -> None:
         if not self._relay:

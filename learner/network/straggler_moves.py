@@ -45,7 +45,8 @@ class StragglerMoves:
             return
         self._looked_at = now
         out = self.ledger.out
-        tickets = out.training()
+        # Not those from before a restart, which wait for their servers to come back.
+        tickets = {ticket_id: entry for ticket_id, entry in out.training().items() if entry.holders}
         self._moved = {i: holder for i, holder in self._moved.items() if i in tickets}
         on_the_way = any(holder in tickets[i].holders for i, holder in self._moved.items())
         if on_the_way or out.waiting() or self.ledger.ready():

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers
 from learner.network.straggler_moves import StragglerMoves
 from learner.tickets.hand_out import ServerSpeeds
 from protocol.messages import TicketRecall
-from tests.unit.learner.test_tickets import arrive, ids, issue, make_ledger
+from tests.unit.learner.test_tickets import arrive, ids, issue, make_ledger, prepared
 
 
 class TwoServers:
@@ -55,6 +56,8 @@ def test_a_straggler_moves_to_a_free_and_faster_server(
     for item in tickets[2 + fast_has :]:
         ledger.out.assign(ids([item]), "slow")
         arrive(ledger, item, server_id="slow")
+    withheld = prepared(TicketSlot(100, 100, 0, bound))
+    ledger.out.add(withheld, withheld_until=time.monotonic() + 60.0)
     now = time.monotonic()
     for entry in ledger.out.training().values():
         entry.holders.update(dict.fromkeys(entry.holders, now - held_s))
