@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -356,6 +358,39 @@ def test_only_lost_chunks_are_asked_for_again(publication: Publication):
     assert_equals(tensors, views_of(manifest, data))
     for index, offset in enumerate(range(0, manifest.total_bytes, 50_000)):
         assert asked.count(offset) == (2 if index % 3 == 0 else 1)
+
+
+def test_over_a_slow_link_a_second_reader_asks_for_each_chunk_once(publication: Publication):
+    """They share the sender's queue: with a whole window of the first in it, it would wait for longer than retry_s."""
+    tensors = make_tensors()
+    manifest = publication.publish(1, tensors)
+    sock = LearnerSocket("tcp://127.0.0.1:0", WeightsFromServer, setting="port", linger_s=0)
+    asked: list[int] = []
+    options = {"chunk_bytes": manifest.total_bytes // 30, "retry_s": 0.4}
+
+    def serve() -> None:
+        queue: deque[Received] = deque()
+        while not all(future.done() for future in futures):
+            while (received := sock.recv(0.0 if queue else 0.02)) is not None:
+                assert isinstance(received, Received)
+                queue.append(received)
+            if queue:
+                request = queue.popleft()
+                assert isinstance(request.message, ChunkRequest)
+                asked.append(request.message.offset)
+                time.sleep(0.03)
+                sock.send(request.identity, answer_chunk_request(publication, request.message))
+
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(pull, sock.endpoint, manifest, **options)]
+        sender = threads.submit(serve)
+        time.sleep(0.15)
+        futures.append(threads.submit(pull, sock.endpoint, manifest, **options))
+        for future in futures:
+            assert_equals(tensors, views_of(manifest, future.result()))
+        sender.result()
+    sock.close()
+    assert set(Counter(asked).values()) == {2}
 
 
 def test_a_version_that_goes_during_the_transfer_ends_it_and_the_next_one_works(publication: Publication):
