@@ -1,10 +1,10 @@
 """Engines against the learner: log-probs of the same sampled tokens, with images, in the configuration's dtype.
 
-    python benchmarks/logprob_parity.py CONFIG [--engines hf vllm] [key=value ...]
+    python benchmarks/logprob_parity.py CONFIG [--engines hf vllm] [--quantizations none fp8] [key=value ...]
 
 Samples a group for each of the first rows with each engine, recomputes every token's log-prob through the learner's
-packed forward pass, and prints the largest and the mean absolute difference. Without `--engines`: `hf`, and `vllm`
-where it is installed.
+packed forward pass, and prints the largest and the mean absolute difference, and the mismatch KL. Without `--engines`:
+`hf`, and `vllm` where it is installed. Quantisations that an engine has not are left out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import argparse
 import asyncio
 import importlib.util
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.config.load import load_config
+from asyncrl.config.quantization_rules import QUANTIZATIONS
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import Quantization
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
@@ -54,12 +57,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     installed = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     parser.add_argument("--engines", nargs="+", default=installed, choices=["hf", "vllm"])
+    parser.add_argument("--quantizations", nargs="+", default=["none"], choices=get_args(Quantization))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    print("| engine | dtype | completions | tokens | tokens/s | max \\|engine - learner\\| | mean |")
-    print("|---|---|---|---|---|---|---|")
-    for engine in arguments.engines:
-        overrides = [*arguments.overrides, f"rollout.engine={engine}"]
+    print("| engine | dtype | weights | completions | tokens | tokens/s | max \\|engine - learner\\| | mean | KL |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for engine, quantization in product(arguments.engines, arguments.quantizations):
+        if quantization not in ("none", *QUANTIZATIONS[engine]):
+            continue
+        overrides = [*arguments.overrides, f"rollout.engine={engine}", f"rollout.quantization={quantization}"]
         config = resolve_dtype(load_config(arguments.config, overrides))
         processor = PromptProcessor(config.model)
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
@@ -68,8 +74,9 @@ def main() -> None:
         parity = compare(trainer, processor, received, config.batch.tokens_per_microbatch)
         completions = sum(one.group.lengths.size for one in received)
         print(
-            f"| {engine} | {config.model.dtype} | {completions} | {parity.tokens} | {parity.tokens / seconds:.0f} | "
-            f"{parity.largest:.2e} | {parity.mean:.2e} |",
+            f"| {engine} | {config.model.dtype} | {quantization} | {completions} | {parity.tokens} | "
+            f"{parity.tokens / seconds:.0f} | "
+            f"{parity.largest:.2e} | {parity.mean:.2e} | {parity.kl:.2e} |",
             flush=True,
         )
 

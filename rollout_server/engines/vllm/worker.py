@@ -199,6 +199,9 @@ class WorkerExtension:
     def drop_weights(self: Any) -> None:
         self.weight_transfer_engine.stage.drop()
 
+    def quantized_layers(self: Any) -> int:
+        return len(self.vllm_config.quant_config.quantized_layers)
+
     def layers_without_slot(self: Any) -> list[str]:
         """Parts of the adapter in the slot that no layer here takes: vLLM drops them without a message."""
         manager = self.model_runner.lora_manager._adapter_manager
