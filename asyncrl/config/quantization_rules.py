@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from asyncrl.config.methods import method_of
 from asyncrl.config.run_sections import RunSections
 
-QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8",), "sglang": (), "scripted": ()}
+QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8", "int8"), "sglang": (), "scripted": ()}
 """Values of rollout.quantization besides none, by engine."""
 _WHY_NOT = {
-    "vllm": "which quantises to 8 bits of floating point as it loads, and to int8 only the experts of a mixture",
     "sglang": "which would load a new version into the quantised weights as if they were not: its reload for training "
     "(load_format flash_rl) knows no vision-language model",
     "scripted": "which has no model",

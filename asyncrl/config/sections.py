@@ -305,8 +305,8 @@ class RolloutConfig(Section):
     quantization: Quantization = "none"
     """Weights that completions are sampled with: `fp8` (e4m3) or `int8`, a scale for each output channel, made anew
     from every version, in the linear layers of the language model without its output layer. The policy that samples is
-    then this one, and algorithm.correction has to be on. `vllm` has fp8, whose inputs it rounds, too, and holds them in
-    8 bits; `hf` has both, and holds the rounded values in model.dtype."""
+    then this one, and algorithm.correction has to be on. `vllm` holds them in 8 bits, and rounds what goes into these
+    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing; `sglang` has none."""
     sleep_level: Literal[1, 2] = 1
     """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
     published (they are again before it is needed)."""

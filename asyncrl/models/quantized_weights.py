@@ -45,12 +45,16 @@ def rounded(
         yield name, on_grid(tensor, kind) if name in names else tensor
 
 
+def channel_scales(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
+    """[out, in] -> [out, 1] fp32: the largest magnitude of each row over the grid's."""
+    return (weight.float().abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp_min(SMALLEST_SCALE)
+
+
 def on_grid(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
     """[out, in], each row the nearest numbers that its scale times the grid has, rounded to the dtype of `weight`."""
     if kind == "none":
         return weight
-    wide = weight.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp_min(SMALLEST_SCALE)
-    steps = (wide / scale).clamp_(-LARGEST[kind], LARGEST[kind])
+    scales = channel_scales(weight, kind)
+    steps = (weight.float() / scales).clamp_(-LARGEST[kind], LARGEST[kind])
     steps = steps.to(torch.float8_e4m3fn).float() if kind == "fp8" else steps.round_()
-    return (steps * scale).to(weight.dtype)
+    return (steps * scales).to(weight.dtype)

@@ -21,8 +21,8 @@ the official build for CUDA."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
 
-FIRST_WITH_FP8 = (8, 9)
-"""Compute capability from which vLLM multiplies fp8 numbers; before, it would round the weights alone, and refuses."""
+FIRST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
+"""Compute capability of the first GPUs on which vLLM multiplies such numbers, by rollout.quantization."""
 
 NOT_YOURS = {
     "model": "Set model.path",
@@ -133,18 +133,25 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
 
 
 def quantization_problems(config: RunConfig, *, cuda: bool) -> Iterator[str]:
-    """What fp8 weights need of the model's dtype and of the GPU."""
-    setting = f"rollout.quantization is {config.rollout.quantization}"
+    """What weights of 8 bits need of the model and of the GPU."""
+    quantization = config.rollout.quantization
+    setting = f"rollout.quantization is {quantization}"
     if resolve_dtype(config).model.dtype == "float32":
         yield (
-            f"{setting} and model.dtype is float32, and the results of vLLM's fp8 products have 16 bits. Set "
-            "model.dtype=bfloat16, or rollout.engine=hf"
+            f"{setting} and model.dtype is float32, and vLLM quantises models of 16 bits. Set model.dtype=bfloat16, or "
+            "rollout.engine=hf"
         )
-    found = torch.cuda.get_device_capability() if cuda else FIRST_WITH_FP8
-    if found < FIRST_WITH_FP8:
+    if quantization == "int8" and config.model.lora.rank and not cuda:
         yield (
-            f"{setting}, and this GPU has compute capability {found[0]}.{found[1]}: fp8 products begin with "
-            f"{FIRST_WITH_FP8[0]}.{FIRST_WITH_FP8[1]} (Ada, Hopper). Set rollout.quantization=none"
+            f"{setting} and model.lora.rank is {config.model.lora.rank}, and on a CPU vLLM packs int8 weights away "
+            "from where its adapters look for them. Set rollout.quantization=fp8, or rollout.engine=hf"
+        )
+    first = FIRST_CAPABILITY[quantization]
+    found = torch.cuda.get_device_capability() if cuda else first
+    if found < first:
+        yield (
+            f"{setting}, and this GPU has compute capability {found[0]}.{found[1]}: vLLM's {quantization} products "
+            f"begin with {first[0]}.{first[1]}. Set rollout.quantization=none"
         )
 
 

@@ -38,9 +38,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Ranks that vLLM has slots for."""
 VLLM_SHARE = 0.92
 """vLLM's own default of gpu_memory_utilization."""
-SCHEMES = {"fp8": "fp8_per_channel"}
-"""vLLM's name of each rollout.quantization. It rounds a layer's inputs, too, with a scale for each token; never the
-output layer, and by itself the vision tower."""
+SCHEMES = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}
+"""vLLM's name of the weights of each rollout.quantization. It rounds a layer's inputs, too, with a scale for each
+token; never the output layer, and by itself the vision tower."""
 DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
 SAY_EVERY_S = 60.0
@@ -97,8 +97,11 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
     if rollout.quantization != "none":
         arguments |= {
-            "quantization": SCHEMES[rollout.quantization],
-            "quantization_config": {"ignore": [f"re:(.*\\.)?({'|'.join(VISION_TOWER_NAMES + CONNECTOR_NAMES)})\\."]},
+            "quantization": "online",
+            "quantization_config": {
+                "linear": {"weight": SCHEMES[rollout.quantization]},
+                "ignore": [rf"re:(.*\.)?({'|'.join(VISION_TOWER_NAMES + CONNECTOR_NAMES)})\."],
+            },
         }
     return arguments | rollout.engine_args
 
