@@ -29,7 +29,7 @@ from learner.network.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine
-from protocol.messages import TicketKind
+from protocol.messages import Group, TicketKind
 from rollout_server.engines import create_engine
 from rollout_server.group_producer import GroupProducer
 
@@ -45,7 +45,8 @@ async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tu
     no_rewards: Any = None
     started = time.monotonic()
     producer = GroupProducer(engine, no_rewards, processor, "benchmark")
-    groups = {group.ticket_id: group async for group in producer.produce(tickets, blobs)}
+    made = [answer async for answer in producer.produce(tickets, blobs)]
+    groups = {group.ticket_id: group for group in made if isinstance(group, Group)}
     seconds = time.monotonic() - started
     await engine.close()
     return [ReceivedGroup(item, groups[item.ticket.ticket_id]) for item in items], seconds

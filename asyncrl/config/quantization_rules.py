@@ -14,7 +14,7 @@ from asyncrl.config.run_sections import RunSections
 QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8", "int8"), "sglang": (), "scripted": ()}
 """Values of rollout.quantization besides none, by engine."""
 _WHY_NOT = {
-    "sglang": "which would load a new version into the quantised weights as if they were not: its reload for training "
+    "sglang": "whose fp8 layers would take the bits of a new version for quantised ones: its reload for training "
     "(load_format flash_rl) knows no vision-language model",
     "scripted": "which has no model",
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import Quantization
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.loading import load_model
@@ -48,7 +49,7 @@ class HFEngine:
         self.staging: Staging | None = Staging(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
-        self._quantization = config.rollout.quantization
+        self._quantization: Quantization = config.rollout.quantization
         self._on_grid: frozenset[str] = frozenset()
         """Names of the model's weights that are rounded where there is a quantization."""
         self._forgets = False
