@@ -1,10 +1,10 @@
 """Engines against the learner: log-probs of the same sampled tokens, with images, in the configuration's dtype.
 
-    python benchmarks/logprob_parity.py CONFIG [--engines hf vllm] [key=value ...]
+    python benchmarks/logprob_parity.py CONFIG [--engines hf vllm] [--quantizations none fp8] [key=value ...]
 
 Samples a group for each of the first rows with each engine, recomputes every token's log-prob through the learner's
-packed forward pass, and prints the largest and the mean absolute difference. Without `--engines`: `hf`, and `vllm`
-where it is installed.
+packed forward pass, and prints the largest and the mean absolute difference, and the mismatch KL. Without `--engines`:
+`hf`, and `vllm` where it is installed. Quantisations that an engine has not are left out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import argparse
 import asyncio
 import importlib.util
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.config.load import load_config
+from asyncrl.config.quantization_rules import QUANTIZATIONS
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import Quantization
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
@@ -26,7 +29,7 @@ from learner.network.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine
-from protocol.messages import TicketKind
+from protocol.messages import Group, TicketKind
 from rollout_server.engines import create_engine
 from rollout_server.group_producer import GroupProducer
 
@@ -42,7 +45,8 @@ async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tu
     no_rewards: Any = None
     started = time.monotonic()
     producer = GroupProducer(engine, no_rewards, processor, "benchmark")
-    groups = {group.ticket_id: group async for group in producer.produce(tickets, blobs)}
+    made = [answer async for answer in producer.produce(tickets, blobs)]
+    groups = {group.ticket_id: group for group in made if isinstance(group, Group)}
     seconds = time.monotonic() - started
     await engine.close()
     return [ReceivedGroup(item, groups[item.ticket.ticket_id]) for item in items], seconds
@@ -54,12 +58,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     installed = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     parser.add_argument("--engines", nargs="+", default=installed, choices=["hf", "vllm"])
+    parser.add_argument("--quantizations", nargs="+", default=["none"], choices=get_args(Quantization))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    print("| engine | dtype | completions | tokens | tokens/s | max \\|engine - learner\\| | mean |")
-    print("|---|---|---|---|---|---|---|")
-    for engine in arguments.engines:
-        overrides = [*arguments.overrides, f"rollout.engine={engine}"]
+    print("| engine | dtype | weights | completions | tokens | tokens/s | max \\|engine - learner\\| | mean | KL |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for engine, quantization in product(arguments.engines, arguments.quantizations):
+        if quantization not in ("none", *QUANTIZATIONS[engine]):
+            continue
+        overrides = [*arguments.overrides, f"rollout.engine={engine}", f"rollout.quantization={quantization}"]
         config = resolve_dtype(load_config(arguments.config, overrides))
         processor = PromptProcessor(config.model)
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
@@ -68,8 +75,9 @@ def main() -> None:
         parity = compare(trainer, processor, received, config.batch.tokens_per_microbatch)
         completions = sum(one.group.lengths.size for one in received)
         print(
-            f"| {engine} | {config.model.dtype} | {completions} | {parity.tokens} | {parity.tokens / seconds:.0f} | "
-            f"{parity.largest:.2e} | {parity.mean:.2e} |",
+            f"| {engine} | {config.model.dtype} | {quantization} | {completions} | {parity.tokens} | "
+            f"{parity.tokens / seconds:.0f} | "
+            f"{parity.largest:.2e} | {parity.mean:.2e} | {parity.kl:.2e} |",
             flush=True,
         )
 

@@ -15,6 +15,7 @@ def check_hello(
     model_fingerprint: str,
     processor_fingerprint: str,
     base_fingerprint: str = "",
+    quantization: str = "none",
     live_server_ids: Mapping[str, str],
 ) -> Refusal | None:
     """Refuse a server that does not fit a learner of these fingerprints; None if it fits.
@@ -39,6 +40,13 @@ def check_hello(
             reason=f"{server} holds base weights with fingerprint {hello.base_fingerprint or 'unknown'}, the learner's "
             f"are {base_fingerprint or 'published whole'}: an adapter on another base is another policy",
             fix="Copy the learner's model folder (its *.safetensors files) to the server, and start it again",
+        )
+    if hello.quantization != quantization:
+        return Refusal(
+            code=ErrorCode.MODEL_MISMATCH,
+            reason=f"{server} samples with weights of rollout.quantization={hello.quantization}, the learner expects "
+            f"{quantization}: its check of log-probs and its correction are for that",
+            fix="Start both with the same rollout.quantization",
         )
     if hello.processor_fingerprint != processor_fingerprint:
         return Refusal(

@@ -105,6 +105,7 @@ class LearnerLink:
             model_fingerprint=model,
             processor_fingerprint=processor,
             base_fingerprint=base_fingerprint,
+            quantization=config.rollout.quantization,
             max_groups=config.groups_in_flight,
             max_sequences=config.rollout.max_concurrent_sequences,
             pid=os.getpid(),

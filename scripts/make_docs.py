@@ -32,7 +32,8 @@ is computed: nothing is clipped, `ppo`, `gspo`, `luspo`, `gmpo`, `gpg`, `cispo`,
 gradient under the same aggregation, and `algorithm.correction` alone weighs stale tokens (under `gmpo` each by the mean
 weight of its trajectory). To have what their formulas say, take several updates of each batch
 (`algorithm.updates_per_batch=4`), or let the ratio be that to the policy that sampled
-(`algorithm.proximal=behaviour algorithm.correction.kind=none`)."""
+(`algorithm.proximal=behaviour algorithm.correction.kind=none`). With `rollout.quantization` the policy that sampled has
+other weights than the learner, and the correction weighs all tokens, stale or not; it may then not be switched off."""
 ALGORITHMS = """# Algorithms
 
 One line of configuration is another method: `algorithm.policy_loss=gspo`. A method brings its paper's defaults for keys

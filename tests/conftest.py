@@ -27,8 +27,8 @@ __all__ = ["ROOT"]
 LONGEST = (
     "test_sglang_engine test_sglang_end_to_end "
     "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
-    "test_vllm_lora test_vllm_agents test_compose_run test_lora_runs test_demo test_sync test_resume "
-    "test_time_and_peers "
+    "test_vllm_lora test_vllm_agents test_vllm_quantization test_compose_run test_lora_runs "
+    "test_demo test_sync test_resume test_time_and_peers "
     "test_docs_commands test_sync_kills test_fuzz_wire test_cli_commands test_end_to_end test_ranks test_zero "
     "test_memory_on_ranks test_sft_on_ranks test_vision_on_ranks test_families_on_ranks test_pools test_segments "
     "test_refusals test_dashboards test_chaos test_finished_run test_replay test_full_disk test_dynamic_sampling "
@@ -45,6 +45,7 @@ SHARED = {
     "test_vllm_engine": "vLLM",  # the last test kills it
     "test_vllm_lora": "vLLM",  # it starts its own
     "test_vllm_agents": "vLLM",  # as the one before
+    "test_vllm_quantization": "vLLM",
     "test_finished_run": "finished run",
     "test_replay": "finished run",
     "test_resume": "on-policy run",

@@ -288,6 +288,9 @@ def _shaped(functions: Sequence[RewardFunctionConfig]) -> tuple[dict[str, float]
     return counting, shaped
 
 
+Quantization = Literal["none", "fp8", "int8"]
+
+
 class RolloutConfig(Section):
     servers: int = Field(default=1, gt=0)
     """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
@@ -299,6 +302,11 @@ class RolloutConfig(Section):
     `make install-sglang` makes."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that the vllm engine spreads the model over."""
+    quantization: Quantization = "none"
+    """Weights that completions are sampled with: `fp8` (e4m3) or `int8`, a scale for each output channel, made anew
+    from every version, in the linear layers of the language model without its output layer. The policy that samples is
+    then this one, and algorithm.correction has to be on. `vllm` holds them in 8 bits, and rounds what goes into these
+    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing; `sglang` has none."""
     sleep_level: Literal[1, 2] = 1
     """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
     published (they are again before it is needed)."""

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
-from math import nan
+from math import inf, nan
 
 import psutil
 import torch
@@ -41,6 +41,10 @@ rounding makes of it (docs/decisions/012)."""
 TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
 """The same for float32 with a GPU: vLLM's attention is in Triton there, which multiplies float32 numbers in TF32. Its
 factors have three bits more than bfloat16's."""
+QUANTIZED_LOGPROB_DIFFERENCE = {"fp8": 3.0, "int8": 1.0}
+"""The same by rollout.quantization, over any dtype: three times the largest that was measured (docs/results.md)."""
+QUANTIZED_MEAN_SHARE = 0.1
+"""Share of that which the mean over tokens may have: of weights so coarse a single token says little."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -113,9 +117,18 @@ def max_logprob_difference(config: RunConfig) -> float:
     """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
     if config.alignment.max_logprob_difference:
         return config.alignment.max_logprob_difference
+    if config.rollout.quantization != "none":
+        return QUANTIZED_LOGPROB_DIFFERENCE[config.rollout.quantization]
     cuda, dtype = torch.cuda.is_available(), resolve_dtype(config).model.dtype
     devices = {meant_device(name, cuda=cuda) for name in (config.learner.device, config.rollout.device)}
     return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
+
+
+def max_mean_logprob_difference(config: RunConfig) -> float:
+    """Accepted mean of the tokens' absolute differences: infinite where the engine has the learner's own weights, of
+    which the largest one tells all."""
+    quantized = config.rollout.quantization != "none"
+    return QUANTIZED_MEAN_SHARE * max_logprob_difference(config) if quantized else inf
 
 
 def compute_in_full_float32() -> None:

@@ -306,6 +306,8 @@ def _effective_sample_size(run: RecordedRun) -> Iterator[Finding]:
 def _mismatch(run: RecordedRun) -> Iterator[Finding]:
     if value := _beyond(run, "MismatchKl", "mismatch_kl_k3", " nats per token"):
         advice = "If it is high at staleness 0, run asyncrl doctor: they disagree. Else lower max_staleness."
+        if run.quantization:
+            advice = f"At staleness 0 it is the price of {run.quantization} weights. Else lower max_staleness."
         yield Finding("warning", "Learner and engine disagree", value, advice)
 
 

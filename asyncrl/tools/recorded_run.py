@@ -87,6 +87,11 @@ class RecordedRun:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
+    @property
+    def quantization(self) -> str:
+        """rollout.quantization; empty where the policy sampled with the learner's own weights."""
+        return "" if (value := self.setting("rollout.quantization")) in (None, "none") else str(value)
+
     @cached_property
     def keys(self) -> list[str]:
         """The keys of all steps, in the order of their first appearance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import max_logprob_difference
+from asyncrl.models.devices import max_logprob_difference, max_mean_logprob_difference
 from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.ranks.group import ALONE, Ranks
@@ -37,6 +38,8 @@ class Parity:
 
     largest: float
     mean: float
+    kl: float
+    """k3 estimate of KL(engine || learner) per token: the mismatch that no staleness explains."""
     tokens: int
     worst: str
     """Place of the largest difference: row, completion, token, and both log-probs."""
@@ -54,13 +57,15 @@ def compare(
         index = batch.flat_index(packed.row, packed.column)
         learner[index] = engine.forward(packed, as_sampled=True).logprobs.float().cpu()
     # A token that the learner could not compute is as wrong as can be.
-    difference = (learner - batch.behaviour_logprobs).abs().nan_to_num(nan=float("inf"))
+    log_ratio = (learner - batch.behaviour_logprobs).double()
+    difference = log_ratio.abs().nan_to_num(nan=float("inf"))
     place = int(difference.argmax())
     row = int(np.searchsorted(batch.row_start, place, side="right")) - 1
     token = int(np.concatenate([item.group.token_ids for item in received])[place])
     return Parity(
         largest=float(difference[place]),
-        mean=float(difference.double().mean()),
+        mean=float(difference.mean()),
+        kl=float((log_ratio.expm1() - log_ratio).mean()),
         tokens=len(difference),
         worst=f"row {batch.name_rows([row])}, token {place - batch.row_start[row]} "
         f"({processor.tokenizer.decode([token])!r}, id {token}): "
@@ -95,16 +100,20 @@ class ParityJudge:
         self.ranks.announce("compare", lambda: pack_groups(received))
         parity = compare(self.engine, self.processor, received, self.config.batch.tokens_per_microbatch)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
-        limit = max_logprob_difference(self.config)
+        limit, mean_limit = max_logprob_difference(self.config), max_mean_logprob_difference(self.config)
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
             f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
         )
-        if parity.largest <= limit:
-            logger.info("%s is aligned: %s (%g is accepted)", check.server_id, numbers, limit)
+        accepted = f"{limit:g} is accepted"
+        if mean_limit < math.inf:
+            numbers += f" (KL {parity.kl:.2g} per token: it samples with {self.config.rollout.quantization} weights)"
+            accepted += f", and {mean_limit:g} on average"
+        if parity.largest <= limit and parity.mean <= mean_limit:
+            logger.info("%s is aligned: %s (%s)", check.server_id, numbers, accepted)
             self.call_soon(self.handshake.accept_server, check)
         else:
-            accepted = f"{limit:g} is accepted (alignment.max_logprob_difference)"
+            accepted += " (alignment.max_logprob_difference)"
             reason = f"{numbers}; {accepted}. Largest at {parity.worst}"
             self.call_soon(self.handshake.refuse, check, reason, FIX)
 

@@ -112,6 +112,7 @@ class Servers:
         self._device = device
         self._network = config.network
         self._mode = config.trainer.mode
+        self._quantization = config.rollout.quantization
         self._run_id = run_id
         self._incarnation = uuid.uuid4().hex[:12]
         self._sockets = sockets
@@ -150,6 +151,7 @@ class Servers:
             model_fingerprint=self._facts.model_fingerprint,
             processor_fingerprint=self._facts.processor_fingerprint,
             base_fingerprint=self._facts.base_fingerprint,
+            quantization=self._quantization,
             live_server_ids={i: s.hello.session for i, s in self.connected.items()},
         )
         if refusal:
@@ -162,7 +164,8 @@ class Servers:
             return
         brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
-        logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
+        weights = "" if hello.quantization == "none" else f", {hello.quantization} weights"
+        logger.info("%s is welcome%s (%s engine%s, pid %d)", hello.server_id, back, hello.engine, weights, hello.pid)
         if known is not None:
             self._by_identity.pop(known.identity, None)
         self.connected[hello.server_id] = ServerState(hello, identity)

@@ -153,6 +153,8 @@ class Reporter:
             entries.append(
                 {
                     "id": server_id,
+                    "engine": server.hello.engine,
+                    "quantization": server.hello.quantization,
                     "version": beat.version if beat else 0,
                     "queued": beat.groups_queued if beat else 0,
                     "running": beat.groups_running if beat else 0,
@@ -216,8 +218,11 @@ class Reporter:
             if elapsed > 0:
                 idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
                 rate += (beat.tokens_generated - tokens) / elapsed
-                more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
+                hello = server.hello
+                more = {"engine": hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
                 more["tokens"] = beat.tokens_generated - tokens
+                if hello.quantization != "none":
+                    more["quantization"] = hello.quantization
                 self._network.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}

@@ -25,6 +25,7 @@ from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
+from asyncrl.models.quantized_weights import quantizable
 from asyncrl.models.rows import joined_row, sampled_piece
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
@@ -276,6 +277,23 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert list(together) == ["learner and engine at the same time"]
     assert sum(together.values()) == pytest.approx(sum(apart.values()), rel=1e-3)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
+
+
+def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: MakeConfig, small: Path) -> None:
+    def weights(engine: str, quantization: str) -> int:
+        rollout = {"engine": engine, "quantization": quantization, "device": "cuda:1"}
+        config = planned(make_config, small, model={"dtype": "bfloat16"}, rollout=rollout)
+        phase = make_plan(config).phases[-1]
+        (line,) = [line for line in phase.lines if line.name == "weights"]
+        assert (quantization in line.why) == (engine == "vllm" and quantization != "none")
+        return line.nbytes
+
+    model = load_model(planned(make_config, small, model={"dtype": "bfloat16"}).model, device=torch.device("cpu"))
+    matrices = [model.get_parameter(name) for name in quantizable(model)]
+    saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
+    assert saved > 0
+    assert weights("vllm", "none") - weights("vllm", "fp8") == saved
+    assert weights("hf", "none") == weights("hf", "fp8")
 
 
 @pytest.mark.parametrize(("rank", "level"), [(0, 1), (0, 2), (4, 2)])

@@ -13,6 +13,7 @@ from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
+from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
@@ -31,6 +32,11 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     check_engine(config)
     kind = described.get("model_type", "of no stated type")
     yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
+    if (quantization := config.rollout.quantization) != "none":
+        held = "held in 8 bits; vLLM has run so on a CPU, and is unproven on a GPU"
+        if config.rollout.engine == "hf":
+            held = f"rounded and held in {resolve_dtype(config).model.dtype}, so that no memory is saved"
+        yield Finding("rollout weights", f"{quantization}, made anew from each version, {held}", "note")
     if gpus := gpus_of_run(config):
         yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
     return described

@@ -171,6 +171,9 @@ OTHER_VALUE: dict[str, Rule] = {
     "rollout.name": other_values(
         "rollout.engine", {name: name for name in ("vllm", "sglang", "hf")}, "engines are vllm, sglang and hf"
     ),
+    "rollout.quantization": other_values(
+        "rollout.quantization", {"fp8": "fp8"}, "weights of rollouts are fp8 or int8 (rollout.quantization)"
+    ),
     "rollout.top_k": off_is_zero("rollout.top_k"),
     "rollout.ignore_eos": one_value(False, "off", "it bans the stop token, of which the learner knows nothing"),
     "rollout.val_override_config.top_p": one_value(1.0, "off", "evaluation samples from the whole distribution"),

@@ -26,6 +26,7 @@ def detail_record(detail: SampleDetail) -> dict[str, Any]:
         **{name: getattr(detail, name) for name in ("ticket_id", "step", "server_id", "row_id", "messages", "answer")},
         "prompt": detail.messages[-1]["content"],
         "problem": detail.problem,
+        "quantization": detail.quantization,
         "opening": [_shown(message) for message in detail.opening],
         "images": [asdict(image_facts(image)) for image in detail.images],
         "colouring": telling_colouring(trajectory["levels"] for trajectory in trajectories),

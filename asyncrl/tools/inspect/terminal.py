@@ -172,7 +172,10 @@ def print_group(console: Console, detail: SampleDetail, colouring: Colouring | N
 
 def _heading(detail: SampleDetail, console: Console) -> Iterator[Text]:
     row_id = visible(detail.trajectories[0].row.row_id)
-    yield Text.assemble((f"ticket {detail.ticket_id}", "bold"), f"   step {detail.step}   ", (row_id, "dim"))
+    sampled_by = f"   sampled with {visible(detail.quantization)} weights" if detail.quantization else ""
+    yield Text.assemble(
+        (f"ticket {detail.ticket_id}", "bold"), f"   step {detail.step}   ", (row_id, "dim"), sampled_by
+    )
     for image in detail.images:
         yield Text("")
         yield _picture(image, console)

@@ -222,7 +222,10 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
     most = copies * max(prefill, decode, sampling)
-    yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(copies))
+    in_8_bits = rollout.engine == "vllm" and rollout.quantization != "none"
+    weights = model.weights - (model.saved_in_8_bits if in_8_bits else 0)
+    held = f"{config.model.dtype}, linear layers in {rollout.quantization}" if in_8_bits else config.model.dtype
+    yield Line("weights", copies * weights // parts, held + _servers(copies))
     yield Line("KV cache", copies * sequences * columns * model.cache_per_token // parts, why)
     yield Line("working memory", most, working)
     yield allocator(most)

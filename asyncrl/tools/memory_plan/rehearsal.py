@@ -31,6 +31,7 @@ from asyncrl.models.parts import freeze_parts
 from asyncrl.models.prefix_kernels import Group
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
+from asyncrl.models.quantized_weights import SCALE_BYTES, quantizable
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.models.value_head import add_value_head
 from asyncrl.tools.memory_plan.divided import DividedModel, divide
@@ -80,6 +81,8 @@ class ModelBytes:
     """The critic's own, where the algorithm needs one."""
     reference: int = 0
     """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
+    saved_in_8_bits: int = 0
+    """Bytes by which the weights are smaller in an engine that quantises them."""
     in_layers: int = 0
     """Most of `passing` once the last hidden states have their gradient."""
     divided: DividedModel | None = None
@@ -132,6 +135,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+    in_8_bits = [model.get_parameter(name) for name in quantizable(model)]
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -185,6 +189,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
         pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
+        saved_in_8_bits=sum(w.nbytes - w.numel() - SCALE_BYTES * len(w) for w in in_8_bits),
         in_layers=training.peak,
         divided=divided,
     )

@@ -128,7 +128,9 @@ class Answers:
         yield self._row("policy", 2, ("version", str(status.get("version", MISSING))), *staleness)
         servers = status.get("servers") or []
         versions = ", ".join(str(server.get("version", MISSING)) for server in servers)
-        connected = self._row("servers", 1, (f"{len(servers)} at version", versions))
+        grids = {str(server["quantization"]) for server in servers if server.get("quantization", "none") != "none"}
+        weights = [("weights", ", ".join(sorted(grids)))] if grids else []
+        connected = self._row("servers", 1, (f"{len(servers)} at version", versions), *weights)
         yield connected if servers else Row("servers", [Text("none connected", "yellow")], rank=1)
         device = status.get("device") or {}
         if device:  # learner and server take turns

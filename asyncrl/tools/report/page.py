@@ -48,6 +48,7 @@ def _what(run: RecordedRun) -> str:
         _method(run),
         f"{run.setting('trainer.mode')} mode" if run.setting("trainer.mode") else "",
         f"{run.setting('rollout.engine')} engine" if run.setting("rollout.engine") else "",
+        f"rollouts with {run.quantization} weights" if run.quantization else "",
         f"began {moment(run.began)}" if run.began else "",
     ]
     return "  ·  ".join(part for part in parts if part)

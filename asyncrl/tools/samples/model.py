@@ -170,6 +170,8 @@ class SampleDetail:
     """Reason that something is missing; empty if nothing is."""
     opening: tuple[ShownMessage, ...] = ()
     """What the environment showed first, at the end of the prompt."""
+    quantization: str = ""
+    """rollout.quantization of the policy that sampled it; empty: none."""
     is_damaged: bool = False
     """True if the journal should have its tokens but they cannot be read."""
 

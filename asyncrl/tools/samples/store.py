@@ -54,6 +54,9 @@ class SampleStore:
         size = batch.get("group_size") if isinstance(batch, dict) else None
         self._group_size = size if isinstance(size, int) else None
         """Completions of a group before a greedy one; None: not known."""
+        rollout = config.get("rollout")
+        found = str(rollout.get("quantization", "none")) if isinstance(rollout, dict) else "none"
+        self._quantization = "" if found == "none" else found
         self._lock = threading.RLock()
         self._journal = JournalReader(journal)
         self._texts = TokenTexts(self.run_dir, config)
@@ -158,6 +161,7 @@ class SampleStore:
             trajectories=trajectories,
             problem=problem,
             opening=_messages(group.opening, group) if group is not None else (),
+            quantization=self._quantization,
             is_damaged=lost is not None,
         )
 

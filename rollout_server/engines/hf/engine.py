@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import Quantization
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
+from asyncrl.models.quantized_weights import on_grid, quantizable, rounded
 from asyncrl.models.sleeping import Sleeper, bit_sums
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
@@ -47,6 +49,9 @@ class HFEngine:
         self.staging: Staging | None = Staging(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
+        self._quantization: Quantization = config.rollout.quantization
+        self._on_grid: frozenset[str] = frozenset()
+        """Names of the model's weights that are rounded where there is a quantization."""
         self._forgets = False
         """True from a sleep that keeps no weights until new ones have come."""
 
@@ -63,6 +68,10 @@ class HFEngine:
 
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
+        self._on_grid = quantizable(self._model)
+        for name in self._on_grid if self._quantization != "none" else ():
+            weight = self._model.get_parameter(name)
+            weight.copy_(on_grid(weight, self._quantization))
         if self._adapter is not None:
             add_adapter(self._model, self._adapter)
             self._model.requires_grad_(False)
@@ -156,7 +165,10 @@ class HFEngine:
                 decoding.update_pause_s += time.monotonic() - started
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights into the model. After a sleep that kept none, compare bit sums of copies and originals."""
+        """Copy weights into the model, rounded where they are quantised. After a sleep that kept none, compare bit sums
+        of copies and originals."""
+        if self._quantization != "none":
+            tensors = rounded(tensors, self._on_grid, self._quantization)
         if not self._forgets:
             load_published(self._model, tensors)
             return

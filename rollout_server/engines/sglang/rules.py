@@ -48,10 +48,11 @@ NOT_YOURS = {
     ),
     "enable_watermark": "Leave it out: it changes what is sampled, and the learner knows of no watermark",
     **dict.fromkeys(
-        ("quantization", "kv_cache_dtype", "torchao_config"),
-        "Leave it out: rounded weights or caches sample from another policy than the one that the learner trains. Set "
-        "model.dtype for both sides",
+        ("quantization", "torchao_config"),
+        "Leave it out: SGLang would load new versions into its quantised weights as if they were quantised. Set "
+        "rollout.quantization with rollout.engine=vllm or hf",
     ),
+    "kv_cache_dtype": "Leave it out: rounded caches sample from another policy than the one that the learner trains",
     **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank"), "It takes no adapters here"),
     **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup"), "Leave it out: it is on in sync mode"),
 }

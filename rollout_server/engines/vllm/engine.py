@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
@@ -89,6 +89,11 @@ class VLLMEngine:
         self.staging = WorkerStaging(self._llm, self._at_rest)
 
     async def _take_version_0(self) -> None:
+        if self._config.rollout.quantization != "none" and 0 in await self._llm.collective_rpc("quantized_layers"):
+            raise UserError(
+                f"rollout.quantization is {self._config.rollout.quantization}, and vLLM quantises no layer of "
+                f"{self._config.model.path}: its names are not as expected. Set rollout.engine=hf"
+            )
         if self._adapter is not None:
             none = no_adapter(self._config.model, self._adapter)
             self._adapter_request = await fill_slot(self._llm, self._adapter, 0, none.items())

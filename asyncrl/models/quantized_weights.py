@@ -1,0 +1,60 @@
+"""Weights on a grid of 8 bits: what weight-only quantisation makes of them, in the dtype that they have.
+
+The scale of an output channel is its largest magnitude over the grid's. It is never kept: a version is rounded by its
+own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncrl.config.sections import Quantization
+from asyncrl.models.parts import part_of
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+"""Largest number of the grid: float8_e4m3fn's, and int8's without -128."""
+SCALE_BYTES = 4
+"""A scale's, of each output channel, where an engine holds the weights in 8 bits."""
+SMALLEST_SCALE = 1 / (448 * 512)
+"""vLLM's, for channels of zeros."""
+
+
+def quantizable(model: Any) -> frozenset[str]:
+    """Names of the weights that engines quantise: linear layers of the language model without its output layer.
+
+    Vision tower, connector, embeddings and output layer are a small part of a large model, and rounding shows most in
+    them.
+    """
+    output = model.get_output_embeddings()
+    return frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output and part_of(name.split(".")) == "language_model"
+    )
+
+
+def rounded(
+    tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str], kind: Quantization
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, with those that are named on the grid of `kind`."""
+    for name, tensor in tensors:
+        yield name, on_grid(tensor, kind) if name in names else tensor
+
+
+def channel_scales(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
+    """[out, in] -> [out, 1] fp32: the largest magnitude of each row over the grid's."""
+    return (weight.float().abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp_min(SMALLEST_SCALE)
+
+
+def on_grid(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
+    """[out, in], each row the nearest numbers that its scale times the grid has, rounded to the dtype of `weight`."""
+    if kind == "none":
+        return weight
+    scales = channel_scales(weight, kind)
+    steps = (weight.float() / scales).clamp_(-LARGEST[kind], LARGEST[kind])
+    steps = steps.to(torch.float8_e4m3fn).float() if kind == "fp8" else steps.round_()
+    return (steps * scales).to(weight.dtype)
