@@ -456,7 +456,7 @@ class LearnerConfig(Section):
     trajectories). The last two favour short completions (length_bias)."""
     move_stragglers: bool = False
     """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
-    let the group go on there, as tokens. For servers of different speeds and a small bound; not for conversations."""
+    let the group go on there, as tokens. For servers that become slow in the middle of a run; not for conversations."""
     divide_groups: bool = False
     """Divide a group that would wait for places on one server among several that have places, also one that moves.
     What they sample comes together again on one of them, which scores it. Not on-policy (max_staleness 0), and not for
