@@ -352,9 +352,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
     if config.environment.is_used:
         if arguments.prefix:
-            raise UserError(
-                "--prefix begins completions of one turn, and an environment answers. Leave one of them out"
-            )
+            raise UserError("--prefix begins completions of one turn, and an environment answers: leave --prefix out")
         from rollout_server.evaluation import play_held_out
 
         scored = play_held_out(config, arguments.model)

@@ -46,13 +46,14 @@ def play_held_out(config: RunConfig, folder: Path) -> list[Scored]:
     """
     check_rewarded(config)
     config = resolve_dtype(config)
-    check_engine(config)
     compute_in_full_float32()
     with _whole_model(config, folder) as whole:
         lora = config.model.lora.model_copy(update={"rank": 0})
         model = config.model.model_copy(update={"path": str(whole), "lora": lora})
+        config = config.model_copy(update={"model": model})
         check_lengths(config, describe_folder(model))
-        return asyncio.run(_play(config.model_copy(update={"model": model})))
+        check_engine(config)
+        return asyncio.run(_play(config))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from tests.rigs.journal_groups import issue_and_add, throwaway_journal
 from tests.rigs.pictures import picture
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import run_both
+from tests.rigs.two_processes import run_both, start_command
 
 LIMITS = ConversationLimits(turns=3, tokens_per_turn=8, images=3)
 WIDE, TALL = picture(42, 28), picture(28, 56)
@@ -283,6 +283,17 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
     (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["accuracy"] == step["reward/mean"] == 0.75
     assert step["env/turns"] == 3
+
+    run, log, out = tmp_path / "run", tmp_path / "eval.log", tmp_path / "scores.jsonl"
+    evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
+    assert start_command(*evaluate, log=log).wait(timeout=120) == 0, log.read_text()
+    said = log.read_text()
+    assert "pass@1 0.7500" in said, "the same rows, played as in the run"
+    assert "conversations   turns 3.0000" in said
+    assert "ends   done 6\n" in said
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(one["reward"], one["end"], len(one["turns"])) for one in scored] == [(0.75, "done", 3)] * 6
+    assert scored[0]["turns"][0]["shown"][0]["parts"][0] == "8 signs"
 
 
 def check_shown(detail: SampleDetail, group: Group) -> None:
