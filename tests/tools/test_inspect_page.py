@@ -132,6 +132,8 @@ def test_a_conversation_shows_turns_with_versions_calls_and_pictures_at_their_pl
     sizes = "images => images.map(image => [image.naturalWidth, image.naturalHeight])"
     assert page.eval_on_selector_all(".question .shown img", sizes) == [[56, 28]], "the opening's"
     one = page.locator(".completion.chosen")
+    top = one.bounding_box()["y"]
+    assert 0 <= top < 850, f"pictures that came later have moved it to {top}"
     assert one.locator(".shown img").evaluate_all(sizes) == [[28, 84]]
     told = one.inner_text()
     for parts in (
