@@ -10,6 +10,7 @@ import numpy as np
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.environments.settings import LimitsConfig
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import usable_rows
@@ -50,19 +51,19 @@ def evaluation_ticket(
         min_version=version,
         sampling=Sampling(
             temperature=config.evaluation.temperature,
-            max_new_tokens=config.data.max_response_length,
+            max_new_tokens=config.evaluation.limits.tokens or config.data.max_response_length,
             stop_token_ids=stop_token_ids,
             banned_token_ids=banned_token_ids,
         ),
-        conversation=conversation_limits(config),
+        conversation=conversation_limits(config, config.evaluation_limits),
     )
 
 
-def conversation_limits(config: RunConfig) -> ConversationLimits | None:
-    """Limits of a trajectory of several turns; None where nobody answers."""
-    if not config.environment.is_used:
+def conversation_limits(config: RunConfig, limits: LimitsConfig) -> ConversationLimits | None:
+    """The rules of a trajectory of several turns, within these limits; None where nobody answers."""
+    environment = config.environment
+    if not environment.is_used:
         return None
-    environment, limits = config.environment, config.environment.limits
     return ConversationLimits(
         turns=limits.turns,
         tokens_per_turn=limits.tokens_per_turn,

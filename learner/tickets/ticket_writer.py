@@ -220,7 +220,9 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
             orders=orders,
-            conversation=None if kind is TicketKind.PARITY else conversation_limits(self.config),
+            conversation=None
+            if kind is TicketKind.PARITY
+            else conversation_limits(self.config, self.config.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
         return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)

@@ -259,18 +259,19 @@ def test_a_run_samples_trains_and_replays_conversations(
 def test_an_environment_plays_held_out_rows_and_rewards_alone(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """An evaluation's score is what the turns have earned, where `reward.functions` is empty."""
+    """An evaluation's score is what the turns have earned, where `reward.functions` is empty. It has a third turn, and
+    training two."""
     config = make_config(
         environment={
             "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
-            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
+            "limits": {"turns": 2, "tokens_per_turn": 16, "images": 4},
             "workers": 1,
             "instances_per_worker": 16,
         },
-        data={"max_response_length": 120, "max_prompt_length": 390, "max_val_rows": 3},
+        data={"max_response_length": 60, "max_prompt_length": 390, "max_val_rows": 3},
         reward={"functions": []},
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
-        evaluation={"before_training": True, "every_steps": 1, "group_size": 2},
+        evaluation={"before_training": True, "every_steps": 1, "group_size": 2, "limits": {"turns": 3, "tokens": 160}},
         trainer={"max_steps": 1},
     )
     assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
@@ -281,8 +282,8 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
         assert (evaluation["env/turns"], evaluation["env/ends/done"]) == (3, 6)
     assert len(lines) == 2
     (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert step["accuracy"] == step["reward/mean"] == 0.75
-    assert step["env/turns"] == 3
+    assert step["accuracy"] == step["reward/mean"] == 0.5
+    assert (step["env/turns"], step["env/ends/turns"]) == (2, 16)
 
     run, log, out = tmp_path / "run", tmp_path / "eval.log", tmp_path / "scores.jsonl"
     evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
