@@ -57,7 +57,8 @@ def evaluate(
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(["eval", str(tmp_path / "config.yaml"), "--model", config.model.path, *words])
-        return code, *capsys.readouterr()
+        said = capsys.readouterr()
+        return code, said.out, said.err
 
     return run
 
