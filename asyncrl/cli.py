@@ -31,6 +31,7 @@ NO_WORD = (
     "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "
     "sides and a mean over trajectories"
 )
+EVAL = "score a model folder on data.val_files: with plain transformers, or the run's engine and environment"
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
@@ -90,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
-    evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
+    evaluate = _command(
+        commands, "eval", _eval, "score a model folder on data.val_files: plain transformers, or the run's environment"
+    )
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
     evaluate.add_argument(
         "--out", type=Path, metavar="FILE", help="write each completion with its scores, as JSON lines"
@@ -342,19 +345,28 @@ def _exec_module(module: str, *arguments: str) -> NoReturn:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.evaluate import component_means, score_held_out, summarise, write_scored
+    from asyncrl.tools.evaluate import component_means, conversation_lines, score_held_out, summarise, write_scored
 
     config = _load(arguments)
     if arguments.out and not arguments.out.absolute().parent.is_dir():
         raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
-    scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
+    if config.environment.is_used:
+        if arguments.prefix:
+            raise UserError("--prefix begins completions of one turn, and an environment answers: leave --prefix out")
+        from rollout_server.evaluation import play_held_out
+
+        scored = play_held_out(config, arguments.model)
+    else:
+        scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
     if arguments.out:
         write_scored(scored, arguments.out)
     scores, size = summarise(config, scored), config.evaluation.group_size
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
     print("   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"]))
-    print("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in component_means(scored).items()))
+    if means := component_means(scored):
+        print("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+    print("".join(f"{line}\n" for line in conversation_lines(scored)), end="")
     return 0
 
 

@@ -26,12 +26,13 @@ from asyncrl.environments.observation import Message, Observation, Part, StepRes
 from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.bridge import TurnBridge, start_of
 from asyncrl.models.history import History, Shown
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.row_survey import overlong_opening
 from asyncrl.models.rows import joined_row, sampled_piece
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.presentation import plain_text, sample_of
+from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score
 from protocol.messages import (
     NO_ORDER,
@@ -302,7 +303,11 @@ class ConversationProducer:
         started_at = time.monotonic()
         assert ticket.conversation is not None, "GroupProducer takes tickets of one turn"
         images = [bytes(blobs[digest]) for digest in ticket.prompt.image_hashes]
-        resets = (t.environment.reset(_start(ticket, images, t.index)) for t in trajectories if t.environment)
+        resets = (
+            t.environment.reset(start_of(ticket.prompt, images, ticket.seed, t.index))
+            for t in trajectories
+            if t.environment
+        )
         first, *others = await asyncio.gather(*resets)
         if any(other != first for other in others):
             raise BadStateError(
@@ -327,12 +332,8 @@ class ConversationProducer:
         found = {**shown, **{digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes}}
         prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure
         encoded, most_tokens = EncodedPrompt.of(prepare(prompt, found)), self._environments.prompt_tokens
-        if opening and (tokens := len(encoded.token_ids)) > most_tokens:
-            raise UserError(
-                f"row {prompt.row_id}: with what the environment's reset() opens with the prompt has {tokens} tokens "
-                f"({encoded.media_tokens} of them for images and videos), over data.max_prompt_length = {most_tokens}. "
-                "Raise the limit, or open with less text and smaller images (environment.limits.image_pixels)"
-            )
+        if opening and len(encoded.token_ids) > most_tokens:
+            raise UserError(overlong_opening(encoded, most_tokens))
         most = min(limits.tokens_per_turn, ticket.sampling.max_new_tokens)
         first = GenerationRequest(
             request_id=ticket.ticket_id,
@@ -379,7 +380,9 @@ class ConversationProducer:
         environment = self._environments.make()
         images = [opened.blobs[digest] for digest in opened.ticket.prompt.image_hashes]
         try:
-            opening = await environment.reset(_start(opened.ticket, images, trajectory.index))
+            opening = await environment.reset(
+                start_of(opened.ticket.prompt, images, opened.ticket.seed, trajectory.index)
+            )
         except Exception as error:
             logger.warning("row %s: an environment does not begin again: %s", opened.prompt.row_id, error)
             opening = None
@@ -535,14 +538,3 @@ class ConversationProducer:
                 environment_s=sum(trajectory.environment_s for trajectory in trajectories),
             ),
         )
-
-
-def _start(ticket: Ticket, images: list[bytes], index: int) -> Start:
-    prompt = ticket.prompt
-    return Start(
-        row={**prompt.columns, "answer": prompt.answer},
-        messages=[{"role": message.role, "content": plain_text(message)} for message in prompt.messages],
-        images=images,
-        seed=ticket.seed,
-        index=index,
-    )

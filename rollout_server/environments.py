@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from asyncrl.config.schema import RunConfig
-from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
-from asyncrl.models.image_grids import PatchGrids
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.prompt_processor import image_rule
 from rollout_server.conversation import Environments
 
 
@@ -58,11 +55,3 @@ def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:
         zero_over_limit=config.over_limit == "zero",
         in_rounds=run.learner.max_staleness == 0 and run.rollout.engine == "hf",
     )
-
-
-def image_rule(processor: PromptProcessor) -> ImageRule:
-    """The sizes of images that the policy's processor takes as they are."""
-    part: Any = getattr(processor.processor, "image_processor", None)
-    if PatchGrids.of(processor.processor) is None:
-        return ImageRule()
-    return ImageRule(part.patch_size * part.merge_size, part.size["longest_edge"], part.size["shortest_edge"])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.config.sections import RolloutConfig
+from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import GroupScoring, RewardPool
@@ -264,9 +265,8 @@ def partial_rollout(completions: Iterable[Completion], group_size: int) -> Parti
 
 def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
     """The answer to a ticket whose group could not be made."""
-    return TicketFailed(
-        ticket_id=ticket.ticket_id, error_kind=type(error).__name__, error_message=str(error)[:MESSAGE_LENGTH]
-    )
+    kind = error.kind if isinstance(error, EnvironmentFailed) else type(error).__name__
+    return TicketFailed(ticket_id=ticket.ticket_id, error_kind=kind, error_message=str(error)[:MESSAGE_LENGTH])
 
 
 def trajectory_record(request: GenerationRequest, completion: Completion, score: Score) -> TrajectoryRecord:

@@ -41,8 +41,19 @@ def environment_problems(config: RunSections) -> Iterator[str]:
                 "nothing to tell apart. Set environment.name or environment.tools and environment.limits.turns, or "
                 "choose algorithm.adv_estimator=grpo"
             )
+    given = config.evaluation.limits.given
     if not environment.is_used:
+        if given:
+            yield (
+                f"evaluation.limits has {', '.join(given)}, and there is no environment: a held-out row is one turn "
+                "of at most data.max_response_length tokens. Leave it out"
+            )
         return
+    if (limits := config.evaluation_limits).tokens_per_turn > limits.tokens:
+        yield (
+            f"held-out rows may have {limits.tokens_per_turn} tokens in a turn and {limits.tokens} in all "
+            "(evaluation.limits, and environment.limits where it has nothing). Lower the former or raise the latter"
+        )
     if environment.limits.tokens != data.max_response_length:
         yield (
             f"environment.limits.tokens is {environment.limits.tokens} and data.max_response_length "

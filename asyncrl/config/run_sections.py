@@ -23,7 +23,7 @@ from asyncrl.config.sections import (
     RolloutConfig,
     Section,
 )
-from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.environments.settings import EnvironmentConfig, LimitsConfig
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -45,6 +45,24 @@ class BatchConfig(Section):
     """Most packed tokens in one forward and backward pass; changes memory, never the result."""
 
 
+class EvaluationLimits(Section):
+    """Limits of held-out rows that an environment plays, where they are not those of `environment.limits`."""
+
+    turns: int | None = Field(default=None, gt=0)
+    """Most turns of the policy; null, as of the others: environment.limits.turns."""
+    tokens: int | None = Field(default=None, gt=0)
+    """Most tokens behind the prompt, of all turns and observations. Engines make room for the larger of both limits."""
+    tokens_per_turn: int | None = Field(default=None, gt=0)
+    """Most sampled tokens of one turn."""
+    images: int | None = Field(default=None, ge=0)
+    """Most images in observations."""
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Those that are not null."""
+        return self.model_dump(exclude_none=True)
+
+
 class EvaluationConfig(Section):
     """Scores of held-out rows, each evaluation by one policy version. Servers keep that version meanwhile, and training
     goes on as far as `learner.max_staleness` lets it."""
@@ -57,6 +75,7 @@ class EvaluationConfig(Section):
     """0 means greedy."""
     group_size: int = Field(default=1, gt=0)
     """Completions per held-out row."""
+    limits: EvaluationLimits = EvaluationLimits()
 
 
 class SftOptimConfig(OptimConfig):
@@ -296,11 +315,22 @@ class RunSections(Section):
         compiles = self.rollout.engine in ("vllm", "sglang") and self.rollout.device != "cpu"
         return self.network.start_timeout_s or (COMPILING_START_S if compiles else USUAL_START_S)
 
-    def group_bytes(self, group_size: int) -> int:
+    @property
+    def evaluation_limits(self) -> LimitsConfig:
+        """Limits of held-out rows that the environment plays."""
+        return self.environment.limits.model_copy(update=self.evaluation.limits.given)
+
+    @property
+    def longest_completion(self) -> int:
+        """Most tokens behind a prompt, of training's rows and of an evaluation's."""
+        return max(self.data.max_response_length, self.evaluation.limits.tokens or 0)
+
+    def group_bytes(self, group_size: int, *, is_held_out: bool = False) -> int:
         """Size of the largest group that fits its ticket, on the wire and in the journal."""
+        limits = self.evaluation_limits if is_held_out else self.environment.limits
+        tokens = self.longest_completion if is_held_out else self.data.max_response_length
         prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
-        columns = group_size * (_LENGTH_BYTES + self.data.max_response_length * TOKEN_BYTES)
-        limits = self.environment.limits
+        columns = group_size * (_LENGTH_BYTES + tokens * TOKEN_BYTES)
         images = limits.images * (group_size + 1) if self.environment.is_used else 0  # an opening's, too
         return prompt_bytes + columns + images * limits.image_pixels * _PIXEL_BYTES
 

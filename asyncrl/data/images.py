@@ -76,7 +76,11 @@ def _opened(data: bytes, where: str) -> Iterator[Image.Image]:
             _check_size(image, where)
             yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{where}: {error}. Scale the image down or leave the row out") from None
+        pixels = re.search(r"\d+", str(error))  # Pillow says how many before it says width and height
+        raise UserError(
+            f"{where}: the image has {pixels[0] if pixels else 'more'} pixels, over the limit of {MAX_PIXELS} in all. "
+            "Scale it down or leave the row out"
+        ) from None
     except UnidentifiedImageError:
         raise UserError(
             f"{where}: these {len(data)} bytes are no image that Pillow can read (they start with {data[:16]!r}). "

@@ -9,7 +9,7 @@ from PIL import Image
 
 from asyncrl.data.images import MAX_PIXELS, decode_image
 from asyncrl.environments.interface import ToolError, png_bytes
-from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError
 
 MAX_ASPECT = 200
@@ -55,6 +55,21 @@ class ImageRule:
         return Observation(
             tuple(Message(m.role, tuple(self.fit(p) if isinstance(p, bytes) else p for p in m.parts)) for m in messages)
         )
+
+    def shown(self, observation: Observation) -> tuple[Observation, str]:
+        """The same with a text in the place of each image that cannot be shown, as a tool's result has it; and the
+        first of these texts."""
+        refused: list[str] = []
+
+        def part(given: Part) -> Part:
+            try:
+                return self.fit(given) if isinstance(given, bytes) else given
+            except ToolError as problem:
+                refused.append(f"Error: {problem}")
+                return refused[-1]
+
+        fitted = Observation(tuple(Message(m.role, tuple(map(part, m.parts))) for m in observation.messages))
+        return fitted, refused[0] if refused else ""
 
     def fitted_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height under the rule. Raises ToolError."""

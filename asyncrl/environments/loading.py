@@ -91,14 +91,15 @@ class LoadedEnvironment:
             raise TypeError("step returned no observation, but the episode is not done")
         if not isinstance(result.reward, int | float) or not abs(result.reward) < float("inf"):
             raise TypeError(f"step returned the reward {result.reward!r:.80}, expected a finite number")
+        fitted = result.observation
+        if fitted is not None and not isinstance(environment, ToolEnvironment):  # its own are fitted already
+            fitted, refused = self.rule.shown(fitted)
+            mistake = ToolError(refused.removeprefix("Error: ")) if refused else mistake
         info = result.info
         if action.calls and "calls" not in info:  # of a class that reads its calls itself
             info = info | {"calls": [_record(call, mistake) for call in action.calls]}
-        if result.observation is None:
+        if fitted is None:
             return replace(result, info=info)
-        fitted = result.observation
-        if not isinstance(environment, ToolEnvironment):  # its own are fitted already
-            fitted = self.rule.fit_observation(fitted)
         key = result.state_key or key_of(fitted)
         if len(key) > 16:
             key = key_of(Observation((Message("tool", (key,)),)))

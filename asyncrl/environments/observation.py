@@ -12,6 +12,9 @@ from typing import Literal
 
 from asyncrl.errors import UserError
 
+THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
+LEFT_OUT = "[image left out]"
+"""Text in the place of an image that is no longer shown: the policy knows that there was one, and numbers stay."""
 Part = str | bytes
 """A piece of a message: text, or the bytes of an encoded image (PNG, JPEG, whatever Pillow opens)."""
 
@@ -87,3 +90,28 @@ def check_history(history: Sequence[PastTurn], shown: Sequence[Observation], see
             raise UserError(f"nothing follows turn {number} of the edited history, expected an observation")
         if not set(follows.images) <= seen:
             raise UserError(f"turn {number} of the edited history shows an image that no observation has shown")
+
+
+def images_left_out(shown: Sequence[Observation], newest: Observation, keep_images: int) -> int:
+    """Number of the oldest images of `shown` that `environment.keep_images` leaves out. The newest observation's are
+    always shown."""
+    if not keep_images:
+        return 0
+    count = sum(len(observation.images) for observation in shown)
+    return max(0, count - max(0, keep_images - len(newest.images)))
+
+
+def without_images(observation: Observation, count: int) -> Observation:
+    """The observation with a text in the place of its first `count` images."""
+    if not count:
+        return observation
+    left = count
+    messages: list[Message] = []
+    for message in observation.messages:
+        parts: list[Part] = []
+        for part in message.parts:
+            is_gone = isinstance(part, bytes) and left > 0
+            left -= is_gone
+            parts.append(LEFT_OUT if is_gone else part)
+        messages.append(Message(message.role, tuple(parts)))
+    return Observation(tuple(messages))

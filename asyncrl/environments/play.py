@@ -18,7 +18,15 @@ from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
-from asyncrl.environments.observation import Observation, check_history
+from asyncrl.environments.observation import (
+    THINKING_BEGINS,
+    THINKING_ENDS,
+    Observation,
+    PastTurn,
+    check_history,
+    images_left_out,
+    without_images,
+)
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.errors import UserError
@@ -45,6 +53,63 @@ class Played:
     images: int = 0
     """In observations, which environment.limits.images counts."""
     info: dict[str, Any] = field(default_factory=dict)
+
+
+Past = tuple[str, Observation]
+"""A turn that a later one sees, and what was shown behind it."""
+_NOTHING = Observation(())
+
+
+class PlayedHistory:
+    """What later turns see of earlier ones, in words: of tokens, and where they divide a text, a run alone knows.
+
+    As `asyncrl.models.history.History` does for a run; the newest turn's observation is not in it.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._said: list[Past] = []
+        """All turns by their number."""
+        self._turns: list[Past] = []
+        """Those that later turns see, as the environment has them."""
+        self._seen: list[Past] = []
+        """The segment that the last turn was taken in, with that turn."""
+
+    def follow(self, text: str, observation: Observation, edited: Sequence[PastTurn]) -> tuple[Past, ...]:
+        """The history that the next turn sees before `observation`, where a new segment begins with it; empty where the
+        segment only grows. Raises UserError for an edited history that cannot be."""
+        self._said.append((text, _NOTHING))
+        self._seen.append((text, _NOTHING))
+        turns = [*self._turns, (text, _NOTHING)]
+        if edited:
+            shown = [each for _, each in self._said]
+            check_history(edited, shown, {image for each in shown for image in each.images})
+            turns = [self._edited(past) for past in edited]
+        *before, (last, _) = turns
+        left_out = images_left_out([each for _, each in before], observation, self._config.keep_images)
+        rewritten: list[Past] = []
+        for said, each in before:
+            gone = min(left_out, len(each.images))
+            left_out -= gone
+            rewritten.append((self._as_context(said), without_images(each, gone)))
+        rewritten.append((self._as_context(last), _NOTHING))
+        begins_segment = rewritten != self._seen
+        if begins_segment:
+            self._seen = rewritten[:]
+        for row in (self._said, self._seen):
+            row[-1] = (row[-1][0], observation)
+        self._turns = [*before, (last, observation)]
+        return tuple(rewritten) if begins_segment else ()
+
+    def _edited(self, past: PastTurn) -> Past:
+        text, shown = (past.text, _NOTHING) if past.turn is None else self._said[past.turn]
+        return text, shown if past.shown is None else past.shown
+
+    def _as_context(self, text: str) -> str:
+        begun, tag, rest = text.rpartition(THINKING_ENDS)
+        if self._config.history != "strip_thinking" or not tag:
+            return text
+        return rest.lstrip() if THINKING_BEGINS in begun else tag + rest
 
 
 def open_environment(config: EnvironmentConfig, unit: int) -> LoadedEnvironment:
@@ -81,8 +146,7 @@ async def play(
     """One episode with the limits on turns and images. `show` is told of each part of it, by kind."""
     played = Played()
     environment: Any = None
-    answers: list[Observation] = []
-    """What followed each turn."""
+    history = PlayedHistory(config)
     try:
         environment, opening = await loaded.begin(start)
         _look(opening, played, show)
@@ -99,14 +163,13 @@ async def play(
             action = Action(text, parse_calls(loaded.call_format, text, loaded.schemas), number)
             show("action", action)
             result = await loaded.step(environment, action)
+            rewritten: tuple[Past, ...] = ()
             if result.observation is not None and not result.done:
                 try:
-                    seen = {image for answer in answers for image in answer.images}
-                    check_history(result.history, [*answers, Observation(())], seen)
+                    rewritten = history.follow(text, result.observation, result.history)
                 except UserError as error:
                     played.end = f"environment_observation: {error}"
                     break
-                answers.append(result.observation)
             played.calls += len(action.calls)
             records: Any = result.info.get("calls", ())
             played.call_errors += sum(bool(record["error"]) for record in records)
@@ -116,6 +179,8 @@ async def play(
             if result.done:
                 played.end, played.why = "done", _why_done(environment, action)
                 break
+            if rewritten and number + 1 < config.limits.turns:
+                show("history", rewritten)
             _look(result.observation, played, show)
             if played.images > config.limits.images:
                 played.end, played.why = "limit images", f"environment.limits.images is {config.limits.images}"
@@ -177,7 +242,8 @@ class Terminal:
     def __init__(self, folder: Path, unit: int) -> None:
         self._folder = folder
         self._unit = unit
-        self._images = 0
+        self._images: list[bytes] = []
+        """Those so far, by their numbers."""
 
     def __call__(self, kind: str, part: Any) -> None:
         match kind:
@@ -190,20 +256,32 @@ class Terminal:
                     print("    no call")
             case "reward":
                 print(f"    reward {part.reward:g}{', done' if part.done else ''}   {_plain(part.info)}")
+            case "history":
+                print("    the history is rewritten, and a new segment begins: behind the prompt the next turn sees")
+                for text, shown in part:
+                    print(f"    | policy: {text}")
+                    for message in shown.messages:
+                        parts = (self._again(each) if isinstance(each, bytes) else each for each in message.parts)
+                        print(f"    | {message.role}: {' '.join(parts)}")
+                print("    and then")
             case _ if isinstance(part, bytes):
                 print(f"  {kind}: {self._image(part)}")
             case _:
                 print(f"  {kind}: {part}")
+
+    def _again(self, data: bytes) -> str:
+        return f"[image {self._images.index(data)}]"
 
     def _image(self, data: bytes) -> str:
         from asyncrl.data.images import image_size
 
         width, height = image_size(data, "an image")
         suffix = "png" if data.startswith(b"\x89PNG") else "jpg"
-        path = self._folder / f"{self._images:03d}.{suffix}"
+        number = len(self._images)
+        self._images.append(data)
+        path = self._folder / f"{number:03d}.{suffix}"
         path.write_bytes(data)
         tokens = round(width / self._unit) * round(height / self._unit)
-        number, self._images = self._images, self._images + 1
         return f"[image {number}: {width} x {height}, about {tokens} tokens, {path}]"
 
 

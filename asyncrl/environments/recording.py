@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.errors import UserError
 from asyncrl.plugins import storable
-from protocol.messages import EditedTurn, ObservedImage, ObservedMessage, TextPart, ToolCall
+from protocol.messages import EditedTurn, Group, ObservedImage, ObservedMessage, TextPart, ToolCall
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
+
+Decode = Callable[[np.ndarray], str]
+"""Token ids as text. [T]"""
 
 
 def recorded(observation: Observation, grids: Iterable[Sequence[int]]) -> tuple[ObservedMessage, ...]:
@@ -104,3 +109,31 @@ def recorded_info(info: Mapping[str, Any]) -> str:
 def _cut(text: str, longest: int) -> str:
     text = storable(text)
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def described_turns(group: Group, index: int, decode: Decode) -> list[dict[str, Any]]:
+    """The turns of a trajectory as JSON for people: text, reward, versions, calls, info, and what was shown."""
+    start = group.span(index).start
+    return [
+        {
+            "text": decode(group.token_ids[start + turn.start : start + turn.end]),
+            "reward": turn.reward,
+            "context": turn.context,
+            "versions": sorted(set(group.versions[start + turn.start : start + turn.end].tolist())),
+            "calls": [call.model_dump() for call in turn.calls],
+            "info": turn.info,
+            "shown": described_messages(turn.observation),
+        }
+        for turn in group.trajectories[index].turns
+    ]
+
+
+def described_messages(messages: Iterable[ObservedMessage]) -> list[dict[str, Any]]:
+    """Texts as they are, images by their hash."""
+    return [
+        {
+            "role": message.role,
+            "parts": [p.text if isinstance(p, TextPart) else {"image": p.content_hash} for p in message.content],
+        }
+        for message in messages
+    ]

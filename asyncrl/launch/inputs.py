@@ -92,10 +92,11 @@ def check_model(config: RunConfig) -> dict[str, Any]:
 def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
     text = described.get("text_config") or described
     positions = text.get("max_position_embeddings") or described.get("max_position_embeddings")
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_prompt_length + config.longest_completion
     if isinstance(positions, int) and longest > positions:
         raise UserError(
-            f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), but the model "
+            f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length"
+            f"{' or evaluation.limits.tokens' * bool(config.evaluation.limits.tokens)}), but the model "
             f"in {config.model.path} knows {positions} positions (max_position_embeddings). Lower one of the former"
         )
 

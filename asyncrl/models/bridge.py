@@ -16,9 +16,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from asyncrl.data.images import content_hash
+from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from asyncrl.rewards.presentation import plain_text
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
 _ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
@@ -180,6 +182,17 @@ class TurnBridge:
             f"the chat template of this model cannot carry a conversation of several turns: {reason}. Use a model "
             "whose template can, or mend chat_template.jinja in the model folder"
         )
+
+
+def start_of(prompt: Prompt, images: Sequence[bytes], seed: int, index: int = 0) -> Start:
+    """What an episode begins with that is about this prompt; `images` are its encoded ones, `seed` is the ticket's."""
+    return Start(
+        row={**prompt.columns, "answer": prompt.answer},
+        messages=[{"role": message.role, "content": plain_text(message)} for message in prompt.messages],
+        images=list(images),
+        seed=seed,
+        index=index,
+    )
 
 
 def _message(role: str, text: str) -> _Rendered:

@@ -16,15 +16,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.environments.observation import Message, Observation, Part, PastTurn, check_history
+from asyncrl.environments.observation import (
+    THINKING_BEGINS,
+    THINKING_ENDS,
+    Observation,
+    PastTurn,
+    check_history,
+    images_left_out,
+    without_images,
+)
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.rows import sampled_piece
 from protocol.messages import ConversationLimits
 
-THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
-LEFT_OUT = "[image left out]"
-"""Text in the place of an image that is no longer shown: the policy knows that there was one, and numbers stay."""
 _NOTHING = Observation(())
 
 
@@ -100,7 +105,7 @@ class History:
             return Shown((bridge,), observation.images, begins_segment=False, turns=tuple(turns))
         pieces: list[EncodedPrompt] = []
         images: list[bytes] = []
-        left_out = self._images_left_out(before, observation)
+        left_out = images_left_out([turn.shown for turn in before], observation, self._rule.keep_images)
         for turn in before:
             gone = min(left_out, len(turn.shown.images))
             left_out -= gone
@@ -135,34 +140,11 @@ class History:
         kept = without_thinking(token_ids, self._turn_bridge.processor) if strips else token_ids
         return _Taken(token_ids, sampled_piece(kept))
 
-    def _images_left_out(self, before: Sequence[_Taken], newest: Observation) -> int:
-        """Number of the oldest images that are shown no more. Those of the newest observation always are."""
-        if not self._rule.keep_images:
-            return 0
-        count = sum(len(turn.shown.images) for turn in before)
-        return max(0, count - max(0, self._rule.keep_images - len(newest.images)))
-
     def _bridge(self, turn: _Taken, observation: Observation) -> EncodedPrompt:
         key = int(turn.token_ids[-1]), observation
         if key not in self._bridges:
             self._bridges[key] = EncodedPrompt.of(self._make(*key))
         return self._bridges[key]
-
-
-def without_images(observation: Observation, count: int) -> Observation:
-    """The observation with a text in the place of its first `count` images."""
-    if not count:
-        return observation
-    left = count
-    messages: list[Message] = []
-    for message in observation.messages:
-        parts: list[Part] = []
-        for part in message.parts:
-            is_gone = isinstance(part, bytes) and left > 0
-            left -= is_gone
-            parts.append(LEFT_OUT if is_gone else part)
-        messages.append(Message(message.role, tuple(parts)))
-    return Observation(tuple(messages))
 
 
 def without_thinking(token_ids: np.ndarray, processor: PromptProcessor) -> np.ndarray:

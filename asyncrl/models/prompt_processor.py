@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncrl.config.schema import RunConfig
+from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.shown_tools import shown_tools
+from asyncrl.models.image_grids import PatchGrids
 from asyncrl.models.processing import PromptProcessor
 
 
@@ -12,3 +16,11 @@ def prompt_processor(config: RunConfig, *, cache_mib: int = 256) -> PromptProces
     processor = PromptProcessor(config.model, cache_mib=cache_mib)
     processor.show_tools(shown_tools(config.environment))
     return processor
+
+
+def image_rule(processor: PromptProcessor) -> ImageRule:
+    """The sizes of images that the policy's processor takes as they are."""
+    part: Any = getattr(processor.processor, "image_processor", None)
+    if PatchGrids.of(processor.processor) is None:
+        return ImageRule()
+    return ImageRule(part.patch_size * part.merge_size, part.size["longest_edge"], part.size["shortest_edge"])

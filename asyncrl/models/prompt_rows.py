@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train, open_validation
-from asyncrl.data.prompts import PromptRenderer
+from asyncrl.data.images import content_hash
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.environments.observation import Observation
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.bridge import TurnBridge, start_of
+from asyncrl.models.held_out import ticket_seed
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.prompt_processor import prompt_processor
-from asyncrl.models.row_survey import RowSurvey, measure_row, survey_rows
+from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
+from asyncrl.models.prompt_processor import image_rule, prompt_processor
+from asyncrl.models.row_survey import RowSurvey, measure_row, overlong_opening, survey_rows
+from protocol.messages import Prompt
 
 SAMPLE = 64
 """Rows of each source that are looked at where no survey of all of them is remembered."""
 
 
 def preview_rows(config: RunConfig) -> tuple[str, int]:
-    """Describe the rows and the first usable one: text, answer, tokens, and the grid of each image and video.
+    """Describe the rows and the first usable one: text, answer, tokens, and the grid of each image and video. With an
+    environment its prompt ends with what an episode opens with, as the policy reads it in its first turn.
 
     Returns the number of training rows, too: the usable ones where all have been looked at, else all. Raises UserError
-    if no row is usable, or one is bad under `data.on_bad_row: stop`, and for a chat template that cannot take the turns
-    of the run's environment.
+    if no row is usable, or one is bad under `data.on_bad_row: stop`, for a chat template that cannot take the turns of
+    the run's environment, and for an environment that does not open.
     """
     processor, renderer = prompt_processor(config), PromptRenderer(config.data)
+    bridge: TurnBridge | None = None
     if config.environment.is_used:
-        TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
+        bridge = TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
     train, limit = open_train(config.data), config.data.max_prompt_length
     surveys = [
         survey_rows(rows, renderer, processor, config, source, sample=SAMPLE)
@@ -36,9 +47,13 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     if config.algorithm.demonstrations.are_used and (without := surveys[0].num_without_target):
         found.append(f"of {len(usable):,} usable training rows {without:,} have no demonstration (data.target_key)")
     rendered, encoded = measure_row(train, usable[0], renderer, processor, config)
+    prompt, told = rendered.prompt, ""
+    if bridge:
+        prompt, encoded, told = _with_opening(config, rendered, encoded, bridge)
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
-        *(f"| {line}" for line in processor.render(rendered.prompt).splitlines()),
+        *(f"| {line}" for line in processor.render(prompt).splitlines()),
+        *([told] if told else []),
         f"answer: {rendered.prompt.answer!r}",
         f"tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",
         f"images: {len(encoded.image_hashes)}",
@@ -49,9 +64,49 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
         lines.append(f"videos: {len(encoded.video_hashes)}")
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
         lines.append(f"  {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
-    prompt = "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
+    first = "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
     complete = surveys[0].num_looked_at == len(train)
-    return "\n".join([*found, prompt]), len(usable) if complete else len(train)
+    return "\n".join([*found, first]), len(usable) if complete else len(train)
+
+
+def _with_opening(
+    config: RunConfig, rendered: RenderedPrompt, measured: MeasuredPrompt, bridge: TurnBridge
+) -> tuple[Prompt, MeasuredPrompt, str]:
+    """The prompt as the policy reads it in its first turn, measured, and a line about what the environment adds to it.
+
+    Raises UserError where no episode begins, or the prompt is too long then.
+    """
+    if config.environment.pool:
+        return rendered.prompt, measured, "opening: not looked at, since episodes are played at environment.pool"
+    opening = asyncio.run(_opening(config, rendered, bridge.processor))
+    if opening is None:
+        return rendered.prompt, measured, "opening: none, reset() adds nothing"
+    prompt = bridge.opened(rendered.prompt, opening)
+    shown = {content_hash(image): image for image in opening.images}
+    opened = bridge.processor.measure(prompt, {**shown, **rendered.blobs})
+    if len(opened.token_ids) > config.data.max_prompt_length:
+        raise UserError(overlong_opening(opened, config.data.max_prompt_length))
+    added = len(opened.token_ids) - len(measured.token_ids)
+    return prompt, opened, f"opening: {added} of the tokens and {len(opening.images)} of the images are reset()'s"
+
+
+async def _opening(config: RunConfig, rendered: RenderedPrompt, processor: PromptProcessor) -> Observation | None:
+    """What an episode of this row opens with; it is closed then. Raises UserError."""
+    one = config.environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
+    images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
+    pool = EnvironmentPool(one, image_rule(processor))
+    try:
+        await pool.start()
+        episode = await pool.begin(start_of(rendered.prompt, images, ticket_seed(config.trainer.seed, 0)))
+        await episode.close()
+        return episode.opening
+    except EnvironmentFailed as failed:
+        raise UserError(
+            f"row {rendered.prompt.row_id}: the environment opens no episode: {failed.kind}: {failed}. Give it what it "
+            "needs (a service, a file, a column of the row), or mend its reset()"
+        ) from failed
+    finally:
+        await pool.close()
 
 
 def _describe(survey: RowSurvey, config: RunConfig) -> str:

@@ -133,6 +133,15 @@ def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int, 
     )
 
 
+def overlong_opening(prompt: MeasuredPrompt, limit: float) -> str:
+    """Describe a prompt that what an environment opens with has made longer than the limit."""
+    return (
+        f"row {prompt.row_id}: with what the environment's reset() opens with the prompt has {len(prompt.token_ids)} "
+        f"tokens ({prompt.media_tokens} of them for images and videos), over data.max_prompt_length = {limit}. "
+        "Raise the limit, or open with less text and smaller images (environment.limits.image_pixels)"
+    )
+
+
 @contextmanager
 def named_errors(row_id: str) -> Iterator[None]:
     """Raise whatever is raised about a row as a UserError that names it, and a disk that fails as BadStateError."""

@@ -1,6 +1,7 @@
 """Score a model folder on the held-out rows with nothing but transformers: `asyncrl eval CONFIG --model FOLDER`.
 
-Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards.
+Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards. Rows that an
+environment answers are played as in a run (rollout_server/evaluation.py); what is said of the scores is the same.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.dataset import open_validation
-from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
-from asyncrl.errors import UserError
+from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.environments.conversations import describe_conversations
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.models.folder import describe_model, model_folder
+from asyncrl.models.held_out import held_out_prompts
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
-from asyncrl.models.row_survey import usable_rows
 from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
@@ -33,6 +36,7 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded
 from asyncrl.telemetry.jsonl import write_atomically
+from protocol.messages import TrajectoryRecord
 
 BATCH_COMPLETIONS = 64
 PROGRESS_S = 10.0
@@ -41,7 +45,27 @@ PROGRESS_S = 10.0
 
 class Scored(NamedTuple):
     sample: RewardSample
+    """Of a conversation the row, without its images, and what the last turn says."""
     score: Score
+    record: TrajectoryRecord | None = None
+    """Of a conversation that has begun."""
+    turns: Sequence[dict[str, Any]] = ()
+    """Those of a conversation, as JSON (`described_turns`)."""
+
+
+class Progress:
+    """Says every PROGRESS_S seconds on stderr how many completions there are, and how long the others may take."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began = self._told = time.monotonic()
+
+    def reached(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._told <= PROGRESS_S or not 0 < done < self._total:
+            return
+        self._told, left = now, (now - self._began) / done * (self._total - done)
+        print(f"{done} of {self._total} completions, about {left:.0f} s are left", file=sys.stderr, flush=True)
 
 
 def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> EvaluationScores:
@@ -60,22 +84,51 @@ def score_held_out(config: RunConfig, folder: Path, *, prefix: str = "") -> list
 
 
 def summarise(config: RunConfig, scored: Sequence[Scored]) -> EvaluationScores:
-    """Raises UserError where no completion could be scored."""
+    """Raises UserError where no completion could be scored, BadStateError where the environment lost most of them."""
     size, name = config.evaluation.group_size, config.reward.accuracy_component
-    if all(score.reward is None for _, score in scored):
-        raise UserError(f"none of {len(scored)} completions could be scored: {scored[0].score.error_message}")
-    known = [None if score.reward is None else (score.components[name], score.reward) for _, score in scored]
+    scores = [item.score for item in scored]
+    if lost := [score for score in scores if score.error_kind.startswith("environment_")]:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(s.error_kind for s in lost).most_common())
+        if len(lost) > len(scores) / 2:
+            raise BadStateError(
+                f"the environment failed in {len(lost)} of {len(scores)} trajectories ({kinds}): means over the others "
+                f"would say little. The last one says: {lost[-1].error_message}. Bring back what the environment needs "
+                "(a service, a file, memory) or repair it (asyncrl env try), then evaluate again"
+            )
+    if all(score.reward is None for score in scores):
+        raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
+    known = [
+        None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
+        for score in scores
+    ]
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
 
 
 def component_means(scored: Sequence[Scored]) -> dict[str, float]:
     """Mean of each component over the completions that have a score."""
-    known = [score.components for _, score in scored if score.reward is not None]
-    return {name: sum(components[name] for components in known) / len(known) for name in (known[0] if known else ())}
+    known = [item.score.components for item in scored if item.score.reward is not None]
+    return {name: fmean(components[name] for components in known) for name in (known[0] if known else ())}
+
+
+def conversation_lines(scored: Sequence[Scored]) -> list[str]:
+    """Means of turns and calls, and counts of ends and errors, for people; none where nothing was a conversation."""
+    records = [item.record for item in scored if item.record is not None]
+    if not records:
+        return []
+    found = {name.removeprefix("env/"): value for name, value in describe_conversations(records).items()}
+    names = ("turns", "segments", "calls", "call_error_rate", "reward_with_calls", "reward_without_calls")
+    ends = {name.removeprefix("ends/"): int(value) for name, value in found.items() if name.startswith("ends/")}
+    errors = Counter(item.score.error_kind for item in scored if item.score.error_kind)
+    lines = ["conversations   " + "   ".join(f"{name} {found[name]:.4f}" for name in names if name in found)]
+    lines.append("ends   " + "   ".join(f"{name} {count}" for name, count in ends.items() if count))
+    if errors:
+        lines.append("without a score   " + "   ".join(f"{kind} {count}" for kind, count in errors.most_common()))
+    return lines
 
 
 def write_scored(scored: Sequence[Scored], file: Path) -> None:
-    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null)."""
+    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null); of a
+    conversation its turns, too, and how it ended."""
     lines = (
         {
             "row_id": sample.row_id,
@@ -85,8 +138,9 @@ def write_scored(scored: Sequence[Scored], file: Path) -> None:
             "components": None if score.reward is None else score.components,
             "reward": score.reward,
             "error": score.error_message,
+            **({"error_kind": score.error_kind, "end": record.end, "turns": list(turns)} if record else {}),
         }
-        for sample, score in scored
+        for sample, score, record, turns in scored
     )
     text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     write_atomically(file, text.encode("utf-8", "surrogatepass"))
@@ -97,16 +151,14 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     config = resolve_dtype(config)
     if config.environment.is_used:
         raise UserError(
-            "this command samples one turn, and the configuration has an environment that answers: the scores would "
-            "not be the run's. Set evaluation.every_steps, or leave environment out"
+            "the configuration has an environment that answers, and this samples one turn: the scores would not be the "
+            "run's. `asyncrl eval` plays the turns"
         )
     check_rewarded(config)
-    held_out = open_validation(config.data)
-    if held_out is None:
-        raise UserError("data.val_files is empty: there is nothing to evaluate on")
     is_adapter = is_adapter_folder(folder)
     whole = model_folder(config.model) if is_adapter else folder
     processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
+    rows = list(held_out_prompts(config, processor)[1])
     hf_config = describe_model(whole)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
@@ -117,9 +169,6 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
         place_text_after_videos(model)
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
-    renderer = PromptRenderer(config.data)
-    usable = usable_rows(held_out, renderer, processor, config, "held-out").usable
-    rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in usable]
     size, temperature = config.evaluation.group_size, config.evaluation.temperature
     sampling = {
         "max_new_tokens": config.data.max_response_length,
@@ -131,7 +180,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     torch.manual_seed(config.trainer.seed)
     samples: list[RewardSample] = []
     per_batch = max(1, BATCH_COMPLETIONS // size)
-    began = reported = time.monotonic()
+    progress = Progress(len(rows) * size)
     for start in range(0, len(rows), per_batch):
         chunk = [rendered for rendered in rows[start : start + per_batch] for _ in range(size)]
         texts = _generate(model, processor, chunk, prefix, sampling, has_vision(hf_config))
@@ -146,10 +195,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
             )
             for rendered, (text, ended, num_tokens) in zip(chunk, texts, strict=True)
         ]
-        now, total = time.monotonic(), len(rows) * size
-        if now - reported > PROGRESS_S and len(samples) < total:
-            reported, left = now, (now - began) / len(samples) * (total - len(samples))
-            print(f"{len(samples)} of {total} completions, about {left:.0f} s are left", file=sys.stderr, flush=True)
+        progress.reached(len(samples))
     return samples
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.environments.conversations import EnvironmentHealth
+from asyncrl.errors import UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.hand_out import crowd_of
@@ -19,44 +20,9 @@ from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
-from protocol.messages import Ack, Error, Group, TrajectoryRecord
+from protocol.messages import Ack, Error, Group
 
 logger = logging.getLogger(__name__)
-
-LAST_TRAJECTORIES = 200
-"""Trajectories over which failures of the environment are counted."""
-WARNING_SHARE, DEAD_SHARE = 0.05, 0.5
-"""Shares of them above which a failing environment is warned of, and ends the run."""
-
-
-class EnvironmentHealth:
-    """Counts failures of the environment over the last trajectories, so that a dead one does not burn the night."""
-
-    def __init__(self) -> None:
-        self._kinds: deque[str] = deque(maxlen=LAST_TRAJECTORIES)
-        """How the environment failed in each of the last trajectories; empty: it did not."""
-        self._warned = False
-
-    def observe(self, records: Sequence[TrajectoryRecord]) -> None:
-        """Count these trajectories, too. Raises BadStateError where more than half of the last 200 failed."""
-        for record in records:
-            self._kinds.append(record.environment_error)
-            if not record.environment_error:
-                continue
-            failed = Counter(filter(None, self._kinds))
-            if failed.total() <= WARNING_SHARE * LAST_TRAJECTORIES:
-                continue
-            kinds = ", ".join(f"{number} {name}" for name, number in failed.most_common())
-            said = f"the environment failed in {failed.total()} of the last {len(self._kinds)} trajectories ({kinds})"
-            example = f"the newest says: {record.error_message}"
-            if failed.total() > DEAD_SHARE * LAST_TRAJECTORIES:
-                raise BadStateError(
-                    f"{said}; {example}. Bring back what the environment needs (a service, a file, memory) or repair "
-                    "it (asyncrl env try), then start the run again: it goes on from its checkpoint"
-                )
-            if not self._warned:
-                self._warned = True
-                logger.warning("%s; %s. Above %d%% the run stops", said, example, 100 * DEAD_SHARE)
 
 
 @dataclass

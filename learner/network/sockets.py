@@ -54,7 +54,10 @@ def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
     _allow_many_connections()
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
-    largest_group = max(config.trajectories_per_group, config.evaluation.group_size)
+    largest_group = max(
+        config.group_bytes(config.trajectories_per_group),
+        config.group_bytes(config.evaluation.group_size, is_held_out=True),
+    )
     authenticator: CurveAuthenticator | None = None
     opened: list[LearnerSocket] = []
     try:
@@ -63,7 +66,7 @@ def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
         control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
         weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
-            (control, config.group_bytes(largest_group), CONTROL_QUEUES, PeerLimits()),
+            (control, largest_group, CONTROL_QUEUES, PeerLimits()),
             (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),
         ):
             opened.append(

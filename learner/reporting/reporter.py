@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.environments.conversations import describe_conversations
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
@@ -31,7 +32,6 @@ from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
-from learner.training.conversations import describe_conversations
 from protocol.device_lock import read_tenure
 
 logger = logging.getLogger(__name__)

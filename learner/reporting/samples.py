@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from asyncrl.environments.recording import Decode, described_messages, described_turns
 from asyncrl.rewards.presentation import plain_text
 from learner.tickets.ticket import ReceivedGroup
-from protocol.messages import Group, ObservedMessage, TextPart, TrajectoryOrder
-
-Decode = Callable[[np.ndarray], str]
+from protocol.messages import TrajectoryOrder
 
 
 def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -30,7 +29,7 @@ def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dic
             "token_ids": ids.tolist(),
         }
         | ({"order": order} if (order := _named(item.ticket.order(index))) else {})
-        | ({"end": record.end, "turns": _turns(group, index, decode)} if record.is_answered else {})
+        | ({"end": record.end, "turns": described_turns(group, index, decode)} if record.is_answered else {})
         for index, (record, ids) in enumerate(zip(group.trajectories, token_ids, strict=True))
     ]
     first_frames = [video.frame_hashes[0] for video in prompt.videos]
@@ -45,34 +44,7 @@ def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dic
         "videos": first_frames,
         "completions": completions,
     }
-    return sample | ({"opening": _shown(group.opening)} if group.opening else {}), images
-
-
-def _turns(group: Group, index: int, decode: Decode) -> list[dict[str, Any]]:
-    start = group.span(index).start
-    return [
-        {
-            "text": decode(group.token_ids[start + turn.start : start + turn.end]),
-            "reward": turn.reward,
-            "context": turn.context,
-            "versions": sorted(set(group.versions[start + turn.start : start + turn.end].tolist())),
-            "calls": [call.model_dump() for call in turn.calls],
-            "info": turn.info,
-            "shown": _shown(turn.observation),
-        }
-        for turn in group.trajectories[index].turns
-    ]
-
-
-def _shown(messages: Sequence[ObservedMessage]) -> list[dict[str, Any]]:
-    """Texts as they are, images by their hash."""
-    return [
-        {
-            "role": message.role,
-            "parts": [p.text if isinstance(p, TextPart) else {"image": p.content_hash} for p in message.content],
-        }
-        for message in messages
-    ]
+    return sample | ({"opening": described_messages(group.opening)} if group.opening else {}), images
 
 
 def _named(order: TrajectoryOrder) -> str:

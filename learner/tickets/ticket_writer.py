@@ -20,16 +20,15 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
+from asyncrl.models.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
 from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
 from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.ticket import PreparedTicket
-from protocol.messages import NO_ORDER, ConversationLimits, Sampling, Ticket, TicketKind, TrajectoryOrder
+from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64
 """Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
-EVALUATION_IDS = 2**40
-"""Evaluation tickets are numbered from here; training tickets from 0."""
 PARITY_IDS = 2**62
 """Parity tickets are numbered from here."""
 PARITY_TOKENS = 16
@@ -150,15 +149,18 @@ class TicketWriter:
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
         assert self.held_out is not None
-        evaluation = self.config.evaluation
-        return self._prepare(
-            self._measure(self.held_out, self._held_out_rows[index]),
-            TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0),
-            EVALUATION_IDS + index,
-            TicketKind.EVAL,
-            evaluation.group_size,
-            {"temperature": evaluation.temperature},
+        slot = TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0)
+        rendered, measured = self._measure(self.held_out, self._held_out_rows[index])
+        ticket = evaluation_ticket(
+            self.config,
+            rendered.prompt,
+            index,
+            ticket_id=slot.ticket_id,
+            version=version,
+            stop_token_ids=self._stop_token_ids,
+            banned_token_ids=self.processor.placeholder_ids,
         )
+        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), self._bridge)
 
     def write_parity(self) -> list[PreparedTicket]:
         """Write tickets of a few training rows, those with images or videos first; the same every time."""
@@ -218,32 +220,14 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
             orders=orders,
-            conversation=None if kind is TicketKind.PARITY else self._conversation,
+            conversation=None
+            if kind is TicketKind.PARITY
+            else conversation_limits(self.config, self.config.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
         return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)
-
-    @property
-    def _conversation(self) -> ConversationLimits | None:
-        """Limits of a trajectory of several turns; None where nobody answers."""
-        if not self.config.environment.is_used:
-            return None
-        environment, limits = self.config.environment, self.config.environment.limits
-        return ConversationLimits(
-            turns=limits.turns,
-            tokens_per_turn=limits.tokens_per_turn,
-            images=limits.images,
-            history=environment.history,
-            keep_images=environment.keep_images,
-        )
 
 
 def _has_media(cell: Any) -> bool:
     """Whether a cell of an image or video column holds any: one, or a list of them."""
     return len(cell) > 0 if isinstance(cell, list | tuple | np.ndarray) else cell is not None
-
-
-def ticket_seed(run_seed: int, number: int) -> int:
-    """63 bits from the run's seed and the ticket's number."""
-    state: Any = np.random.SeedSequence((run_seed, number)).generate_state(1, np.uint64)
-    return int(state[0]) >> 1

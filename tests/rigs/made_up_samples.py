@@ -9,10 +9,20 @@ import numpy as np
 from PIL import Image
 
 from asyncrl.errors import UserError
-from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
+from asyncrl.tools.samples.model import (
+    Page,
+    SampleDetail,
+    SampleImage,
+    SampleQuery,
+    SampleRow,
+    SampleTurn,
+    ShownMessage,
+    TrajectoryDetail,
+)
+from protocol.messages import ToolCall
 
 GROUPS, GROUP_SIZE = 60, 4
-HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET, AGREED_TICKET = 3, 4, 5, 6
+HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET, AGREED_TICKET, CONVERSATION_TICKET = 3, 4, 5, 6, 8
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\x1b[31mred\x1b[0m\x07\u202eevil"
 LONG = 9000
 
@@ -56,11 +66,14 @@ def made_up_group(ticket_id: int) -> SampleDetail:
     if ticket_id == HOSTILE_TICKET:
         prompt = HOSTILE
         images += (SampleImage("ab" * 32, b"<svg onload=alert(1)>"), SampleImage("cd" * 32, None, "it is gone"))
+    talks = ticket_id == CONVERSATION_TICKET
+    opening = (ShownMessage("user", ("Look first.", _picture(5, (56, 28)))),) if talks else ()
     return SampleDetail(
         ticket_id=ticket_id, server_id="server-1", row_id=f"rl.parquet:{ticket_id}",
         messages=({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": prompt}),
         images=images, answer="9", trajectories=trajectories,
         problem="" if ticket_id != FORGOTTEN_TICKET else "Its tokens are no longer kept",
+        opening=opening,
     )  # fmt: skip
 
 
@@ -93,7 +106,23 @@ def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
         row, rewards={"answer": float(number)}, tokens=tokens, token_ids=np.arange(size, dtype=np.int32),
         logprobs=engine, learner_logprobs=engine + gaps, loss_mask=loss_mask, masked=masked,
         versions=np.resize(np.int32([ticket_id, ticket_id - ticket_id % 3]), size),
+        turns=_turns(number) if ticket_id == CONVERSATION_TICKET else (),
+        limit="turns" if ticket_id == CONVERSATION_TICKET and number == 1 else "",
     )  # fmt: skip
+
+
+def _turns(number: int) -> tuple[SampleTurn, ...]:
+    """A call that shows a picture, and one that is wrong, before which a new segment repeats two tokens."""
+    crop = ToolCall(name="crop", arguments='{"row": 1}', seconds=0.25)
+    wrong = ToolCall(name="crop", arguments="{}", error_kind="arguments", error=HOSTILE)
+    shown = ShownMessage("tool", (f"cell {number}: ", _picture(100 + number, (28, 84))))
+    first = SampleTurn(0, 2, "stop", 0.5, (shown,), (crop,), '{"hit": true}')
+    return first, SampleTurn(4, 7, "length", None, (), (wrong,), context=2)
+
+
+def _picture(shade: int, size: tuple[int, int]) -> SampleImage:
+    data = png(shade, size)
+    return SampleImage(hashlib.sha256(data).hexdigest(), data)
 
 
 def _fits(row: SampleRow, query: SampleQuery) -> bool:

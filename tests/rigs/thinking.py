@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from asyncrl.environments.interface import Action, Start, observe
-from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.models.history import THINKING_BEGINS, THINKING_ENDS
+from asyncrl.environments.observation import THINKING_BEGINS, THINKING_ENDS, Observation, StepResult
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
 

@@ -42,7 +42,7 @@ from tests.rigs.journal_groups import issue_and_add, throwaway_journal
 from tests.rigs.pictures import picture
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import run_both
+from tests.rigs.two_processes import run_both, start_command
 
 LIMITS = ConversationLimits(turns=3, tokens_per_turn=8, images=3)
 WIDE, TALL = picture(42, 28), picture(28, 56)
@@ -259,18 +259,19 @@ def test_a_run_samples_trains_and_replays_conversations(
 def test_an_environment_plays_held_out_rows_and_rewards_alone(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """An evaluation's score is what the turns have earned, where `reward.functions` is empty."""
+    """An evaluation's score is what the turns have earned, where `reward.functions` is empty. It has a third turn, and
+    training two."""
     config = make_config(
         environment={
             "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
-            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
+            "limits": {"turns": 2, "tokens_per_turn": 16, "images": 4},
             "workers": 1,
             "instances_per_worker": 16,
         },
-        data={"max_response_length": 120, "max_prompt_length": 390, "max_val_rows": 3},
+        data={"max_response_length": 60, "max_prompt_length": 390, "max_val_rows": 3},
         reward={"functions": []},
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
-        evaluation={"before_training": True, "every_steps": 1, "group_size": 2},
+        evaluation={"before_training": True, "every_steps": 1, "group_size": 2, "limits": {"turns": 3, "tokens": 160}},
         trainer={"max_steps": 1},
     )
     assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
@@ -281,8 +282,19 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
         assert (evaluation["env/turns"], evaluation["env/ends/done"]) == (3, 6)
     assert len(lines) == 2
     (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert step["accuracy"] == step["reward/mean"] == 0.75
-    assert step["env/turns"] == 3
+    assert step["accuracy"] == step["reward/mean"] == 0.5
+    assert (step["env/turns"], step["env/ends/turns"]) == (2, 16)
+
+    run, log, out = tmp_path / "run", tmp_path / "eval.log", tmp_path / "scores.jsonl"
+    evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
+    assert start_command(*evaluate, log=log).wait(timeout=120) == 0, log.read_text()
+    said = log.read_text()
+    assert "pass@1 0.7500" in said, "the same rows, played as in the run"
+    assert "conversations   turns 3.0000" in said
+    assert "ends   done 6\n" in said
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(one["reward"], one["end"], len(one["turns"])) for one in scored] == [(0.75, "done", 3)] * 6
+    assert scored[0]["turns"][0]["shown"][0]["parts"][0] == "8 signs"
 
 
 def check_shown(detail: SampleDetail, group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool, Episode
+from asyncrl.environments.recording import recorded_calls
 from asyncrl.environments.settings import override
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
@@ -99,6 +101,26 @@ def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
     run_pool(scenario)
 
 
+SCREEN = r"""
+import struct, zlib
+from asyncrl.environments.interface import observe
+from asyncrl.environments.observation import StepResult
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+class Screen:
+    def reset(self, start):
+        return None
+
+    def step(self, action):
+        side = action.calls[0].arguments["side"]
+        head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0))
+        png = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * (side + 1))) + chunk(b"IEND", b"")
+        return StepResult(observe("the screen: ", png), 0.5)
+"""
+
+
 def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted() -> None:
     """Sizes of an image are the policy's to mend; what is no result is the tool's own failure."""
 
@@ -120,6 +142,34 @@ def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted
             assert failure.kind == "environment_exception"
             assert "tool no_json returned dict, of which no text or image can be made" in str(failure)
             assert pool.errors == {"environment_exception": 1}
+        finally:
+            await pool.close()
+
+    asyncio.run(play())
+
+
+def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_call_is_an_error(tmp_path: Path) -> None:
+    """As a tool's; a side of 20,000 is refused before it is decoded, and of a pixel two units are made."""
+    (tmp_path / "screen.py").write_text(SCREEN)
+    section = {"name": f"{tmp_path}/screen.py:Screen", "workers": 1, "call_format": "hermes"}
+
+    async def play() -> None:
+        pool = EnvironmentPool(override(section, []), ImageRule(unit=14))
+        await pool.start()
+        try:
+            episode = await pool.begin(START)
+            call = '<tool_call>{{"name": "look", "arguments": {{"side": {}}}}}</tool_call>'
+            wide, dot = [await episode.step(pool.action(call.format(side))) for side in (20_000, 1)]
+            assert wide.observation is not None
+            first, told = wide.observation.messages[0].parts
+            assert first == "the screen: "
+            assert isinstance(told, str)
+            assert re.match(r"Error: no image can be shown: .* 400000000 pixels, over the limit of 89478485", told)
+            assert dot.observation is not None
+            assert Image.open(io.BytesIO(dot.observation.images[0])).size == (28, 28)
+            assert (wide.reward, dot.reward) == (0.5, 0.5)
+            assert [recorded_calls(each.info)[0].error_kind for each in (wide, dot)] == ["tool", ""]
+            assert not pool.errors
         finally:
             await pool.close()
 

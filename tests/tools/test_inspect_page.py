@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from asyncrl.tools.inspect.server import InspectServer
-from tests.rigs.made_up_samples import AGREED_TICKET, GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET
+from tests.rigs.made_up_samples import AGREED_TICKET, CONVERSATION_TICKET, GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET
 
 PATIENCE_MS = 10_000
 
@@ -121,6 +122,35 @@ def test_a_sample_shows_its_image_and_every_fact_of_a_token(page: Any, server: I
     until(page, "document.querySelector('#picture img')?.naturalWidth === 98")
     page.keyboard.press("Escape")
     assert page.query_selector("dialog[open]") is None
+
+
+def test_a_conversation_shows_turns_with_versions_calls_and_pictures_at_their_places(
+    page: Any, server: InspectServer
+) -> None:
+    open_at(page, server, f"?sample={CONVERSATION_TICKET}.1")
+    until(page, "[...document.querySelectorAll('.shown img')].every(image => image.naturalWidth)")
+    sizes = "images => images.map(image => [image.naturalWidth, image.naturalHeight])"
+    assert page.eval_on_selector_all(".question .shown img", sizes) == [[56, 28]], "the opening's"
+    one = page.locator(".completion.chosen")
+    top = one.bounding_box()["y"]
+    assert 0 <= top < 850, f"pictures that came later have moved it to {top}"
+    assert one.locator(".shown img").evaluate_all(sizes) == [[28, 84]]
+    told = one.inner_text()
+    for parts in (
+        ("turn 0", "reward 0.50", "version 6, 8", "stop"),
+        ("read 6", "call crop", '{"row": 1} ok 0.25 s', '{"hit":true}', "cell 1:"),
+        ("new segment 2 tokens of history", "turn 1", "reward –", "length"),
+        ("call crop {} arguments:", "ended by environment.limits.turns"),
+    ):
+        places = [re.sub(r"\s+", " ", told).find(part) for part in parts]
+        assert -1 not in places, (parts, told)
+        assert places == sorted(places)
+    assert one.locator(".tokens").evaluate_all("boxes => boxes.map(box => box.querySelectorAll('span').length)") == [
+        2,
+        2,
+        3,
+    ]
+    assert page.evaluate("window.hacked") is None
 
 
 def test_switching_the_colouring_repaints_the_tokens(page: Any, server: InspectServer) -> None:

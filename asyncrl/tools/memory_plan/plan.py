@@ -202,7 +202,7 @@ def _servers(count: int) -> str:
 def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """Engine memory; for vllm an upper estimate of its profiling pass, by the same model's layers."""
     rollout, copies, parts = config.rollout, servers_per_gpu(config), 1
-    tokens, sequences = longest_sequence(config), rollout.max_concurrent_sequences
+    tokens, sequences = config.data.max_prompt_length + config.longest_completion, rollout.max_concurrent_sequences
     prompts, decode = prefilled_prompts(config), sequences * tokens * model.decode_per_token
     columns = tokens
     if rollout.engine == "vllm":

@@ -62,7 +62,7 @@ class HFEngine:
         self._loop = DecodeLoop(
             lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
             self._config.rollout.max_concurrent_sequences,
-            row_tokens=self._config.data.max_prompt_length + self._config.data.max_response_length,
+            row_tokens=self._config.data.max_prompt_length + self._config.longest_completion,
         )
         self._loop.start()
 

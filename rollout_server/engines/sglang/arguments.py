@@ -28,7 +28,7 @@ def server_arguments(
     `image_size` is the `size` of our own image processor.
     """
     rollout = config.rollout
-    tokens = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.data.max_prompt_length + config.longest_completion
     arguments: dict[str, Any] = {
         "model_path": str(folder),
         "host": "127.0.0.1",
@@ -90,7 +90,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def cpu_cache_tokens(config: RunConfig, text_config: Any) -> int:
     """Tokens of the key-value cache on a CPU: every concurrent sequence at full length, but no more than a quarter of
     the memory that is free."""
-    tokens = config.data.max_prompt_length + config.data.max_response_length + SPARE_TOKENS
+    tokens = config.data.max_prompt_length + config.longest_completion + SPARE_TOKENS
     queries = text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or queries
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // queries

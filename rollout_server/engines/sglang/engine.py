@@ -58,7 +58,7 @@ class SGLangEngine:
         self._config = config
         self._processor = processor
         self._device = resolve_device(config.rollout.device, "rollout.device")
-        self._limit = config.data.max_prompt_length + config.data.max_response_length
+        self._limit = config.data.max_prompt_length + config.longest_completion
         self._command_s = config.network.timeout_s
         self.staging: Staging | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None

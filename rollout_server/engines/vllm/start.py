@@ -51,7 +51,7 @@ T = TypeVar("T")
 def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned: list[int]) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, without weight transfer; `rollout.engine_args` come last."""
     rollout = config.rollout
-    tokens = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.data.max_prompt_length + config.longest_completion
     pixel_limits = config.model.pixel_limits
     arguments: dict[str, Any] = {
         "model": config.model.path,
@@ -139,7 +139,7 @@ def cpu_kv_bytes(text_config: Any, dtype: str, config: RunConfig) -> int:
 
     vLLM's own default on a CPU is nine tenths of all memory.
     """
-    tokens = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.data.max_prompt_length + config.longest_completion
     blocks = -(-tokens // CPU_KV_BLOCK) * config.rollout.max_concurrent_sequences + 1  # vLLM keeps one for itself
     queries = text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or queries

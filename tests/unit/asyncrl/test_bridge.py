@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -186,6 +187,26 @@ def test_a_run_with_such_a_template_is_refused_before_it_begins(
     with pytest.raises(UserError, match="in a longer conversation"):
         TicketWriter(config, processor, stops(processor))
     assert "first prompt" in preview_rows(make_config(**model))[0]
+
+
+def test_dry_run_prints_what_the_environment_opens_with_and_says_why_it_does_not_open(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    data, limits = {"max_response_length": 100, "max_prompt_length": 400}, {"tokens_per_turn": 16}
+    lamp = {"name": "tests/rigs/lamp.py:Lamp", "limits": limits}
+    printed = preview_rows(make_config(data=data, environment=lamp))[0]
+    row, opened = printed.index("What"), printed.index("a lamp: <|vision_start|>")
+    assert row < opened, "behind the row's own"
+    assert re.search(r"opening: \d+ of the tokens and 1 of the images are reset\(\)'s", printed)
+    length = int(re.findall(r"tokens: (\d+) of at most", printed)[0])
+    shorter = make_config(data=data | {"max_prompt_length": length - 1}, environment=lamp)
+    with pytest.raises(UserError, match=r"what the environment's reset\(\) opens with .* over data.max_prompt_length"):
+        preview_rows(shorter)
+    (tmp_path / "shut.py").write_text(
+        "class Shut:\n    def reset(self, start):\n        raise OSError(start.row['answer'])\n    step = reset\n"
+    )
+    with pytest.raises(UserError, match=r"opens no episode: environment_exception: reset: OSError: .* \(shut.py:3"):
+        preview_rows(make_config(data=data, environment={"name": f"{tmp_path}/shut.py:Shut", "limits": limits}))
 
 
 def test_images_that_no_processor_takes_are_refused(processor: PromptProcessor) -> None:

@@ -13,7 +13,9 @@ from pydantic import ValidationError
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
+from asyncrl.models.held_out import conversation_limits, evaluation_ticket
 from asyncrl.tools.doctor.data import find_rewards
+from protocol.messages import Prompt
 
 LAMP = {"name": "tests/rigs/lamp.py:Lamp"}
 MakeConfig = Callable[..., RunConfig]
@@ -40,6 +42,33 @@ def test_messages_have_room_for_images(make_config: MakeConfig) -> None:
         environment=LAMP, data={"max_response_length": 600}, batch={"tokens_per_microbatch": 1024}
     )
     assert with_images.group_bytes(4) - plain.group_bytes(4) >= 3 * shown
+
+
+def test_held_out_rows_may_have_limits_of_their_own(make_config: MakeConfig) -> None:
+    sections: dict[str, Any] = {"data": {"max_response_length": 96}}
+    environment = {**LAMP, "limits": {"tokens_per_turn": 16, "turns": 3, "images": 2}}
+    config = make_config(
+        **sections, environment=environment, evaluation={"limits": {"turns": 12, "tokens": 400, "images": 0}}
+    )
+    held_out = conversation_limits(config, config.evaluation_limits)
+    trained = conversation_limits(config, config.environment.limits)
+    assert held_out is not None
+    assert trained is not None
+    assert (held_out.turns, held_out.tokens_per_turn, held_out.images) == (12, 16, 0)
+    assert (trained.turns, trained.images) == (3, 2)
+    assert (config.longest_completion, config.data.max_response_length) == (400, 96)
+    asked = Prompt(row_id="r", messages=())
+    ticket = evaluation_ticket(config, asked, 0, ticket_id=0, version=0, stop_token_ids=(1,), banned_token_ids=())
+    assert (ticket.sampling.max_new_tokens, ticket.conversation) == (400, held_out)
+    assert config.group_bytes(4, is_held_out=True) < config.group_bytes(4), "an image is more than 304 tokens"
+    for given, problem in (
+        ({"tokens_per_turn": 97}, "97 tokens in a turn and 96 in all"),
+        ({"tokens": 8}, "16 tokens"),
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            make_config(**sections, environment=environment, evaluation={"limits": given})
+    with pytest.raises(ValidationError, match=r"evaluation\.limits has turns, and there is no environment"):
+        make_config(evaluation={"limits": {"turns": 12}})
 
 
 @pytest.mark.parametrize("name", ["turn_return", "gigpo", "mt_grpo"])

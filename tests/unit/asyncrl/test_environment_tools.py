@@ -461,6 +461,19 @@ def test_the_terminal_refuses_an_edited_history_as_a_run_does_and_shows_no_rewar
     assert last.startswith("end: environment_observation: the edited history has turn 5, and 2 were taken   no reward")
 
 
+def test_the_terminal_shows_what_a_rewritten_history_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "where.py").write_text(
+        OPENS_WITH_AN_IMAGE.replace(" if action.turn == 0 else None, done=action.turn == 1", "")
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("<think>left?</think>a\nb\n"))
+    assert main(["env", "try", f"{tmp_path}/where.py:Where", "history=strip_thinking", "keep_images=1"]) == 0
+    first, second = capsys.readouterr().out.split("a new segment begins")[1:]
+    assert "| policy: a\n" in first
+    assert "| policy: a\n    | tool: [image left out]\n    | policy: b\n" in second
+
+
 @pytest.mark.parametrize("call_format", ["hermes", "qwen_xml", "plain"])
 def test_an_example_of_a_call_is_one(call_format: str) -> None:
     def turn(way: Literal["left", "right"], steps: int, name: str, far: bool = False) -> str:

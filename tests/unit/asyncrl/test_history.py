@@ -8,10 +8,12 @@ import pytest
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import build_tokenizer
-from asyncrl.environments.observation import Message, Observation, Part, PastTurn
+from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Part, PastTurn, without_images
+from asyncrl.environments.play import PlayedHistory
+from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.history import LEFT_OUT, History, without_images, without_thinking
+from asyncrl.models.history import History, without_thinking
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.rows import joined_row
 from protocol.messages import ChatMessage, ConversationLimits, ImagePart, Prompt, TextPart
@@ -107,6 +109,38 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
         assert row.pixel_values is not None
         assert whole.pixel_values is not None
         assert row.pixel_values.equal(whole.pixel_values)
+
+
+def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcessor) -> None:
+    """`asyncrl env try` makes it of texts: new segments begin where a run's do, with the same texts and images."""
+    bridge, draw = TurnBridge(processor, (processor.tokenizer.eos_token_id,)), np.random.default_rng(0)
+    begun = 0
+    for _ in range(60):
+        settings = {"history": draw.choice(["whole", "strip_thinking"]), "keep_images": int(draw.integers(0, 3))}
+        run, terminal = History(bridge, rule(**settings), pixels=False), PlayedHistory(read_environment(settings))
+        for turn in range(4):
+            text = str(draw.choice(["answer 1", "<think>a</think>read 2", "a</think>answer 3"]))
+            observation = tool("see", *[FIRST, SECOND, THIRD][: draw.integers(0, 4)])
+            edited = [PastTurn(None, "read 4", tool("left"))] if turn and draw.random() < 0.3 else []
+            edited += [PastTurn(turn)] if edited or draw.random() < 0.2 else []
+            run.add_turn(sampled(processor, text))
+            before = list(run.images)
+            shown = run.after(observation, edited)
+            run.show(observation, shown)
+            rewritten = terminal.follow(text, observation, edited)
+            assert bool(rewritten) == shown.begins_segment
+            begun += bool(rewritten)
+            if rewritten:
+                before = [image for _, each in rewritten for image in each.images]
+            assert [*before, *observation.images] == run.images
+            said, place = processor.tokenizer.decode(joined_ids(run)), 0
+            for past in (past for past, _ in rewritten):
+                place = said.index(f"{past}{processor.tokenizer.eos_token}", place)
+    assert begun > 50
+
+
+def joined_ids(history: History) -> list[int]:
+    return [token for piece in history.pieces for token in piece.token_ids.tolist()]
 
 
 def test_the_newest_observation_is_shown_whole_and_older_images_give_way(processor: PromptProcessor) -> None:

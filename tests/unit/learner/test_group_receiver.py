@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.environments.conversations import LAST_TRAJECTORIES, EnvironmentHealth
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from learner.network.group_receiver import LAST_TRAJECTORIES, EnvironmentHealth, GroupReceiver
+from asyncrl.models.held_out import EVALUATION_IDS
+from learner.network.group_receiver import GroupReceiver
 from learner.network.servers import Servers
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket_writer import EVALUATION_IDS, PARITY_IDS
+from learner.tickets.ticket_writer import PARITY_IDS
 from protocol.errors import ErrorCode
 from protocol.messages import Ack, Error, FinishReason, TicketKind, TrajectoryRecord, TrajectoryStatus, Turn
 from tests.rigs.fuzz import content

@@ -16,7 +16,8 @@ const Group = (() => {
     if (facts.problem) return element("figure", {}, element("figcaption", {}, `image ${i + 1}: ${visible(facts.problem)} (${facts.hash.slice(0, 12)}…)`));
     const source = `/image/${encodeURIComponent(facts.hash)}?ticket=${encodeURIComponent(ticket)}`;
     const scale = facts.width < SMALL_PIXELS ? Math.min(4, Math.floor(2 * SMALL_PIXELS / facts.width)) : 1;
-    const image = (width, zoomed) => element("img", { src: source, width, class: scale > 1 || zoomed ? "pixels" : false,
+    // With its height the place is there before the picture is: what is scrolled to stays where it is.
+    const image = (width, zoomed) => element("img", { src: source, width, height: Math.round(width * facts.height / facts.width), class: scale > 1 || zoomed ? "pixels" : false,
       alt: `Image ${i + 1} of ${count}, ${facts.width} by ${facts.height} pixels` });
     const button = element("button", { type: "button", title: "Enlarge" }, image(facts.width * scale, false));
     button.addEventListener("click", () => {

@@ -1,0 +1,79 @@
+"""Held-out rows and their tickets: what an evaluation asks of a policy, during a run and by `asyncrl eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_validation
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.environments.settings import LimitsConfig
+from asyncrl.errors import UserError
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import usable_rows
+from protocol.messages import ConversationLimits, Prompt, Sampling, Ticket, TicketKind
+
+EVALUATION_IDS = 2**40
+"""Evaluation tickets are numbered from here; training tickets from 0."""
+
+
+def held_out_prompts(config: RunConfig, processor: PromptProcessor) -> tuple[int, Iterator[RenderedPrompt]]:
+    """Number of usable held-out rows, and their prompts, each made when it is asked for. Raises UserError."""
+    rows = open_validation(config.data)
+    if rows is None:
+        raise UserError("data.val_files is empty: there is nothing to evaluate on")
+    renderer = PromptRenderer(config.data)
+    usable = usable_rows(rows, renderer, processor, config, "held-out").usable
+    return len(usable), (renderer.render(rows[index], rows.row_id(index)) for index in usable)
+
+
+def evaluation_ticket(
+    config: RunConfig,
+    prompt: Prompt,
+    index: int,
+    *,
+    ticket_id: int,
+    version: int,
+    stop_token_ids: tuple[int, ...],
+    banned_token_ids: tuple[int, ...],
+) -> Ticket:
+    """The ticket of the `index`-th usable held-out row. Its seed depends on neither policy nor version: evaluations are
+    comparable."""
+    return Ticket(
+        ticket_id=ticket_id,
+        kind=TicketKind.EVAL,
+        prompt=prompt,
+        group_size=config.evaluation.group_size,
+        seed=ticket_seed(config.trainer.seed, EVALUATION_IDS + index),
+        min_version=version,
+        sampling=Sampling(
+            temperature=config.evaluation.temperature,
+            max_new_tokens=config.evaluation.limits.tokens or config.data.max_response_length,
+            stop_token_ids=stop_token_ids,
+            banned_token_ids=banned_token_ids,
+        ),
+        conversation=conversation_limits(config, config.evaluation_limits),
+    )
+
+
+def conversation_limits(config: RunConfig, limits: LimitsConfig) -> ConversationLimits | None:
+    """The rules of a trajectory of several turns, within these limits; None where nobody answers."""
+    environment = config.environment
+    if not environment.is_used:
+        return None
+    return ConversationLimits(
+        turns=limits.turns,
+        tokens_per_turn=limits.tokens_per_turn,
+        images=limits.images,
+        history=environment.history,
+        keep_images=environment.keep_images,
+    )
+
+
+def ticket_seed(run_seed: int, number: int) -> int:
+    """63 bits from the run's seed and the ticket's number."""
+    state: Any = np.random.SeedSequence((run_seed, number)).generate_state(1, np.uint64)
+    return int(state[0]) >> 1

@@ -1,0 +1,176 @@
+"""Held-out rows played with the run's environment and scored, without a learner: `asyncrl eval CONFIG --model FOLDER`.
+
+Tickets, conversations, engine and random streams are those of the evaluations that a run makes of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.environments.conversations import EnvironmentHealth
+from asyncrl.environments.recording import described_turns
+from asyncrl.environments.shown_tools import tools_of
+from asyncrl.errors import BadStateError
+from asyncrl.launch.inputs import check_engine, check_lengths
+from asyncrl.models.devices import compute_in_full_float32, resolve_dtype
+from asyncrl.models.export import export_model
+from asyncrl.models.folder import describe_folder
+from asyncrl.models.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
+from asyncrl.models.loading import stop_token_ids
+from asyncrl.models.lora import is_adapter_folder, load_merged
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.spec import check_rewarded
+from asyncrl.tools.evaluate import Progress, Scored
+from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
+from rollout_server.engines import create_engine
+from rollout_server.engines.base import EngineDied
+from rollout_server.environments import environments_of, make_pool
+from rollout_server.group_producer import GroupProducer
+
+
+def play_held_out(config: RunConfig, folder: Path) -> list[Scored]:
+    """Play every held-out row with the model in `folder`, or with its adapter on `model.path`, by the run's engine.
+
+    `evaluation.group_size` trajectories a row, those of a row one after the other. What an environment loses has a
+    status and no score. Raises UserError, and BadStateError where the environment is dead.
+    """
+    check_rewarded(config)
+    config = resolve_dtype(config)
+    compute_in_full_float32()
+    with _whole_model(config, folder) as whole:
+        lora = config.model.lora.model_copy(update={"rank": 0})
+        model = config.model.model_copy(update={"path": str(whole), "lora": lora})
+        config = config.model_copy(update={"model": model})
+        check_lengths(config, describe_folder(model))
+        check_engine(config)
+        return asyncio.run(_play(config))
+
+
+@contextmanager
+def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
+    """The folder, or for an adapter's one with the merged model, for as long as it is used: engines load folders."""
+    if not is_adapter_folder(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as made:
+        whole = Path(made) / "model"
+        export_model(load_merged(config.model, folder), PromptProcessor(config.model).processor, whole)
+        yield whole
+
+
+async def _play(config: RunConfig) -> list[Scored]:
+    processor = PromptProcessor(config.model)
+    pool = make_pool(config, processor)
+    assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
+    engine, rewards = create_engine(config, processor), RewardPool(config.reward, config.network)
+    try:
+        await rewards.start()
+        await pool.start()
+        processor.show_tools(tools_of(pool, config.environment))
+        num_rows, prompts = held_out_prompts(config, processor)
+        await engine.start()
+        environments = environments_of(pool, config)
+        producer = GroupProducer(engine, rewards, processor, "eval", environments)
+        rows = _Rows(config, processor, num_rows, prompts)
+        live = max(1, config.environment.capacity // config.evaluation.group_size)
+        # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.
+        parts = [live] if environments.in_rounds or live == 1 else [live - live // 2, live // 2]
+        await _all([rows.play(producer, rows_at_once) for rows_at_once in parts])
+        return rows.scored()
+    except EngineDied as died:
+        raise BadStateError(f"the engine died: {died}") from died
+    finally:
+        await rewards.close()
+        await pool.close()
+        await engine.close()
+
+
+async def _all(works: Sequence[Coroutine[None, None, None]]) -> None:
+    """Do them beside each other; the first error ends all."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Rows:
+    """The rows of an evaluation, and what has come of them."""
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor, number: int, prompts: Iterator[RenderedPrompt]):
+        self._config = config
+        self._processor = processor
+        self._left = enumerate(prompts)
+        self._stop_token_ids = stop_token_ids(config.model, processor.tokenizer)
+        self._scored: dict[int, list[Scored]] = {}
+        """By ticket."""
+        self._health = EnvironmentHealth("then evaluate again")
+        self._progress = Progress(number * config.evaluation.group_size)
+
+    async def play(self, producer: GroupProducer, rows_at_once: int) -> None:
+        """Play rows until none is left, each time so many. Several of these share them."""
+        while part := list(islice(self._left, rows_at_once)):
+            tickets = {ticket.ticket_id: ticket for ticket in (self._ticket(*row) for row in part)}
+            blobs = {digest: memoryview(data) for _, rendered in part for digest, data in rendered.blobs.items()}
+            async for answer in producer.produce(list(tickets.values()), blobs):
+                ticket = tickets[answer.ticket_id]
+                if isinstance(answer, Group):
+                    self._scored[ticket.ticket_id] = self._of_group(ticket, answer)
+                    self._health.observe(answer.trajectories)
+                else:
+                    assert isinstance(answer, TicketFailed), "nobody asks for tickets back"
+                    self._scored[ticket.ticket_id] = self._of_failure(ticket, answer)
+                self._progress.reached(sum(map(len, self._scored.values())))
+
+    def scored(self) -> list[Scored]:
+        """All of them in the order of the rows."""
+        return [one for _, of_row in sorted(self._scored.items()) for one in of_row]
+
+    def _ticket(self, index: int, rendered: RenderedPrompt) -> Ticket:
+        return evaluation_ticket(
+            self._config,
+            rendered.prompt,
+            index,
+            ticket_id=EVALUATION_IDS + index,
+            version=0,
+            stop_token_ids=self._stop_token_ids,
+            banned_token_ids=self._processor.placeholder_ids,
+        )
+
+    def _of_group(self, ticket: Ticket, group: Group) -> list[Scored]:
+        found: list[Scored] = []
+        for index, record in enumerate(group.trajectories):
+            turns = described_turns(group, index, self._processor.decode)
+            found.append(Scored(_sample(ticket, turns[-1]["text"]), _score(record), record, turns))
+        return found
+
+    def _of_failure(self, ticket: Ticket, failed: TicketFailed) -> list[Scored]:
+        """A row that could not be begun. Raises BadStateError where no other can be, either."""
+        if failed.error_kind == BadStateError.__name__:
+            raise BadStateError(f"row {ticket.prompt.row_id}: {failed.error_message}")
+        score = Score("error", failed.error_kind, failed.error_message)
+        return [Scored(_sample(ticket, ""), score)] * ticket.group_size
+
+
+def _sample(ticket: Ticket, completion: str) -> RewardSample:
+    prompt = ticket.prompt
+    return RewardSample(completion, answer=prompt.answer, columns=dict(prompt.columns), row_id=prompt.row_id)
+
+
+def _score(record: TrajectoryRecord) -> Score:
+    if record.reward is not None:
+        return Score("ok", components=record.rewards, reward=record.reward)
+    status = "timed_out" if record.status == "timed_out" else "error"
+    return Score(status, record.error_kind, record.error_message)

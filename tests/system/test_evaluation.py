@@ -1,0 +1,114 @@
+"""`asyncrl eval` with an environment: what that loses has no score, and a dead one ends the command with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.lora import write_adapter_folder
+from tests.rigs.adapters import lora_config, made_up_adapter, spec_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+ROWS, SIZE = 4, 3
+ENVIRONMENT = '''
+import os
+from pydantic import BaseModel
+from asyncrl.environments.observation import StepResult
+
+class Service:
+    class Config(BaseModel):
+        lost: int = 0
+        """Trajectories of each group that it loses."""
+        how: str = "raises"
+
+    def reset(self, start):
+        self.is_lost, self.how = start.index < start.config.lost, start.config.how
+
+    def step(self, action):
+        if self.is_lost and self.how == "dies":
+            os._exit(7)
+        if self.is_lost:
+            raise ConnectionRefusedError("search:8080")
+        return StepResult(None, 1.0, True)
+'''
+
+
+@pytest.fixture
+def evaluate(
+    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Exit code and output of the command with these further words; the tiny model's turns are of two tokens."""
+    (tmp_path / "service.py").write_text(ENVIRONMENT)
+    limits = {"turns": 2, "tokens_per_turn": 2}
+    config = make_config(
+        environment={"name": str(tmp_path / "service.py:Service"), "limits": limits, "workers": 4, "retries": 0},
+        data={"max_response_length": 8, "max_val_rows": ROWS},
+        rollout={"engine": "scripted", "engine_args": {"text": "7"}},
+        reward={"functions": []},
+        evaluation={"group_size": SIZE},
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(["eval", str(tmp_path / "config.yaml"), "--model", config.model.path, *words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_what_the_environment_loses_is_counted_and_is_no_reward_of_zero(
+    evaluate: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "scores.jsonl"
+    code, said, _ = evaluate("environment.config.lost=1", "--out", str(out))
+    assert code == 0
+    assert f"reward 1.0000   rows {ROWS}   errors {ROWS}" in said
+    assert f"ends   done {ROWS * (SIZE - 1)}   failed {ROWS}" in said
+    assert f"without a score   environment_exception {ROWS}" in said
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["reward"] for one in scored] == [None, 1.0, 1.0] * ROWS
+    assert "search:8080" in scored[0]["error"]
+
+
+@pytest.mark.parametrize(("how", "kind"), [("raises", "environment_exception"), ("dies", "environment_died")])
+def test_a_dead_environment_ends_the_command_with_its_reason(
+    evaluate: Callable[..., tuple[int, str, str]], how: str, kind: str
+) -> None:
+    code, said, error = evaluate(f"environment.config={{lost: 2, how: {how}}}")
+    assert (code, said) == (3, "")
+    assert f"the environment failed in {2 * ROWS} of {SIZE * ROWS} trajectories ({2 * ROWS} {kind})" in error
+    assert "search:8080" in error or how == "dies"
+
+
+def test_an_environment_that_cannot_be_loaded_and_words_of_one_turn_are_refused(
+    evaluate: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, _, error = evaluate("environment.config.lots=1")
+    assert code == 2
+    assert "Did you mean 'lost'?" in error
+    code, _, error = evaluate("--prefix", "answer")
+    assert code == 2
+    assert "leave --prefix out" in error
+
+
+def test_the_hf_engine_plays_a_folder_and_an_adapter(
+    evaluate: Callable[..., tuple[int, str, str]], make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    words = ["rollout.engine=hf", "rollout.engine_args={}", "evaluation.temperature=1", "--out", f"{tmp_path}/out"]
+    code, said, _ = evaluate(*words)
+    assert code == 0
+    assert "conversations   turns 1.0000" in said
+    base = (tmp_path / "out").read_text()
+    assert evaluate(*words)[1] == said, "the same seeds"
+    assert (tmp_path / "out").read_text() == base
+    config = lora_config(make_config)
+    write_adapter_folder(tmp_path / "adapter", spec_of(config), made_up_adapter(config, 1).items())
+    assert evaluate(*words, "model.lora.rank=4", "--model", f"{tmp_path}/adapter")[0] == 0
+    assert (tmp_path / "out").read_text() != base
