@@ -44,6 +44,11 @@ def main() -> None:
     print("\n## Attention of packed groups\n", flush=True)
     run("-m", "benchmarks.packed_attention", "--layers", "1")
     run("-m", "benchmarks.packed_against_padded")
+    print("\n## Memory of the loss by size of the vocabulary\n", flush=True)
+    for vocabulary, tokens in ((32_768, 1024), (131_072, 512)):
+        shape = ("--vocabulary", str(vocabulary), "--tokens", str(tokens), "--hidden", "64")
+        run("-m", "benchmarks.output_head", *shape, "--rounds", "1")
+        print(flush=True)
     print("\n## Kept features of images\n", flush=True)
     run("-m", "benchmarks.vision_reuse")
     print("\n## What a step spends beside the model\n", flush=True)

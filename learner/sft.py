@@ -84,7 +84,7 @@ class SupervisedTrainer:
         loss = self.budget.run(partial(self._accumulate, groups, targets), groups, f"step {step}")
         if not math.isfinite(loss):
             raise BadStateError(f"the loss is {loss}: lower sft.optim.lr ({self.config.sft.optim.lr})")
-        updated = self.engine.optimizer_step()
+        updated = self.budget.update(self.engine.optimizer_step, f"step {step}")
         reused = self.features.report(self.ranks.total) if self.features else {}
         work = self.roles.work.report(self.ranks, self.engine.device)
         return {"loss": loss, "tokens": float(targets), **reused, **updated, **self.budget.report(), **work}

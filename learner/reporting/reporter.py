@@ -185,7 +185,8 @@ class Reporter:
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         new = [item for item in batch.received if not item.is_replayed]  # which come first
-        self._sample(step, new[: self.config.trainer.samples_per_step])
+        for item in new[: self.config.trainer.samples_per_step]:
+            self._behind.do(self._sample, step, item)
         groups = [(item.ticket.prompt, item.group) for item in new]
         self._behind.do(self._samples.write, step, version, groups, trained)
         self._write_timeline()
@@ -259,10 +260,9 @@ class Reporter:
         self.exporter.evaluated(result)
         return result
 
-    def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
-        """Record these groups with their texts and images."""
-        for item in received:
-            self._behind.do(self.recorder.sample, *sample_of_group(item, step, self._processor.decode))
+    def _sample(self, step: int, item: ReceivedGroup) -> None:
+        """Record this group with its texts and images."""
+        self.recorder.sample(*sample_of_group(item, step, self._processor.decode))
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

@@ -17,9 +17,12 @@ def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
     Its bridges are made again, with pixels, of the messages and bytes that the group records: no environment is asked.
     What was made lately waits in the processor's cache. The group is verified.
     """
-    record, bridge, rule = item.group.trajectories[index], item.prepared.bridge, item.ticket.conversation
+    bridge, rule = item.prepared.bridge, item.ticket.conversation
+    if bridge is None or rule is None:
+        return (Segment(),)  # a single turn
+    record = item.group.trajectories[index]
     turns, starts = record.turns, record.segment_starts
-    if bridge is None or rule is None or not any(images_of(turn.observation) for turn in turns):
+    if not any(images_of(turn.observation) for turn in turns):
         return tuple(map(Segment, starts))
     token_ids = item.group.token_ids[item.group.span(index)]
     history, segments = History(bridge, rule, pixels=True), list[Segment]()

@@ -163,95 +163,72 @@ def build_micro_batch(
     `dtype`: what the model computes in, where its parameters are kept in another one. `media_on`: where pixels are,
     if not on `device`.
     """
-    ids: list[np.ndarray] = []
-    types: list[np.ndarray] = []
-    positions: list[torch.Tensor] = []
-    predict_from: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    rows: list[np.ndarray] = []
-    columns: list[np.ndarray] = []
-    end = 0
-    for group in groups:
-        prompt_position, next_position = prompt_positions(model, group.prompt)
-        tokens = np.concatenate([completion.token_ids for completion in group.completions])
-        mask = np.concatenate([completion.loss_mask for completion in group.completions])
-        segments = [segment for completion in group.completions for segment in completion.segments]
-        number, place = flat_rows([length for c in group.completions for length in c.segment_lengths])
-        is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each segment
-        inputs = tokens[is_input]
-        ids += [group.prompt.token_ids, inputs]
-        types += [group.prompt.token_types, _token_types(group.completions)[is_input]]
-        after_prompt = torch.from_numpy(place + next_position).repeat(prompt_position.shape[0], 1)
-        for i, segment in enumerate(segments):
-            if segment.observed is not None:
-                after_prompt[:, number == i] = positions_behind(model, group.prompt, segment.observed)
-        positions += [prompt_position, after_prompt[:, is_input]]
-        end += len(group.prompt.token_ids)
-        # A token is predicted from the one before it; segments before its own have an input less than tokens.
-        sources = np.where(place == 0, end - 1, end + np.arange(len(tokens)) - number - 1)
-        kept = np.flatnonzero(mask)
-        predict_from.append(sources[kept])
-        targets.append(tokens[kept])
-        owner, column = flat_rows([len(completion.token_ids) for completion in group.completions])
-        rows.append(np.asarray([completion.row for completion in group.completions])[owner[kept]])
-        columns.append(column[kept])
-        end += len(inputs)
-    lengths = [
-        (len(g.prompt.token_ids), [length - 1 for c in g.completions for length in c.segment_lengths]) for g in groups
-    ]
+    completions = [completion for group in groups for completion in group.completions]
+    pieces = [(group, segment) for group in groups for c in group.completions for segment in c.segments]
+    lengths = [(len(g.prompt.token_ids), [n for c in g.completions for n in c.segment_lengths]) for g in groups]
+    tokens = np.concatenate([completion.token_ids for completion in completions])
+    number, place = flat_rows([length for _, of_group in lengths for length in of_group])  # of segments
+    group_of = np.repeat(np.arange(len(groups)), [sum(of_group) for _, of_group in lengths])
+    found = [prompt_positions(model, group.prompt) for group in groups]
+    prompt_position = torch.cat([position for position, _ in found], dim=1).numpy()
+    position = np.tile(place + np.asarray([following for _, following in found])[group_of], (len(prompt_position), 1))
+    token_types = np.zeros(len(tokens), np.int32)  # 1 on the tokens of images
+    for i, (group, segment) in enumerate(pieces):
+        if segment.observed is not None:
+            token_types[number == i] = segment.observed.token_types
+            position[:, number == i] = positions_behind(model, group.prompt, segment.observed)
+    is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each segment
+    sizes = [size for prompt, of_group in lengths for size in (prompt, sum(of_group) - len(of_group))]
+    is_prompt = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
+    ids = _packed(is_prompt, np.concatenate([g.prompt.token_ids for g in groups]), tokens[is_input])
+    types = _packed(is_prompt, np.concatenate([g.prompt.token_types for g in groups]), token_types[is_input])[None]
+    position_ids = _packed(is_prompt, prompt_position, position[:, is_input]).to(device)
+    # A token is predicted from the one before it, and the first one of a segment from the prompt's last. Each segment
+    # before a token's own has an input less than tokens.
+    before = np.cumsum([prompt for prompt, _ in lengths])[group_of] + np.arange(len(tokens)) - number
+    sources = np.where(place == 0, np.cumsum(sizes)[::2][group_of], before) - 1
+    kept = np.flatnonzero(np.concatenate([completion.loss_mask for completion in completions]))
+    owner, column = flat_rows([len(completion.token_ids) for completion in completions])
+    rows = np.asarray([completion.row for completion in completions])
     prompts = [group.whole_prompt for group in groups]
     seen = [
         piece
         for group, prompt in zip(groups, prompts, strict=True)
         for piece in (prompt, *(observed for c in group.completions for observed in c.observed))
     ]
-    media, media_on = media_inputs(model, seen, _int64(types)[None]), media_on or device
-    masked = [prompt.masked_pixel_values for prompt in prompts]
-    tokens_of_groups = torch.tensor([len(part) for part in targets])
-    position_ids = torch.cat(positions, dim=1).to(device)
+    media, media_on = media_inputs(model, seen, types), media_on or device
+    is_masked = torch.tensor([prompt.masked_pixel_values is not None for prompt in prompts])
     return MicroBatch(
         inputs={
-            "input_ids": _int64(ids)[None].to(device),
+            "input_ids": ids[None].to(device),
             # [3, 1, L] for multimodal rotary positions, else [1, L]
             "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
             **{name: tensor.to(media_on) for name, tensor in media.items()},
             "shared_prefix": make_layout(
-                lengths,
+                [(prompt, [length - 1 for length in of_group]) for prompt, of_group in lengths],
                 device,
                 dtype or model.dtype,
                 window=window_of(model.config),
                 spans=[images_of(model).spans(group.prompt.token_types) for group in groups],
             ),
         },
-        predict_from=_int64(predict_from).to(device),
-        targets=_int64(targets).to(device),
-        row=_int64(rows),
-        column=_int64(columns),
-        masked_pixels=_masked_pixels(model, seen, _int64(types)[None]).to(media_on)
-        if any(pixels is not None for pixels in masked)
-        else None,
-        sees_masked=torch.tensor([pixels is not None for pixels in masked]).repeat_interleave(tokens_of_groups),
+        predict_from=torch.from_numpy(sources[kept]).to(device),
+        targets=torch.from_numpy(tokens[kept]).long().to(device),
+        row=torch.from_numpy(rows[owner[kept]]),
+        column=torch.from_numpy(column[kept]),
+        masked_pixels=_masked_pixels(model, seen, types).to(media_on) if is_masked.any() else None,
+        sees_masked=is_masked[torch.from_numpy(group_of[kept])],
     )
 
 
-def _token_types(completions: Sequence[Completion]) -> np.ndarray:
-    """[T] of all completions, one after another: 0 on text, 1 on the tokens of images."""
-    types = np.zeros(sum(len(c.token_ids) for c in completions), np.int32)
-    first = 0
-    for completion in completions:
-        for segment in completion.segments:
-            if segment.observed is not None:
-                start = first + segment.start
-                types[start : start + len(segment.observed.token_types)] = segment.observed.token_types
-        first += len(completion.token_ids)
-    return types
+def _packed(is_prompt: np.ndarray, prompts: np.ndarray, inputs: np.ndarray) -> torch.Tensor:
+    """[..., L] int64 of all prompts [..., P] and all inputs of completions [..., C], each in their order."""
+    packed = np.empty((*prompts.shape[:-1], len(is_prompt)), np.int64)
+    packed[..., is_prompt], packed[..., ~is_prompt] = prompts, inputs
+    return torch.from_numpy(packed)
 
 
 def _masked_pixels(model: Any, pieces: Sequence[EncodedPrompt], types: torch.Tensor) -> torch.Tensor:
     """Pixels of all pieces in their order, as the model takes them, masked where a piece has such."""
     masked = [p if p.masked_pixel_values is None else replace(p, pixel_values=p.masked_pixel_values) for p in pieces]
     return media_inputs(model, masked, types)["pixel_values"]
-
-
-def _int64(parts: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)).long()

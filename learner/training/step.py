@@ -73,6 +73,7 @@ class LearnerStep:
         """One optimiser step per `updates_per_batch`; `version` is the policy's as it takes the batch.
 
         Raises NotFiniteError when a loss or a gradient is not finite; the weights are then those before that update.
+        Raises BadStateError where there is no memory for a single row, or for an optimiser step.
         """
         features = self._features
         decided = self._decide(batch, version)
@@ -86,10 +87,7 @@ class LearnerStep:
             for name, parts in columns.items():
                 seen[name] += parts
             for prefix, role in self._stepped(version):
-                try:
-                    taken = role.optimizer_step()
-                except BadStateError as error:
-                    raise NotFiniteError(f"{prefix}grad_norm", f"{where}: {error}") from error
+                taken = self.budget.update(partial(_optimizer_step, role, prefix, where), where)
                 for name, value in taken.items():
                     metrics[f"{prefix}{name}"].append(value)
         if decided.returns is not None and decided.scored.values is not None:
@@ -260,6 +258,13 @@ class LearnerStep:
             "critic/clip_fraction": loss.clipped.float(),
             "critic/value": values.detach(),
         }
+
+
+def _optimizer_step(role: TorchEngine, prefix: str, where: str) -> dict[str, float]:
+    try:
+        return role.optimizer_step()
+    except BadStateError as error:
+        raise NotFiniteError(f"{prefix}grad_norm", f"{where}: {error}") from error
 
 
 def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:

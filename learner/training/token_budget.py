@@ -66,7 +66,7 @@ class TokenBudget:
             try:
                 return compute(self.tokens)
             except torch.OutOfMemoryError as error:
-                problem = str(error).partition("\n")[0]
+                problem = _first_line(error)
             # After the `except` block: until then the error holds its frames, and they the activations.
             for role in (self._roles.actor, self._roles.critic):
                 if role is not None:
@@ -74,6 +74,18 @@ class TokenBudget:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._halve(groups, where, problem)
+
+    def update(self, optimizer_step: Callable[[], T], where: str) -> T:
+        """`optimizer_step()`. Raises BadStateError where it finds no memory: no smaller budget would leave it more."""
+        try:
+            return optimizer_step()
+        except torch.OutOfMemoryError as error:
+            raise BadStateError(
+                f"{where}: no memory for the optimiser's step ({_first_line(error)}), whose weights, gradients and "
+                "moments take the same whatever batch.tokens_per_microbatch is. Set learner.cpu_offload=true, "
+                "model.lora.rank=16, or learner.engine=fsdp2 with several learner.num_processes; `asyncrl doctor "
+                "--plan` says what takes the memory, and nvidia-smi who else has some"
+            ) from error
 
     def report(self) -> dict[str, float]:
         """The budget, once it is less than configured, and failures since the last report."""
@@ -134,6 +146,10 @@ class TokenBudget:
             reason,
         )
         return tokens
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _rows(plan: Sequence[Sequence[TrainGroup]]) -> list[list[int]]:

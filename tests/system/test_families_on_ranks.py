@@ -1,4 +1,4 @@
-"""One optimiser step of each family through every engine: the loss and the new weights of one process."""
+"""One optimiser step of each family through every engine, on one rank and two: loss and weights of one process."""
 
 from __future__ import annotations
 
@@ -57,34 +57,39 @@ def found(digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     on_ranks: dict[str, RunConfig] = {}
-    alone: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for family in TESTED:
         for case in (WHOLE, MANY):
             name = f"{family}, {case}"
             config = config_of(family, case, folder / name, digits_data)
-            alone[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1)
+            found[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1)
             for engine, learner in ENGINES.items():
                 if learner["engine"] == "fsdp2" or find_spec("deepspeed"):
                     changed = config.learner.model_copy(update=learner)
                     on_ranks[f"{name}, {engine}"] = config.model_copy(update={"learner": changed})
     torch.set_num_threads(threads)
-    return folder, {**alone, **run_ranks(folder / "two", on_ranks, steps=1)}
+    for size in (1, 2):
+        results = run_ranks(folder / str(size), on_ranks, steps=1, size=size)
+        found |= {f"{size}/{name}": result for name, result in results.items()}
+    return folder, found
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", [WHOLE, MANY])
 @pytest.mark.parametrize("family", TESTED)
-def test_a_step_on_two_ranks_is_that_of_one(
-    found: tuple[Path, dict[str, Any]], family: str, case: str, engine: str
+def test_a_step_on_ranks_is_that_of_one_process(
+    found: tuple[Path, dict[str, Any]], family: str, case: str, engine: str, size: int
 ) -> None:
     folder, results = found
     name = f"{family}, {case}"
-    if f"{name}, {engine}" not in results:
+    divided = f"{size}/{name}, {engine}"
+    if divided not in results:
         pytest.skip("deepspeed is not installed")
-    (mine,), (theirs,) = (results[each]["metrics"] for each in (name, f"{name}, {engine}"))
+    (mine,), (theirs,) = (results[each]["metrics"] for each in (name, divided))
     tolerance = TOLERANCE["float32"]
     assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
-    files = folder / f"{name}, alone" / "1.safetensors", folder / "two" / f"{name}, {engine}" / "1.safetensors"
+    files = folder / f"{name}, alone" / "1.safetensors", folder / divided / "1.safetensors"
     one, two = (load_file(file) for file in files)
     assert one.keys() == two.keys()
     flipped = sum(int((~torch.isclose(t, two[n], rtol=1e-2, atol=0.01 * LR)).sum()) for n, t in one.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ FLIPPED = {"float32": 0.0, "bfloat16": 0.005}
 """Share of a model's elements that may have gone the other way: AdamW's first updates are signs of gradients, and one
 that is 0 up to the rounding of 16 bits has either sign."""
 STEPS = 2
+POISONED = "poisoned, bf16"
 
 
 @dataclass
@@ -80,7 +82,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits
         name: small_config(tiny_model, digits_data, folder, **{**case, "learner": {**RANKS, **case.get("learner", {})}})
         for name, case in CASES.items()
     }
-    return TwoRanks(configs, folder, run_ranks(folder, configs, steps=STEPS))
+    poisoned = {POISONED: small_config(tiny_model, digits_data, folder, model=BF16, learner=RANKS)}
+    return TwoRanks(configs, folder, run_ranks(folder, configs | poisoned, steps=STEPS, poisoned=[POISONED]))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -92,6 +95,20 @@ def test_steps_on_two_ranks_are_the_steps_of_one(two_ranks: TwoRanks, tmp_path: 
         for mine, theirs in zip(expected, two_ranks.found[name]["metrics"], strict=True):
             assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True), name
         check_weights(alone, tmp_path / name, two_ranks.folder / name)
+
+
+def test_one_ranks_gradient_that_is_not_finite_stops_all(two_ranks: TwoRanks) -> None:
+    check_stopped_before_an_update(two_ranks.folder / POISONED)
+
+
+def check_stopped_before_an_update(folder: Path) -> None:
+    """Both ranks say the same, and no weight has changed."""
+    for rank in range(2):
+        said = (folder / f"problem-{rank}").read_text()
+        assert re.search(r"the gradient norm is (inf|nan)\. The weights are those before", said), said
+    before, after = (load_file(folder / f"{when}.safetensors") for when in ("0", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from learner.ranks.group import Ranks
 from learner.training.critic import Critic
 from learner.training.packing import plan_micro_batches
 from learner.training.roles import Roles
-from learner.training.step import LearnerStep
+from learner.training.step import LearnerStep, NotFiniteError
 from learner.training.token_budget import TokenBudget
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
@@ -93,6 +93,22 @@ def test_a_row_that_does_not_fit_stops_the_run_with_its_numbers(make_config: Mak
     with pytest.raises(BadStateError, match=rf"up to {longest} tokens .*single row, the longest of \d+ prompt and \d+"):
         step(batch, 3)
     assert all(p.grad is None for p in engine.trained)
+
+
+def test_an_optimiser_step_without_memory_stops_the_run_with_what_helps(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    engine, step = engine_and_step(config)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(engine, "optimizer_step", fail)
+    says = r"step 4 .* optimiser's step \(CUDA .* 2\.00 GiB\.\), .* learner\.cpu_offload=true"
+    with pytest.raises(BadStateError, match=says) as stopped:
+        step(made_up_batch(config, PromptProcessor(config.model)), 3)
+    assert not isinstance(stopped.value, NotFiniteError)
 
 
 def test_several_ranks_begin_the_step_again_in_new_processes(make_config: MakeConfig) -> None:
