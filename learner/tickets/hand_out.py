@@ -24,6 +24,8 @@ from learner.tickets.ticket import PreparedTicket
 
 RECENT_GROUPS = 32
 """Over which a server's speed is taken: one that slows down is noticed within as many groups."""
+ROUNDING = 1e-6
+"""Of sums of parts of groups."""
 
 
 class ServerSpeeds:
@@ -119,7 +121,7 @@ class Room(NamedTuple):
 
     def free(self, group_size: int) -> int:
         """Places for trajectories that nothing waits for; unsaid, as many as anybody asks for."""
-        return max(0, self.sequences - math.ceil(self.held * group_size)) if self.sequences else sys.maxsize
+        return max(0, self.sequences - math.ceil(self.held * group_size - ROUNDING)) if self.sequences else sys.maxsize
 
 
 def share_tickets(
