@@ -52,6 +52,8 @@ MESSAGE_LENGTH = 1000
 Answer = Group | TicketFailed | TicketReturned
 """What becomes of a ticket."""
 SETTINGS = ("temperature", "top_p", "top_k", "min_p")
+INTERRUPT_AGAIN_S = 0.02
+"""Seconds between two looks at what was interrupted, and had not reached the engine yet."""
 
 
 @dataclass
@@ -85,6 +87,8 @@ class GroupProducer:
         self._rewards = rewards
         self._processor = processor
         self._server_id = server_id
+        self._sampling: dict[int, Ticket] = {}
+        """Tickets whose completions are not all there. One that was given back may be here again."""
         self._conversations = (
             ConversationProducer(engine, rewards, processor, server_id, environments) if environments else None
         )
@@ -94,6 +98,7 @@ class GroupProducer:
         together; those of conversations when their environments have opened."""
         conversations = [ticket for ticket in tickets if ticket.conversation]
         tickets = [ticket for ticket in tickets if not ticket.conversation]
+        self._sampling |= {ticket.ticket_id: ticket for ticket in tickets}
         requests = await asyncio.to_thread(lambda: [self._request(ticket, blobs) for ticket in tickets])
         started_at = time.monotonic()
         progress: dict[int, _GroupInProgress] = {}
@@ -113,14 +118,17 @@ class GroupProducer:
             *(asyncio.create_task(self._finish(group)) for group in progress.values()),
         ]
         try:
-            for failed in requests:
+            for ticket, failed in zip(tickets, requests, strict=True):
                 if isinstance(failed, TicketFailed):
+                    self._has_ended(ticket)
                     yield failed
             for task in asyncio.as_completed(tasks):
                 finished = await task
                 if finished is not None:
                     yield finished
         finally:
+            for ticket in tickets:
+                self._has_ended(ticket)
             for task in [*tasks, *(score for group in progress.values() for score in group.scores)]:
                 task.cancel()
 
@@ -173,6 +181,7 @@ class GroupProducer:
             if group.generated.done():  # it has failed
                 continue
             if isinstance(item, FailedRequest):
+                self._has_ended(group.ticket)
                 group.generated.set_exception(item.error)
                 continue
             partial = group.ticket.partial
@@ -180,6 +189,7 @@ class GroupProducer:
             if item.finish_reason is not None:
                 group.scores.append(asyncio.create_task(self._score(group, item)))
             if len(group.completions) == len(group.ticket.indices):
+                self._has_ended(group.ticket)
                 group.generated.set_result(time.monotonic())
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
@@ -197,7 +207,16 @@ class GroupProducer:
 
     async def interrupt(self, ticket_ids: Collection[int]) -> None:
         """Give these tickets back as they are; those that are complete, and conversations, go on."""
-        await self._engine.interrupt(ticket_ids)
+        meant = {i: self._sampling[i] for i in ticket_ids if i in self._sampling}
+        while left := [i for i, ticket in meant.items() if self._sampling.get(i) is ticket]:
+            await self._engine.interrupt(left)
+            # The engine does not know those whose prompts are being encoded yet: they are asked for again.
+            await asyncio.sleep(INTERRUPT_AGAIN_S)
+
+    def _has_ended(self, ticket: Ticket) -> None:
+        """Note that nothing of it is sampled any more."""
+        if self._sampling.get(ticket.ticket_id) is ticket:
+            del self._sampling[ticket.ticket_id]
 
     async def _finish(self, group: _GroupInProgress) -> Answer:
         try:
@@ -261,6 +280,17 @@ def partial_rollout(completions: Iterable[Completion], group_size: int) -> Parti
         versions=np.concatenate([c.versions for c in ordered]),
         kv_versions=kv_versions_column(ordered),
     )
+
+
+def ticket_as_it_came(ticket: Ticket) -> TicketReturned:
+    """The answer to a ticket that is given back before anything was sampled of it."""
+    nothing = PartialRollout(
+        lengths=np.zeros(ticket.group_size, np.int32),
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+    )
+    return TicketReturned(ticket_id=ticket.ticket_id, partial=ticket.partial or nothing)
 
 
 def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
@@ -39,7 +40,7 @@ from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.environments import environments_of, make_pool
-from rollout_server.group_producer import Answer, GroupProducer, check_sampling, ticket_failed
+from rollout_server.group_producer import Answer, GroupProducer, check_sampling, ticket_as_it_came, ticket_failed
 from rollout_server.link import LearnerLink
 from rollout_server.prometheus import ServerExporter
 from rollout_server.weights.channels import choose_channel
@@ -61,6 +62,8 @@ class RolloutServer:
         )
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
+        self._not_begun: set[int] = set()
+        """Those of them that wait for weights."""
         self._drains = False
         """True once it was asked to end: it begins nothing any more."""
         self.device: SharedDevice | None = None
@@ -102,7 +105,7 @@ class RolloutServer:
         logger.info("ending: %d tickets go back to the learner as they are", len(movable))
         try:
             async with asyncio.timeout(DRAINING_S):
-                await self.producer.interrupt(movable)
+                await self._interrupt(movable)
                 while movable & self._held.keys():
                     await asyncio.sleep(0.02)
         except TimeoutError:
@@ -111,6 +114,13 @@ class RolloutServer:
     def _movable(self, ticket_ids: Iterable[int]) -> set[int]:
         """Those that are in work here, and that another server could go on with."""
         return {i for i in ticket_ids if (ticket := self._held.get(i)) is not None and not ticket.conversation}
+
+    async def _interrupt(self, movable: set[int]) -> None:
+        """Give these tickets back: what has not begun as it came, the rest as it is by now."""
+        while waiting := self._not_begun.intersection(movable):  # each answer takes time, in which others may begin
+            ticket = self._held[waiting.pop()]
+            await self._answer(ticket, ticket_as_it_came(ticket))
+        await self.producer.interrupt(movable)
 
     async def _fingerprint(self) -> str:
         """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first turn."""
@@ -205,7 +215,7 @@ class RolloutServer:
             if isinstance(message, Tickets):
                 self._begin(message)
             elif isinstance(message, TicketRecall):
-                await self.producer.interrupt(self._movable(message.ticket_ids))
+                self._in_background(self._interrupt(self._movable(message.ticket_ids)))
             elif isinstance(message, WeightManifest):
                 self.policy_versions.announce(message)
             elif isinstance(message, Welcome):
@@ -242,24 +252,35 @@ class RolloutServer:
         if not new or self._drains:
             return
         self._held |= {ticket.ticket_id: ticket for ticket in new}
-        task = self._tasks.create_task(self._work_tickets(message.model_copy(update={"tickets": new})))
+        self._in_background(self._work_tickets(message.model_copy(update={"tickets": new})))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside what else is done, until the learner says goodbye."""
+        task = self._tasks.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
     async def _work_tickets(self, message: Tickets) -> None:
         """Produce the groups of one message. A fault that is no single ticket's fails all that are unanswered."""
-        unanswered = {ticket.ticket_id: ticket for ticket in message.tickets}
+
+        def unanswered() -> list[Ticket]:  # one that was given back may be here again, by another message
+            return [ticket for ticket in message.tickets if self._held.get(ticket.ticket_id) is ticket]
+
+        self._not_begun |= {ticket.ticket_id for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
             async with self.policy_versions.at_least(max(ticket.begins_at for ticket in message.tickets)):
                 crash_point("ticket.started")
-                async for answer in self.producer.produce(message.tickets, message.blobs):
-                    await self._answer(unanswered.pop(answer.ticket_id), answer)
+                begins = {ticket.ticket_id: ticket for ticket in unanswered()}
+                self._not_begun -= begins.keys()
+                async for answer in self.producer.produce(tuple(begins.values()), message.blobs):
+                    await self._answer(begins[answer.ticket_id], answer)
         except EngineDied:
             raise  # they stay in work: our goodbye gives them back, and it is not counted against them
         except Exception as error:
-            logger.exception("tickets %s failed", sorted(unanswered))
-            for ticket in unanswered.values():
+            failed = unanswered()
+            logger.exception("tickets %s failed", sorted(ticket.ticket_id for ticket in failed))
+            for ticket in failed:
                 await self._answer(ticket, ticket_failed(ticket, error))
 
     async def _answer(self, ticket: Ticket, answer: Answer) -> None:
@@ -272,6 +293,7 @@ class RolloutServer:
                 logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
                 answer = ticket_failed(ticket, error)
         self._held.pop(ticket.ticket_id, None)
+        self._not_begun.discard(ticket.ticket_id)
         if isinstance(answer, TicketFailed):
             self.exporter.metrics["errors_total"].labels(kind=answer.error_kind).inc()
         if not isinstance(answer, Group):

@@ -456,11 +456,12 @@ class LearnerConfig(Section):
     trajectories). The last two favour short completions (length_bias)."""
     move_stragglers: bool = False
     """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
-    let the group go on there, as tokens. For servers that become slow in the middle of a run; not for conversations."""
+    let the group go on there, as tokens. For servers that become slow in the middle of a run; refused on-policy
+    (max_staleness 0) and with an environment."""
     divide_groups: bool = False
     """Divide a group that would wait for places on one server among several that have places, also one that moves.
-    What they sample comes together again on one of them, which scores it. Not on-policy (max_staleness 0), and not for
-    conversations."""
+    What they sample comes together again on one of them, which scores it. Refused on-policy (max_staleness 0) and with
+    an environment."""
     engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
     it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""

@@ -74,6 +74,7 @@ class ScriptedEngine:
         pass
 
     async def interrupt(self, request_ids: Collection[int]) -> None:
+        await asyncio.sleep(0)  # one that has just been made begins: cancelled before that it would have no result
         mine = [task for request_id in request_ids for task in self._tasks.get(request_id, ())]
         self._interrupted.update(mine)
         for task in mine:

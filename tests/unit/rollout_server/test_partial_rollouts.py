@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -15,6 +19,8 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.group_producer import GroupProducer, partial_rollout
+from rollout_server.service import DRAINING_S, RolloutServer
+from rollout_server.weights.policy_versions import PolicyVersions
 from tests.rigs.policies import (
     MakeConfig,
     complete_all,
@@ -125,6 +131,63 @@ def test_a_returned_ticket_becomes_one_group(make_config: MakeConfig) -> None:
             assert [t.turns for t in group.trajectories] == [t.turns for t in whole.trajectories]
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_ticket_that_the_engine_has_not_seen_is_given_back_as_it_came(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is being encoded, the second waits for weights, the third has a part from elsewhere and waits, too."""
+    script = {"mean_length": 12, "seconds_per_token": 1.0}
+    config = make_config(rollout={"engine": "scripted", "engine_args": script})
+    processor = PromptProcessor(config.model)
+    tickets = written(config, processor, 3)
+    begun = np.asarray([2, 0, 0, 0], np.int32)
+    partial = PartialRollout(
+        lengths=begun,
+        token_ids=np.full(2, 20, np.int32),
+        logprobs=np.zeros(2, np.float32),
+        versions=np.zeros(2, np.int32),
+    )
+    first, second, third = (
+        tickets.tickets[0],
+        tickets.tickets[1].model_copy(update={"min_version": 1}),
+        tickets.tickets[2].going_on(partial).model_copy(update={"min_version": 1}),
+    )
+    encode, encoding, goes_on = PromptProcessor.measure, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        encoding.set()
+        assert goes_on.wait(30)
+        return encode(*arguments)
+
+    monkeypatch.setattr(PromptProcessor, "measure", slow)
+
+    async def scenario() -> list[TicketReturned]:
+        server: Any = RolloutServer(config)
+        server.link, server.exporter, server._work = AsyncMock(unacknowledged={}), Mock(), set()
+        server.policy_versions = PolicyVersions(config, Mock(), server.link, Mock(), "first", nullcontext)
+        server.policy_versions._version = 0
+        engine = ScriptedEngine(config, processor)
+        server.producer = GroupProducer(engine, OneForAll(), processor, "server")  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as server._tasks:
+            for ticket in (first, second, third):
+                server._begin(tickets.model_copy(update={"tickets": (ticket,)}))
+            await asyncio.to_thread(encoding.wait, 30)
+            leaving = asyncio.create_task(server.drain())
+            await asyncio.sleep(0.1)
+            goes_on.set()
+            await asyncio.wait_for(leaving, DRAINING_S / 2)
+            assert not server._held
+            for task in server._work:
+                task.cancel()
+        return [call.args[0] for call in server.link.send.await_args_list]
+
+    answers = {answer.ticket_id: answer.partial for answer in asyncio.run(asyncio.wait_for(scenario(), 60))}
+    assert [answers[ticket.ticket_id].lengths.tolist() for ticket in (first, second, third)] == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        begun.tolist(),
+    ]
 
 
 @pytest.mark.parametrize("parts", [((0, 2), (1, 3)), ((3,), (0, 1, 2))])
