@@ -1,7 +1,7 @@
 """How long a server may have a ticket before another one gets it, too: a multiple of what recent groups took.
 
 A server that sends heartbeats may still have lost a ticket, or be wedged. What it has shown is how long groups take:
-from the ticket's assignment to the arrival of its group, so that waiting for room, weights and rewards is in it. A
+from the assignment of a ticket, or of a part, to its answer, so that waiting for room, weights and rewards is in it. A
 deadline that is too short costs a group that is sampled twice; one that is too long, the learner's time.
 """
 

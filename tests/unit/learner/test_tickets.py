@@ -249,8 +249,11 @@ def test_a_divided_ticket_comes_together_again(monkeypatch: pytest.MonkeyPatch) 
     assert waiting.ticket.partial.lengths.tolist() == [most] * 3
     out.assign([0], "e")
     assert out.held(is_training=True) == {"e": 0.0}
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 100.0)
     arrive(ledger, item, server_id="e")
     assert ledger.counts().buffered == 1
+    assert out.deadline.seconds(TicketKind.TRAIN) >= 300.0, "where judges take long, the next is not late to be scored"
 
 
 class AtOnce(TicketDeadline):
