@@ -40,7 +40,9 @@ MAX_CHUNK_BYTES = 4 * MIB
 ATTEMPTS = 2
 """Transfers of a tensor with a wrong checksum before the fetch fails."""
 RETRY_S = 2.0
-"""Seconds without any chunk after which requests are sent again."""
+"""Seconds without any chunk after which requests are sent again, at least: a slow link is given longer."""
+PATIENCE, MOST_PATIENCE = 2.0, 0.25
+"""Times what a chunk took that is waited for the next one, and the most of that, as a share of the deadline."""
 _OWN_BASE = " "
 """The version before, in the place of a sender of wrong bytes: it is no server's id."""
 _NOTHING = xxhash.xxh3_64_intdigest(b"")
@@ -401,12 +403,16 @@ class _Pull:
         self._socket = socket
         self._timeout_s, self._window, self._retry_s = timeout_s, window, retry_s
         self._relay = relay
-        self._began = self._arrived_at = self._asked_at = self._heard_at = time.monotonic()
+        self._began = self._arrived_at = self._moved_at = self._asked_at = self._heard_at = time.monotonic()
         self._within_s = within_s
         self._allowed = FIRST_WINDOW
         """Chunks that may be on their way: fewer where one takes long, since others wait in the sender's queue, too."""
         self._asked: dict[int, float] = {}
         """Offsets on their way, in the order in which they were asked for, and when that was."""
+        self._asked_twice: set[int] = set()
+        """Those of them whose answer does not say how long it took: it may be that to the first request."""
+        self._patience_s = retry_s
+        """Seconds without any chunk after which requests are sent again."""
         self._waiting: deque[int] = deque(download.missing())
 
     async def turn(self) -> None:
@@ -423,23 +429,32 @@ class _Pull:
             logger.warning("weights: %s", message.error)
         elif isinstance(message, Error) and message.version in (None, self._version):
             self._take_error(message)
-        elif (
-            isinstance(message, Chunk)
-            and message.version == self._version
-            and self._download.take(message, self._relay)
-        ):
-            took_s = now - self._asked.pop(message.offset, now)
-            is_quick = took_s < QUICK_SHARE * self._retry_s
-            self._allowed = min(self._window, self._allowed + 1) if is_quick else max(1, self._allowed // 2)
-            self._arrived_at = now
-            self._check_deadlines(now)
-            return
+        elif isinstance(message, Chunk) and message.version == self._version:
+            self._moved_at = now
+            if self._download.take(message, self._relay):
+                self._arrived_at = now
+                self._pace(message.offset, now)
         # Not while others arrive: a slow link may take longer for one.
-        if now - max(self._arrived_at, self._asked_at) >= self._retry_s:
+        if now - max(self._moved_at, self._asked_at) >= self._patience_s:
             self._waiting.extendleft(reversed(self._asked))
+            self._asked_twice |= self._asked.keys()
             self._asked.clear()
             self._asked_at, self._allowed = now, 1
+            self._wait_for(PATIENCE * self._patience_s)
         self._check_deadlines(now)
+
+    def _pace(self, offset: int, now: float) -> None:
+        """Ask for more, or less, at a time, by how long a chunk has taken."""
+        asked_at = self._asked.pop(offset, None)
+        if asked_at is None or offset in self._asked_twice:
+            self._allowed = max(1, self._allowed // 2)
+            return
+        is_quick = now - asked_at < QUICK_SHARE * self._retry_s
+        self._allowed = min(self._window, self._allowed + 1) if is_quick else max(1, self._allowed // 2)
+        self._wait_for(PATIENCE * (now - asked_at))
+
+    def _wait_for(self, seconds: float) -> None:
+        self._patience_s = max(self._retry_s, min(seconds, MOST_PATIENCE * self._timeout_s))
 
     @property
     def _version(self) -> int:

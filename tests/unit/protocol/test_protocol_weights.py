@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -360,13 +360,19 @@ def test_only_lost_chunks_are_asked_for_again(publication: Publication):
         assert asked.count(offset) == (2 if index % 3 == 0 else 1)
 
 
-def test_over_a_slow_link_a_second_reader_asks_for_each_chunk_once(publication: Publication):
-    """They share the sender's queue: with a whole window of the first in it, it would wait for longer than retry_s."""
+@pytest.mark.parametrize(
+    ("chunks", "seconds", "retry_s", "sent_twice"), [(30, 0.03, 0.4, 0), (12, 0.2, 0.15, 8)], ids=["slow", "very slow"]
+)
+def test_over_a_slow_link_readers_ask_for_chunks_once(
+    publication: Publication, chunks: int, seconds: float, retry_s: float, sent_twice: int
+):
+    """They share the sender's queue: with a whole window of the first in it, the second would wait for longer than
+    retry_s. Where one chunk takes longer than that, readers learn it from the first few."""
     tensors = make_tensors()
     manifest = publication.publish(1, tensors)
     sock = LearnerSocket("tcp://127.0.0.1:0", WeightsFromServer, setting="port", linger_s=0)
     asked: list[int] = []
-    options = {"chunk_bytes": manifest.total_bytes // 30, "retry_s": 0.4}
+    options = {"chunk_bytes": manifest.total_bytes // chunks, "retry_s": retry_s}
 
     def serve() -> None:
         queue: deque[Received] = deque()
@@ -378,7 +384,7 @@ def test_over_a_slow_link_a_second_reader_asks_for_each_chunk_once(publication: 
                 request = queue.popleft()
                 assert isinstance(request.message, ChunkRequest)
                 asked.append(request.message.offset)
-                time.sleep(0.03)
+                time.sleep(seconds)
                 sock.send(request.identity, answer_chunk_request(publication, request.message))
 
     with ThreadPoolExecutor(3) as threads:
@@ -390,7 +396,7 @@ def test_over_a_slow_link_a_second_reader_asks_for_each_chunk_once(publication: 
             assert_equals(tensors, views_of(manifest, future.result()))
         sender.result()
     sock.close()
-    assert set(Counter(asked).values()) == {2}
+    assert len(asked) <= 2 * len({*asked}) + sent_twice
 
 
 def test_a_version_that_goes_during_the_transfer_ends_it_and_the_next_one_works(publication: Publication):
