@@ -139,7 +139,7 @@ def test_a_version_that_is_overtaken_is_sent_to_its_end_and_then_forgotten(
     config: RunConfig, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifests = [learner.publish(number) for number in (1, 2)]
-    monkeypatch.setattr(relay_module, "KEPT_S", 0.3)
+    monkeypatch.setattr(relay_module, "KEPT_S", 2.0)
     monkeypatch.setattr(relay_module, "LOOK_EVERY_S", 0.1)
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def test_a_version_that_is_overtaken_is_sent_to_its_end_and_then_forgotten(
             learner.choose = lambda request: source if request.failure is None else None
             assert await second.get(manifests[0]) == contents(learner, 1)
             assert not second.sources.failures
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.5)
             assert first.sources._relay is not None
             assert [download.manifest.version for download in first.sources._relay._offers] == [2]
 
