@@ -178,11 +178,15 @@ class PartialRollout(Wire):
         return slice(end - int(self.lengths[index]), end)
 
     def joined(self, other: PartialRollout) -> PartialRollout:
-        """The longer of each trajectory, this one's where both are as long. Raises ValueError where their numbers
-        differ."""
+        """Of each trajectory the other's where it goes on from this one's, and else this one's: of two samples the
+        first stays, whatever their lengths. Raises ValueError where their numbers differ."""
         if self.lengths.size != other.lengths.size:
             raise ValueError(f"{other.lengths.size} partial trajectories beside {self.lengths.size}")
-        sources = [other if theirs > mine else self for mine, theirs in zip(self.lengths, other.lengths, strict=True)]
+        sources: list[PartialRollout] = []
+        for index, length in enumerate(self.lengths.tolist()):
+            mine, theirs = self.token_ids[self.span(index)], other.token_ids[other.span(index)]
+            goes_on = len(theirs) > length and np.array_equal(theirs[:length], mine)
+            sources.append(other if goes_on else self)
         spans = [(source, source.span(index)) for index, source in enumerate(sources)]
 
         def column(of: Callable[[PartialRollout], np.ndarray]) -> np.ndarray:
@@ -190,7 +194,7 @@ class PartialRollout(Wire):
 
         kept = any(source.kv_versions is not None for source in (self, other))
         return PartialRollout(
-            lengths=np.maximum(self.lengths, other.lengths),
+            lengths=np.asarray([span.stop - span.start for _, span in spans], np.int32),
             token_ids=column(lambda partial: partial.token_ids),
             logprobs=column(lambda partial: partial.logprobs),
             versions=column(lambda partial: partial.versions),

@@ -259,6 +259,24 @@ def test_what_is_sampled_of_a_divided_ticket_is_joined_and_scored_as_one_group(m
             Ticket.model_validate({**dict(ticket), "only": tuple(only)})
 
 
+def test_of_two_samples_of_a_trajectory_the_first_stays_and_is_gone_on_from() -> None:
+    def partial(version: int, *rows: list[int]) -> PartialRollout:
+        ids = np.asarray([token for row in rows for token in row], np.int32)
+        logprobs = np.full(ids.size, -1.0 - version, np.float32)
+        lengths = np.asarray([len(row) for row in rows], np.int32)
+        return PartialRollout(
+            lengths=lengths, token_ids=ids, logprobs=logprobs, versions=np.full(ids.size, version, np.int32)
+        )
+
+    first = partial(0, [1, 2], [], [3], [4, 5])
+    second = partial(1, [1, 2, 6], [7], [8, 9, 9, 9], [4])
+    joined = first.joined(second)
+    assert joined.lengths.tolist() == [3, 1, 1, 2]
+    assert joined.token_ids.tolist() == [1, 2, 6, 7, 3, 4, 5], "the longer one is no reason"
+    assert joined.versions.tolist() == [1, 1, 1, 1, 0, 0, 0]
+    assert joined.logprobs.tolist() == [-2.0] * 4 + [-1.0] * 3
+
+
 def test_a_partial_rollout_that_does_not_fit_its_ticket_is_refused(make_config: MakeConfig) -> None:
     config = make_config()
     (ticket,) = written(config, PromptProcessor(config.model), 1).tickets
