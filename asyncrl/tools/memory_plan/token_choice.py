@@ -19,13 +19,15 @@ from asyncrl.tools.memory_plan.rehearsal import NoPlanError
 from asyncrl.tools.numbers import GIB, size
 
 KEY = "batch.tokens_per_microbatch"
+FAR = 4
+"""So many times the tokens of a plan that fits are tried next, at most."""
 
 
 def settle_tokens(config: RunConfig, device_bytes: int = 0) -> tuple[RunConfig, str]:
     """The configuration with a number in the place of `auto`, and a line that says why; "" where it was a number.
 
     The limit is gpu_memory.budget_gib, or else the `device_bytes` that the learner may take. Where not even the longest
-    sample fits, the number is that sample's: the plan's check refuses it. Takes as long as four plans or so.
+    sample fits, the number is that sample's: the plan's check refuses it. Takes as long as four or five plans.
     """
     if config.batch.tokens_per_microbatch != "auto":
         return config, ""
@@ -66,33 +68,30 @@ def gpu_bytes(config: RunConfig) -> int:
 
 
 def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[RunConfig, str]:
-    """Search between two plans, of which the lower fits and the upper does not. A pass is about linear in its tokens:
-    the line through both says where to look next."""
+    """Look upwards from the longest sample, then between a plan that fits and one that does not. A pass is about linear
+    in its tokens: the line through two plans says where to look next. Of far too many tokens a plan takes long."""
+    plans: dict[int, MemoryPlan] = {}
 
-    def plan(place: int) -> MemoryPlan:
-        return make_plan(changed(config, {KEY: steps[place]}))
+    def fits(place: int) -> bool:
+        plans[place] = make_plan(changed(config, {KEY: steps[place]}))
+        return plans[place].phases[0].nbytes <= limit
 
-    whole = "all of a step" + " on a rank" * (config.learner.num_processes > 1)
-    low, high = 0, len(steps) - 1
-    lower = plan(low)
-    least = lower.phases[0].nbytes
-    if lower.sharing == "together" and config.rollout.engine == "vllm":
+    low, high = 0, len(steps)
+    if not fits(low):
+        return _settled(config, plans[low], limit, "the longest sample")
+    if plans[low].sharing == "together" and config.rollout.engine == "vllm":
+        least = plans[low].phases[0].nbytes
         limit = least + (limit - least) // 2  # the plan has one sequence of vLLM's cache: it shares what is left
-    if least > limit or low == high:
-        return _settled(config, lower, limit, "the longest sample" if least > limit else whole)
-    upper = plan(high)
-    if upper.phases[0].nbytes <= limit:
-        return _settled(config, upper, limit, whole)
     while high - low > 1:
-        slope = (upper.phases[0].nbytes - lower.phases[0].nbytes) / (steps[high] - steps[low])
-        reach = steps[low] + (limit - lower.phases[0].nbytes) / max(slope, 1.0)
+        reach = FAR * steps[low]
+        if len(plans) > 1:
+            one, other = sorted(plans, key=lambda place: abs(plans[place].phases[0].nbytes - limit))[:2]
+            slope = (plans[other].phases[0].nbytes - plans[one].phases[0].nbytes) / (steps[other] - steps[one])
+            reach = min(reach, steps[one] + (limit - plans[one].phases[0].nbytes) / max(slope, 1.0))
         guess = max((place for place in range(low + 1, high) if steps[place] <= reach), default=low + 1)
-        middle = plan(guess)
-        if middle.phases[0].nbytes <= limit:
-            low, lower = guess, middle
-        else:
-            high, upper = guess, middle
-    return _settled(config, lower, limit, "")
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    whole = "all of a step" + " on a rank" * (config.learner.num_processes > 1)
+    return _settled(config, plans[low], limit, whole if steps[low] == steps[-1] else "")
 
 
 def _settled(config: RunConfig, plan: MemoryPlan, limit: int, what: str) -> tuple[RunConfig, str]:
