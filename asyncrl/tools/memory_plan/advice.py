@@ -22,7 +22,6 @@ from asyncrl.tools.memory_plan.plan import (
     published_versions,
 )
 from asyncrl.tools.memory_plan.rehearsal import NoPlanError
-from asyncrl.tools.memory_plan.token_choice import settle_tokens
 from asyncrl.tools.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
 
@@ -43,7 +42,8 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
     Without a budget the limit is `device_bytes`, the memory of the learner's GPU, for all that happens on it. What
     cannot be planned is then trained unplanned, with a warning.
     """
-    config, _ = settle_tokens(config, device_bytes)
+    if config.batch.tokens_per_microbatch == "auto":  # what fits at all, fits with the least that it may become
+        config = changed(config, {"batch.tokens_per_microbatch": longest_sequence(config)})
     if config.gpu_memory.budget_gib:
         plan, limit = make_plan(config), f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}"
     elif device_bytes:

@@ -34,12 +34,13 @@ def settle_tokens(config: RunConfig, device_bytes: int = 0) -> tuple[RunConfig, 
     limit = int(config.gpu_memory.budget_gib * GIB) or device_bytes
     steps = token_steps(config)
     usual = max(step for step in steps if step <= max(USUAL_TOKENS, steps[0]))
-    why = "about the default, as there is neither a GPU nor gpu_memory.budget_gib to choose it by"
+    what = {USUAL_TOKENS: "the default", steps[0]: "the longest sample"}.get(usual, "all of a step")
+    why = f"{what}, as there is neither a GPU nor gpu_memory.budget_gib to choose it by"
     if limit:
         try:
             return _largest_fitting(config, steps, limit)
         except NoPlanError as problem:
-            why = f"about the default. {problem}"
+            why = f"{what}. {problem}"
     return changed(config, {KEY: usual}), f"{KEY}: auto is {usual:,} here, {why}"
 
 
