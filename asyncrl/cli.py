@@ -213,6 +213,10 @@ def _dry_run(config: RunConfig) -> int:
         seen, num_rows = preview_rows(config)
         print(explain(config, num_rows))
         print(seen)
+        if config.batch.tokens_per_microbatch == "auto":
+            from asyncrl.tools.memory_plan.token_choice import gpu_bytes, settle_tokens
+
+            print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
         try:
             check_devices(config, ("learner", "rollout_server"))
         except UserError as problem:

@@ -235,7 +235,7 @@ def train(
     """One update that raises the log-prob of every sampled token. [N] |engine's - learner's log-prob| before it."""
     rows = [completion for group in groups for completion in group]
     differences: list[np.ndarray] = []
-    for part in plan_micro_batches(train_groups(prompts, groups), config.batch.tokens_per_microbatch):
+    for part in plan_micro_batches(train_groups(prompts, groups), config.batch.microbatch_tokens):
         micro_batch = build_micro_batch(learner.unwrap_model(), part, learner.device)
         outputs = learner.forward(micro_batch)
         learner.backward(-outputs.logprobs.mean())

@@ -72,7 +72,7 @@ def main() -> None:
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
         trainer = create_train_engine(config, config.learner.optim, total_updates=1)
         trainer.prepare()
-        parity = compare(trainer, processor, received, config.batch.tokens_per_microbatch)
+        parity = compare(trainer, processor, received, config.batch.microbatch_tokens)
         completions = sum(one.group.lengths.size for one in received)
         print(
             f"| {engine} | {config.model.dtype} | {quantization} | {completions} | {parity.tokens} | "

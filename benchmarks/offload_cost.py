@@ -91,7 +91,7 @@ def main() -> None:
             for prompt in prompts
         ]
         for number in range(1, arguments.rounds + 1):
-            took = update(learner, groups, config.batch.tokens_per_microbatch)
+            took = update(learner, groups, config.batch.microbatch_tokens)
             peak = size(torch.cuda.max_memory_allocated()) if arguments.device == "cuda" else "no device"
             parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in took.items())
             print(f"offload {offload}, round {number}: {parts} s; peak {peak}", flush=True)

@@ -129,7 +129,7 @@ def train(config: RunConfig, trainer: TorchEngine, groups: Sequence[TrainGroup],
     policies = [{name: tensor.clone() for name, tensor in trainer.published_state()}]
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     for _ in range(updates):
-        for part in plan_micro_batches(groups, config.batch.tokens_per_microbatch):
+        for part in plan_micro_batches(groups, config.batch.microbatch_tokens):
             micro_batch = build_micro_batch(trainer.unwrap_model(), part, trainer.device)
             logprobs = trainer.forward(micro_batch).logprobs
             advantages = torch.randn(int(micro_batch.row.max()) + 1, generator=random).to(trainer.device)
@@ -152,7 +152,7 @@ def gaps_after_switch(
     found: list[float] = []
     for version in sorted({int(v) for c in ordered for v in np.unique(c.versions) if v > c.versions[0]}):
         load_published(trainer.unwrap_model(), policies[version].items())
-        for part in plan_micro_batches(groups, config.batch.tokens_per_microbatch):
+        for part in plan_micro_batches(groups, config.batch.microbatch_tokens):
             micro_batch = build_micro_batch(trainer.unwrap_model(), part, trainer.device)
             with torch.no_grad():
                 learner = trainer.forward(micro_batch).logprobs.cpu().numpy()

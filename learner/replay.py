@@ -182,6 +182,8 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
         recorded = run.metrics.get(number, {})
         if threads := recorded.get("cpu_threads"):
             torch.set_num_threads(int(threads))
+        if tokens := recorded.get("memory/tokens_per_microbatch"):  # chosen, or what memory left of it
+            training.step.budget.repeat(int(tokens))
         version = training.progress.version
         groups = read_batch(run.journal, number, size)
         _, values = training.learn(batch_again(groups, writer.write, version, config.learner.on_stale))

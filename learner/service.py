@@ -175,7 +175,13 @@ class Learner:
         self.reporter = Reporter(config, network, self.ledger, self.processor, self.exporter, total_steps)
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(
-            config, network.parity, network.call_soon, self.engine, self.processor, self.reporter, self.ranks
+            self.training.config,
+            network.parity,
+            network.call_soon,
+            self.engine,
+            self.processor,
+            self.reporter,
+            self.ranks,
         )
         device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
         self.device = device

@@ -18,7 +18,9 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
@@ -33,6 +35,8 @@ from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
+from asyncrl.tools.memory_plan.advice import check_plan
+from asyncrl.tools.memory_plan.plan import changed
 from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
 from learner.ranks.follower import Obey, engine_calls, follow
 from learner.ranks.group import ALONE, Ranks
@@ -42,7 +46,8 @@ from learner.resume import refuse_taken
 from learner.training.engine import create_engine
 from learner.training.packing import Completion, TrainGroup
 from learner.training.roles import Roles
-from learner.training.token_budget import TokenBudget
+from learner.training.token_budget import TokenBudget, with_token_budget
+from learner.training.trainer import check_room
 from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)
@@ -71,10 +76,11 @@ class SupervisedTrainer:
     def __init__(self, config: RunConfig, processor: PromptProcessor, num_steps: int, ranks: Ranks = ALONE):
         self.config, self.processor, self.ranks = config, processor, ranks
         self.engine = create_engine(config, config.sft.optim, num_steps, ranks)
+        tokens = choose_tokens(config, self.engine.device, ranks)
         self.engine.prepare()
         self.roles = Roles(self.engine, ranks=ranks)
         self.features = self.roles.share_features(config.learner)
-        self.budget = TokenBudget(self.roles, config.batch.tokens_per_microbatch)
+        self.budget = TokenBudget(self.roles, tokens)
 
     def learn(self, step: int, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
         """One optimiser step on the mean negative log-likelihood per target token, on all ranks."""
@@ -107,6 +113,26 @@ class SupervisedTrainer:
             return TrainGroup(encode(), (completion,))
         measured = EncodedPrompt.of(self.processor.measure(shown.prompt, shown.blobs))
         return TrainGroup(measured, (completion,), encode)
+
+
+def choose_tokens(config: RunConfig, device: torch.device, ranks: Ranks) -> int:
+    """batch.tokens_per_microbatch as a number. `auto` is chosen by the memory plan of what trains here: the policy
+    alone, on rows of one completion. Raises UserError where not even the longest row fits. A collective."""
+    if config.batch.tokens_per_microbatch != "auto":
+        return config.batch.tokens_per_microbatch
+    alone: dict[str, object] = {
+        "algorithm": AlgorithmConfig(),
+        "batch.group_size": 1,
+        "batch.prompts_per_step": config.sft.rows_per_step,
+        "rollout.engine": "scripted",
+        "rollout.device": "cpu",
+        "rollout.weights_channel": "auto",
+        "trainer.mode": "async",
+    }
+    settled = with_token_budget(changed(config, alone), device, ranks)
+    check_plan(settled)
+    check_room(settled, device, ranks.size)
+    return settled.batch.microbatch_tokens
 
 
 class SupervisedRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sections import (
@@ -32,6 +32,8 @@ TOKEN_BYTES = 17
 _PIXEL_BYTES = 4
 """More than a pixel of an image that an environment shows takes as PNG."""
 Durability = Literal["process", "power"]
+USUAL_TOKENS = 8192
+"""Default of batch.tokens_per_microbatch, and `auto` where nothing says how much memory there is."""
 
 
 class BatchConfig(Section):
@@ -41,8 +43,25 @@ class BatchConfig(Section):
     """Groups per learner step."""
     group_size: int = Field(default=8, gt=0)
     """Completions sampled per prompt."""
-    tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Most packed tokens in one forward and backward pass; changes memory, never the result."""
+    tokens_per_microbatch: int | Literal["auto"] = USUAL_TOKENS
+    """Most packed tokens in one forward and backward pass; changes memory, never the result. `auto`: as many as the
+    memory plan has room for on the learner's GPU, or in gpu_memory.budget_gib; on a CPU without a budget the
+    default."""
+
+    @field_validator("tokens_per_microbatch", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            return value
+        raise ValueError(f"batch.tokens_per_microbatch is {value!r}: expected a whole number > 0, or auto")
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """tokens_per_microbatch, where it is a number. Raises ValueError for `auto`, which `settle_tokens`
+        (asyncrl/tools/memory_plan/token_choice.py) turns into one."""
+        if self.tokens_per_microbatch == "auto":
+            raise ValueError("batch.tokens_per_microbatch is auto: settle_tokens(config) comes before its use")
+        return self.tokens_per_microbatch
 
 
 class EvaluationLimits(Section):

@@ -91,7 +91,7 @@ def number_problems(config: RunSections) -> list[str]:
             f"{config.network.max_message_mib}. Raise the latter"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > batch.tokens_per_microbatch:
+    if batch.tokens_per_microbatch != "auto" and longest > batch.tokens_per_microbatch:
         problems.append(
             f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), "
             f"over batch.tokens_per_microbatch = {batch.tokens_per_microbatch}. "

@@ -61,7 +61,7 @@ def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
         for number in range(1, steps + 1):
             recorded = read_batch(run.journal, number, config.batch.prompts_per_step)
             groups = batch_again(recorded, writer.write, number - 1, config.learner.on_stale)
-            plan = plan_micro_batches(make_batch(groups, processor).train_groups, config.batch.tokens_per_microbatch)
+            plan = plan_micro_batches(make_batch(groups, processor).train_groups, config.batch.microbatch_tokens)
             micro_batches = [build_micro_batch(bare_engine.unwrap_model(), part, bare_engine.device) for part in plan]
             started = time.process_time()
             training.learn(groups)

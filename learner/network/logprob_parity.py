@@ -98,7 +98,7 @@ class ParityJudge:
 
     def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
         self.ranks.announce("compare", lambda: pack_groups(received))
-        parity = compare(self.engine, self.processor, received, self.config.batch.tokens_per_microbatch)
+        parity = compare(self.engine, self.processor, received, self.config.batch.microbatch_tokens)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
         limit, mean_limit = max_logprob_difference(self.config), max_mean_logprob_difference(self.config)
         numbers = (

@@ -121,7 +121,7 @@ def _obey(training: Trainer, order: Order) -> None:
 
     calls: dict[str, Callable[[], object]] = {
         "learn": lambda: training.learn(sent()),
-        "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.tokens_per_microbatch),
+        "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.microbatch_tokens),
         **engine_calls(engine, training.processor, order),
     }
     calls[order.kind]()

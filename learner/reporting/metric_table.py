@@ -98,7 +98,7 @@ METRICS = (
     _gauge("demonstration_logprob", "nats", "Mean log-prob of these tokens to the learner.", "rises"),
     _gauge("critic_loss", "", "Half the squared error of the critic's values, clipped.", "falls"),
     _gauge("critic_explained_variance", "ratio", "Variance of the returns that the critic's values explain.", "rises"),
-    _gauge("microbatch_tokens", "tokens", "Token budget of micro-batches, once memory made it smaller.", "constant"),
+    _gauge("microbatch_tokens", "tokens", "Token budget of micro-batches, where it is not as configured.", "constant"),
     _gauge("memory_failures", "failures", "Passes of the last step that found no memory and began again.", "0"),
     _gauge("vision_images", "images", "Images that the passes of the last step have asked features of.", "steady"),
     _gauge("vision_reused", "ratio", "Share of them whose features were kept.", "above 0.5 with several passes"),

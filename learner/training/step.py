@@ -57,7 +57,7 @@ class LearnerStep:
         """`total_steps` of the run."""
         self.roles = roles
         self.config = config
-        self.budget = TokenBudget(roles, config.batch.tokens_per_microbatch)
+        self.budget = TokenBudget(roles, config.batch.microbatch_tokens)
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)

@@ -1,4 +1,4 @@
-"""The token budget of micro-batches, which is halved where the device has no memory for one.
+"""The token budget of micro-batches: chosen by the memory plan, and halved where the device has no memory for one.
 
 One process begins the pass again. Ranks, of which the others are in the middle of the same layer, and DeepSpeed begin
 the step again, in new processes, from checkpoint and journal. Both leave the smaller budget in the run directory.
@@ -18,6 +18,9 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, RestartError, UserError
 from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, changed, device_sharing
+from asyncrl.tools.memory_plan.token_choice import settle_tokens
+from learner.ranks.group import Ranks
 from learner.ranks.plan import plan_shares
 from learner.training.packing import TrainGroup
 from learner.training.roles import Roles
@@ -34,6 +37,27 @@ HOLDS_FOR = (
 again."""
 
 
+def with_token_budget(config: RunConfig, device: torch.device, ranks: Ranks) -> RunConfig:
+    """The configuration with a number in the place of batch.tokens_per_microbatch=auto, before anything is loaded.
+
+    A collective: all ranks choose by the memory of the one that has least. Of a GPU that nobody else of the run is on,
+    what other processes hold is left to them.
+    """
+    if config.batch.tokens_per_microbatch != "auto":
+        return config
+    config = changed(config, {"learner.num_processes": ranks.size})  # torchrun says how many
+    room = 0
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        if device_sharing(config) == "apart":
+            room = min(room, torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES)  # the plan counts this one's context
+        room = -ranks.most(-room)
+    settled, chosen = settle_tokens(config, room)
+    if ranks.leads:
+        logger.info("%s", chosen)
+    return settled
+
+
 class TokenBudget:
     """`batch.tokens_per_microbatch`, or less once a pass found no memory: for the rest of the run where it is kept."""
 
@@ -41,16 +65,19 @@ class TokenBudget:
         self.tokens = tokens
         self._roles = roles
         self._most = tokens
+        self._is_chosen = False
         self._failures = 0
         self._file: Path | None = None
         self._settings: dict[str, Any] = {}
 
     def keep_in_run(self, config: RunConfig) -> None:
         """Go on with the budget that the run directory has of an earlier process, and leave a smaller one there.
+        `config` is the run's, in which `auto` may stand.
 
         A collective: all ranks take what rank 0 reads. Raises UserError where the file is not one of ours.
         """
         self._file = config.run_path / BUDGET_FILE
+        self._is_chosen = config.batch.tokens_per_microbatch == "auto"
         self._settings = {name: attrgetter(name)(config) for name in HOLDS_FOR}
         ranks = self._roles.ranks
         read = str(self._read(self._file) if ranks.leads else 0)
@@ -87,10 +114,14 @@ class TokenBudget:
                 "--plan` says what takes the memory, and nvidia-smi who else has some"
             ) from error
 
+    def repeat(self, tokens: int) -> None:
+        """Have the budget that a step was recorded with, as if it were configured."""
+        self.tokens = self._most = tokens
+
     def report(self) -> dict[str, float]:
-        """The budget, once it is less than configured, and failures since the last report."""
+        """The budget, where it was chosen or is less than configured, and then failures since the last report."""
         if self.tokens == self._most:
-            return {}
+            return {"memory/tokens_per_microbatch": float(self.tokens)} if self._is_chosen else {}
         failures, self._failures = self._failures, 0
         return {"memory/tokens_per_microbatch": float(self.tokens), "memory/failures": float(failures)}
 
@@ -137,6 +168,8 @@ class TokenBudget:
             raise UserError(f"{file} is not what a learner writes there ({error!r}). Remove it") from None
         if settings != self._settings:
             logger.info("%s is of other settings: micro-batches have up to %d tokens again", file, self.tokens)
+            return self.tokens
+        if tokens >= self.tokens:  # another machine chose less by itself
             return self.tokens
         logger.warning(
             "micro-batches have up to %d tokens, not %d (batch.tokens_per_microbatch), until %s is removed: %s",

@@ -35,6 +35,7 @@ from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
+from learner.training.token_budget import with_token_budget
 from learner.training.train_engine import Write
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,6 @@ class Trainer:
 
         `config.model.path` is the folder of the weights to load: the checkpoint's, unless that holds an adapter.
         """
-        self.config = config
         self.processor = processor
         self.ranks = ranks
         self.progress = Progress(config.total_steps(num_rows))
@@ -80,6 +80,7 @@ class Trainer:
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
+        self.config = config = with_token_budget(config, self.engine.device, ranks)
         check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         self.architecture = self.engine.facts.architecture

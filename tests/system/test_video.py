@@ -114,7 +114,7 @@ def test_engine_learner_and_transformers_agree_on_videos_images_and_text_in_one_
             logprobs = sampling_logprobs(logits, temperature=0.8, banned=banned)
             expected = gather_logprobs(logprobs, torch.from_numpy(ids).long()).numpy()
             np.testing.assert_allclose(sampled, expected, atol=1e-4)
-    parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
+    parity = compare(learner_engine(config), processor, received, config.batch.microbatch_tokens)
     assert parity.largest < 1e-4, parity
     assert parity.tokens > 40
 

@@ -62,7 +62,7 @@ def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner
     assert [one.group.image_grids.tolist() for one in sampled] == [[[1, 4, 4]], [], [[1, 4, 4]], []]
     assert sampled[1].group.video_grids is not None
     assert sampled[1].group.video_grids.tolist() == [[2, 6, 8]]
-    parity = compare(learner_engine(hf), rig.processor, sampled, hf.batch.tokens_per_microbatch)
+    parity = compare(learner_engine(hf), rig.processor, sampled, hf.batch.microbatch_tokens)
     assert parity.largest < FP32, parity
 
 

@@ -70,7 +70,7 @@ def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(file: Path) -> N
         assert not assigned.is_shared_with_learner
         assert len(assigned.learner) + len(set(assigned.servers)) == len(EIGHT_GPUS), "each process has its own"
     longest = config.data.max_prompt_length + config.batch.group_size * config.data.max_response_length
-    assert config.batch.tokens_per_microbatch >= longest, "a group at its longest is a micro-batch"
+    assert config.batch.microbatch_tokens >= longest, "a group at its longest is a micro-batch"
     assert config.gpu_memory.budget_gib <= 0.96 * stated, "GB on the box, less what a driver and a desktop take"
 
 

@@ -20,6 +20,7 @@ from asyncrl.tools.doctor.machine import Device, memory_limit
 from asyncrl.tools.memory_plan.advice import advice, check_shared_memory
 from asyncrl.tools.memory_plan.lines import Phase
 from asyncrl.tools.memory_plan.plan import PIXELS, MemoryPlan, changed, make_plan
+from asyncrl.tools.memory_plan.token_choice import settle_tokens
 from asyncrl.tools.numbers import GIB, size
 
 
@@ -48,8 +49,13 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
         f"{side}.device": meant_device(getattr(config, side).device, cuda=bool(devices))
         for side in ("learner", "rollout")
     }
-    plan = make_plan(changed(config, {key: name for key, name in meant.items() if name == "cpu"}))
     assigned = assign_gpus(config, len(devices))
+    config = changed(config, {key: name for key, name in meant.items() if name == "cpu"})
+    totals = [devices[number].total for number in assigned.learner if number < len(devices)]
+    config, chosen = settle_tokens(config, min(totals, default=0))
+    if chosen:
+        yield Finding("micro-batches", chosen, "note")
+    plan = make_plan(config)
     on_host: list[int] = []
     for place, phase in enumerate(plan.phases):
         is_servers = phase.name.startswith("engine")

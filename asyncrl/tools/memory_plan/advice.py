@@ -42,6 +42,8 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
     Without a budget the limit is `device_bytes`, the memory of the learner's GPU, for all that happens on it. What
     cannot be planned is then trained unplanned, with a warning.
     """
+    if config.batch.tokens_per_microbatch == "auto":  # what fits at all, fits with the least that it may become
+        config = changed(config, {"batch.tokens_per_microbatch": longest_sequence(config)})
     if config.gpu_memory.budget_gib:
         plan, limit = make_plan(config), f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}"
     elif device_bytes:
@@ -154,7 +156,7 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
     smaller = {
-        "batch.tokens_per_microbatch": (batch.tokens_per_microbatch, longest_sequence(config)),
+        "batch.tokens_per_microbatch": (batch.microbatch_tokens, longest_sequence(config)),
         "rollout.max_concurrent_sequences": (rollout.max_concurrent_sequences, config.trajectories_per_group),
     }
     for key, (value, least) in smaller.items():

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 ALLOCATOR_SHARE = 0.05
 """Share of the tensors that come and go which torch's allocator loses to rounding and gaps. An estimate."""
+WORKING = "working memory"
+"""Name of the line that a pass takes."""
 STEPPING = "the optimiser's update, one copy of what is trained"
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import resolve_dtype, visible_gpus
-from asyncrl.tools.memory_plan.lines import STEPPING, Line, Phase, allocator, count
+from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, Phase, allocator, count
 from asyncrl.tools.memory_plan.rank_lines import host_lines_of_ranks, rank_lines
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.tools.numbers import GIB
@@ -138,7 +138,7 @@ def _graphs_left(config: RunConfig) -> list[Line]:
 
 
 def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
-    what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
+    what = f"forward and backward of {config.batch.microbatch_tokens} tokens (batch.tokens_per_microbatch)"
     if config.learner.is_divided:
         yield from rank_lines(model, config, what)
     else:
@@ -174,7 +174,7 @@ def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Li
             held = max(0, held - (0 if offloads else model.gradients))
             why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
         yield Line("reference policy", held, why)
-    yield Line("working memory", working, STEPPING if working > passing else what)
+    yield Line(WORKING, working, STEPPING if working > passing else what)
     yield allocator(working)
 
 
@@ -227,7 +227,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     held = f"{config.model.dtype}, linear layers in {rollout.quantization}" if in_8_bits else config.model.dtype
     yield Line("weights", copies * weights // parts, held + _servers(copies))
     yield Line("KV cache", copies * sequences * columns * model.cache_per_token // parts, why)
-    yield Line("working memory", most, working)
+    yield Line(WORKING, most, working)
     yield allocator(most)
     yield from _graphs(config, copies)
     yield from _context(rollout.device, "rollout server", copies)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.divided import DividedModel
-from asyncrl.tools.memory_plan.lines import STEPPING, Line, allocator, count
+from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, count
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
 from asyncrl.tools.memory_plan.zero_lines import zero_host_bytes, zero_lines
 
@@ -35,7 +35,7 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Lin
     gathered = working - passing + sum(role.scored(ranks) for role in scored)
     why = "whole weights of two layers, of embeddings and output layer, and a layer's gradients"
     yield Line("gathered layers", gathered, why)
-    yield Line("working memory", max(passing, stepping), STEPPING if stepping > passing else what)
+    yield Line(WORKING, max(passing, stepping), STEPPING if stepping > passing else what)
     yield allocator(max(working, stepping))
 
 

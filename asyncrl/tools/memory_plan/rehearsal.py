@@ -257,7 +257,7 @@ def train_pass(
 ) -> None:
     """Forward and backward over a full micro-batch: every token's logits, or its value, and images in the place of
     every prompt. `head_is_done` is called with the gradient of the states that the head takes."""
-    tokens, data = config.batch.tokens_per_microbatch, config.data
+    tokens, data = config.batch.microbatch_tokens, config.data
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
     full, rest = divmod(tokens, length)

@@ -17,6 +17,7 @@ from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
 from asyncrl.tools.memory_plan.lines import Phase, count
 from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
+from asyncrl.tools.memory_plan.token_choice import gpu_bytes, settle_tokens
 from asyncrl.tools.numbers import GIB, size
 
 _SHARING = {
@@ -35,8 +36,9 @@ def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
 
     Returns the exit code: 2 where the plan does not fit its budget."""
     config = _planned_config(target, overrides)
-    plan = make_plan(changed(config, {"model.dtype": meant_dtype(config, cuda=True)}))
-    print(describe(plan))
+    config, chosen = settle_tokens(changed(config, {"model.dtype": meant_dtype(config, cuda=True)}), gpu_bytes(config))
+    plan = make_plan(config)
+    print("\n".join([describe(plan), *([chosen] if chosen else [])]))
     return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED
 
 

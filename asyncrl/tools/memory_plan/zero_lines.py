@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from asyncrl.config.engine_rules import ZERO_BUCKET, ZERO_LIVE
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.divided import DividedModel, Parameter
-from asyncrl.tools.memory_plan.lines import STEPPING, Line, allocator, count
+from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, count
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
 
 
@@ -120,7 +120,7 @@ def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
         yield Line("gradients on their way", on_its_way, "in fp32, to their sums over the ranks")
     in_a_pass = passing + gathered + on_its_way
     more = max(0, stepping - in_a_pass)
-    yield Line("working memory", passing + more, STEPPING if more else what)
+    yield Line(WORKING, passing + more, STEPPING if more else what)
     yield allocator(in_a_pass + more)
 
 

@@ -23,6 +23,7 @@ from asyncrl.models.loading import skeleton, torch_dtype
 from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
+from asyncrl.tools.memory_plan.token_choice import settle_tokens
 from asyncrl.tools.numbers import GIB
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
@@ -82,7 +83,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
             arguments |= {"enable_sleep_mode": True, OFFLOADS_GRAPHS: True}  # vLLM's CPU platform refuses both
         if config.gpu_memory.budget_gib:
             total = torch.cuda.get_device_properties(0).total_memory
-            arguments["gpu_memory_utilization"] = vllm_memory_utilization(config, total)
+            arguments["gpu_memory_utilization"] = vllm_memory_utilization(settle_tokens(config)[0], total)
         elif not set(rollout.engine_args) & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
             total = torch.cuda.get_device_properties(0).total_memory
             arguments["gpu_memory_utilization"] = share_beside_a_version(config, total)

@@ -51,7 +51,7 @@ def test_engine_and_learner_agree_under_the_runs_own_sampling(
     received = answer(HFEngine(config, processor), processor, items)
     for one in received:
         verify(one)
-    parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
+    parity = compare(learner_engine(config), processor, received, config.batch.microbatch_tokens)
     assert parity.tokens == sum(one.group.token_ids.size for one in received) > 8
     assert parity.mean <= parity.largest < 1e-4
 
@@ -69,7 +69,7 @@ def test_a_llava_model_is_sampled_verified_and_trained_alike(
         verify(one)
     assert [one.group.image_grids.tolist() for one in received] == 2 * [[[1, 4, 4], [1, 4, 4]]]
     engine = learner_engine(config)
-    parity = compare(engine, processor, received, config.batch.tokens_per_microbatch)
+    parity = compare(engine, processor, received, config.batch.microbatch_tokens)
     assert parity.mean <= parity.largest < 1e-4
     batch = make_batch(received, processor)
     packed = build_micro_batch(engine.unwrap_model(), batch.train_groups, engine.device)

@@ -107,7 +107,7 @@ def one_step(config: RunConfig) -> tuple[dict[str, float], KeepTokenGradients, i
     """Metrics, engine and the number of micro-batches of a step at version 3."""
     engine, batch = prepared(config)
     metrics = LearnerStep(Roles(engine), config)(batch, 3)
-    return metrics, engine, len(plan_micro_batches(batch.train_groups, config.batch.tokens_per_microbatch))
+    return metrics, engine, len(plan_micro_batches(batch.train_groups, config.batch.microbatch_tokens))
 
 
 def widened(algorithm: dict[str, Any]) -> dict[str, Any]:

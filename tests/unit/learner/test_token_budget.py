@@ -155,6 +155,6 @@ def test_a_smaller_budget_holds_for_the_processes_that_come(make_config: MakeCon
     step.budget.keep_in_run(config)
     engine.room = 200
     step(batch, 3)
-    again = TokenBudget(step.roles, config.batch.tokens_per_microbatch)
+    again = TokenBudget(step.roles, config.batch.microbatch_tokens)
     again.keep_in_run(config)
-    assert again.tokens == step.budget.tokens < config.batch.tokens_per_microbatch
+    assert again.tokens == step.budget.tokens < config.batch.microbatch_tokens
