@@ -15,7 +15,7 @@ import heapq
 import math
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from statistics import median
 from typing import NamedTuple
@@ -163,7 +163,7 @@ class _Hands:
         room = self._rooms[server_id]
         return room.pace(1, self._size), room.held, self._order[server_id], server_id
 
-    def _best(self, ticket_id: int) -> Iterator[str]:
+    def _best(self, ticket_id: int) -> Generator[str, None, None]:
         """Servers that may have the ticket, the best one first. Those that were looked at are where they belong again
         when the iterator is closed, with what they have by then."""
         passed: list[str] = []
