@@ -207,6 +207,7 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(make_config
 
     server = RolloutServer(mine)
     server.link = Link()  # type: ignore[assignment]
+    server._held[ticket.ticket_id] = ticket  # as it came with a message
     asyncio.run(server._work_tickets(Tickets(tickets=(ticket,))))
     (failed,) = sent
     assert isinstance(failed, TicketFailed)
