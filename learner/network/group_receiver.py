@@ -14,7 +14,6 @@ from asyncrl.environments.conversations import EnvironmentHealth
 from asyncrl.errors import UserError
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
-from learner.tickets.hand_out import crowd_of
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
@@ -114,11 +113,9 @@ class GroupReceiver:
         for (server_id, *_), received in self._arrived.values():
             server, ticket, group = self.servers.connected.get(server_id), received.ticket, received.group
             if server is not None and received.prepared.is_training:
-                sampled = group.lengths - (ticket.partial.lengths if ticket.partial else 0)
                 self.servers.lengths.observe(ticket.prompt.row_id, float(group.lengths.mean()))
-                crowd = crowd_of(held.get(server_id, 0.0), ticket.group_size, server.hello.max_sequences)
-                seconds = group.timings.generate_s
-                self.servers.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
+                has, sequences, seconds = held.get(server_id, 0.0), server.hello.max_sequences, group.timings.generate_s
+                self.servers.speeds.take(server_id, ticket, group.lengths, seconds, held=has, sequences=sequences)
 
     def forget(self) -> None:
         """Drop verified groups without acknowledgement: their servers keep them for the next learner."""

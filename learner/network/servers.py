@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.network.sockets import LearnerSockets
-from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds, crowd_of
+from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
@@ -309,7 +309,7 @@ class Servers:
         try:
             if (newest := returned.partial.versions.max(initial=0)) > self.version:
                 raise ValueError(f"a partial token of version {newest}, at version {self.version}")
-            self._measure_speed(server_id, returned)
+            self._measure_return(server_id, returned)
             return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
         except ValueError as problem:
             reason = printable(str(problem))
@@ -317,21 +317,14 @@ class Servers:
             logger.warning("what %s has sampled of ticket %d is refused: %s", server_id, returned.ticket_id, reason)
             return self.give_back(returned.ticket_id, server_id, reason)
 
-    def _measure_speed(self, server_id: str, returned: TicketReturned) -> None:
-        """From what it has sampled of a ticket: a divided one's groups say nothing of who was how fast."""
-        out = self._ledger.out
+    def _measure_return(self, server_id: str, returned: TicketReturned) -> None:
+        """Measure its speed by what it has sampled of a ticket: a divided one's group does not say who was how fast."""
+        out, lengths = self._ledger.out, returned.partial.lengths
         item, seconds = out.get(returned.ticket_id), out.seconds_held(returned.ticket_id, server_id)
-        if (
-            item is None
-            or seconds is None
-            or not item.is_training
-            or returned.partial.lengths.size != item.ticket.group_size
-        ):
+        if item is None or seconds is None or not item.is_training or lengths.size != item.ticket.group_size:
             return
-        sampled = returned.partial.lengths - (item.ticket.partial.lengths if item.ticket.partial else 0)
-        held = out.held(is_training=True).get(server_id, 0.0)
-        crowd = crowd_of(held, item.ticket.group_size, self.connected[server_id].hello.max_sequences)
-        self.speeds.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
+        held, sequences = out.held(is_training=True), self.connected[server_id].hello.max_sequences
+        self.speeds.take(server_id, item.ticket, lengths, seconds, held=held.get(server_id, 0.0), sequences=sequences)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""

@@ -20,7 +20,10 @@ from contextlib import closing
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from learner.tickets.ticket import PreparedTicket
+from protocol.messages import Ticket
 
 RECENT_GROUPS = 32
 """Over which a server's speed is taken: one that slows down is noticed within as many groups."""
@@ -54,6 +57,15 @@ class ServerSpeeds:
             self._speeds[server_id] = median(recent)
             self._seconds.append(seconds)
             self.typical_s = median(self._seconds)
+
+    def take(
+        self, server_id: str, ticket: Ticket, lengths: np.ndarray, seconds: float, *, held: float, sequences: int
+    ) -> None:
+        """Take the time in which a ticket's trajectories have grown to these [group_size] `lengths`, on a server that
+        `held` so many groups and decodes so many `sequences` at once."""
+        sampled = lengths - (ticket.partial.lengths if ticket.partial else 0)
+        crowd = crowd_of(held, ticket.group_size, sequences)
+        self.observe(server_id, tokens=int(sampled.max()), seconds=seconds, crowd=crowd)
 
     def of(self, server_id: str) -> float:
         """Median of its last groups; of a server that has sent none yet, the median server's."""

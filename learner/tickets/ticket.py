@@ -76,7 +76,7 @@ class PreparedTicket:
 
     @property
     def portion(self) -> float:
-        """That many of the group's trajectories, in groups."""
+        """Number of these trajectories, in groups."""
         return len(self.unfinished) / self.ticket.group_size
 
     @property

@@ -50,6 +50,7 @@ from protocol.messages.tickets import (
     ChatMessage,
     ContentPart,
     ConversationLimits,
+    FinishReason,
     ImagePart,
     PartialRollout,
     Prompt,
@@ -63,7 +64,7 @@ from protocol.messages.tickets import (
     Video,
     VideoPart,
 )
-from protocol.messages.turns import EditedTurn, FinishReason, ObservedImage, ObservedMessage, ToolCall, Turn
+from protocol.messages.turns import EditedTurn, ObservedImage, ObservedMessage, ToolCall, Turn
 from protocol.messages.weights import (
     AdapterSpec,
     Channel,

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
-from protocol.messages.tickets import PartialRollout
-from protocol.messages.turns import FinishReason, ObservedMessage, Turn
+from protocol.messages.tickets import FinishReason, PartialRollout
+from protocol.messages.turns import ObservedMessage, Turn
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, Wire
 
 

@@ -79,6 +79,13 @@ class Prompt(Wire):
         return (*self.image_hashes, *(digest for video in self.videos for digest in video.frame_hashes))
 
 
+class FinishReason(StrEnum):
+    """Why sampling stopped."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
 class Sampling(Wire):
     """The behaviour policy: softmax(logits / temperature), cut by min_p, then top_k, then top_p, and renormalised.
 
@@ -97,6 +104,12 @@ class Sampling(Wire):
     stop_token_ids: Many[int]
     banned_token_ids: Many[int] = ()
     """Ids that can never be sampled: image and video placeholders and their fences."""
+
+    def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Why a completion of these tokens has ended, its prefix included; None: it has not."""
+        if token_ids and token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.max_new_tokens else None
 
     @property
     def truncates(self) -> bool:
@@ -178,8 +191,8 @@ class PartialRollout(Wire):
         return slice(end - int(self.lengths[index]), end)
 
     def joined(self, other: PartialRollout) -> PartialRollout:
-        """Of each trajectory the other's where it goes on from this one's, and else this one's: of two samples the
-        first stays, whatever their lengths. Raises ValueError where their numbers differ."""
+        """Take each trajectory from the other where it goes on from this one's, and else keep this one's: of two
+        samples the first stays, whatever their lengths. Raises ValueError where their numbers differ."""
         if self.lengths.size != other.lengths.size:
             raise ValueError(f"{other.lengths.size} partial trajectories beside {self.lengths.size}")
         sources: list[PartialRollout] = []
@@ -304,10 +317,8 @@ class Ticket(Wire):
         """Whether `partial` has the whole of trajectory `index`."""
         if self.partial is None:
             return False
-        token_ids = self.partial.token_ids[self.partial.span(index)]
-        return len(token_ids) >= self.sampling.max_new_tokens or bool(
-            len(token_ids) and token_ids[-1] in self.sampling.stop_token_ids
-        )
+        token_ids = self.partial.token_ids[self.partial.span(index)].tolist()
+        return self.sampling.finish_reason(token_ids) is not None
 
     @property
     def begins_at(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from protocol.messages.tickets import TextPart
+from protocol.messages.tickets import FinishReason, TextPart
 from protocol.messages.wire import ContentHash, Many, Seconds, Wire
 
 MOST_CALLS = 64
@@ -18,13 +17,6 @@ LONGEST_CALL = 1000
 LONGEST_INFO = 4096
 """Characters of an environment's facts about one turn."""
 CallErrorKind = Literal["", "malformed", "unknown_tool", "arguments", "tool", "not_run"]
-
-
-class FinishReason(StrEnum):
-    """Why sampling stopped."""
-
-    STOP = "stop"
-    LENGTH = "length"
 
 
 Patches = Annotated[int, Field(gt=0, lt=2**31)]

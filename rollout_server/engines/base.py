@@ -126,9 +126,7 @@ class GenerationRequest:
 
     def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:
         """Why a completion of these tokens has ended, its prefix included; None: it has not."""
-        if token_ids and token_ids[-1] in self.sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self.sampling.max_new_tokens else None
+        return self.sampling.finish_reason(token_ids)
 
     def demonstration(self, index: int, version: int) -> Completion | None:
         """Completion `index` where its prefix is all of it, put in place at `version`; None: the rest is sampled."""
