@@ -116,7 +116,13 @@ def run_trl(model: Path, folder: Path, shape: dict[str, Any], sections: dict[str
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peer.trl_run", str(file), "--steps", str(steps)]
     subprocess.run([*command, "--rows-at-once", str(min(8, config.batch.group_size)), "--out", str(record)], check=True)
     found = json.loads(record.read_text())
-    return f"TRL's steps: {', '.join(f'{s:.1f} s' for s in found['seconds'])}; torch peak {size(found['peak_bytes'])}"
+    rows = config.batch.prompts_per_step * config.batch.group_size
+    sampled = [rows * tokens for tokens in found["tokens"]]
+    lines = ["## TRL", "", "| step | s | sampling | sampled tokens/s | training |", "|---|---|---|---|---|"]
+    for number, (took, sampling) in enumerate(zip(found["seconds"], found["sampling_seconds"], strict=True)):
+        rate = f"{sampled[number] / sampling:,.0f}"
+        lines.append(f"| {number + 1} | {took:.1f} | {sampling:.1f} s | {rate} | {took - sampling:.1f} s |")
+    return "\n".join([*lines, "", f"torch peak {size(found['peak_bytes'])}"])
 
 
 def _gib(nbytes: int) -> str:

@@ -120,12 +120,13 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
 
 
 def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, Any]:
-    """Train. Returns seconds, mean reward and mean number of tokens of each step, and the peak of device memory."""
+    """Train. Returns seconds, seconds of them in which completions are sampled and scored, mean reward and mean number
+    of tokens of each step, and the peak of device memory."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    ends = [0.0]
+    ends, sampling = [0.0], list[float]()
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -133,10 +134,21 @@ def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, Any]:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
+            took = ends[-1] - ends[-2]
+            print(f"TRL's step {len(sampling)}: {took:.1f} s, {sampling[-1]:.1f} s of them sampling", flush=True)
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            began = time.perf_counter()
+            found = super()._generate_and_score_completions(inputs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            sampling.append(time.perf_counter() - began)
+            return found
 
     rows = read_rows(config)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer = TimedTrainer(
             model=config.model.path,
             args=GRPOConfig(**trl_settings(config, steps, rows_at_once, folder)),
             reward_funcs=[reward_function(function, config.data.answer_key) for function in config.reward.functions],
@@ -148,6 +160,7 @@ def run(config: RunConfig, steps: int, rows_at_once: int) -> dict[str, Any]:
     lines = [line for line in trainer.state.log_history if "reward" in line]
     return {
         "seconds": [after - before for before, after in pairwise(ends)],
+        "sampling_seconds": sampling,
         "rewards": [line["reward"] for line in lines],
         "tokens": [line["completions/mean_length"] for line in lines],
         "peak_bytes": torch.cuda.max_memory_allocated() if config.learner.device != "cpu" else 0,

@@ -106,22 +106,6 @@ def steps_of(run: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_ranks_of_two_torchruns_make_one_learner(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    """As on two machines: each has one rank, whose local rank is 0."""
-    config = with_ports(small(make_config, learner={"engine": "fsdp2"}, trainer={"max_steps": 2}))
-    file, logs = write_config(config, tmp_path), [tmp_path / "node-0.log", tmp_path / "node-1.log"]
-    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
-    server = start("rollout_server", file)
-    nodes = [start_ranks(file, log, 0, [*place, f"--node-rank={number}"]) for number, log in enumerate(logs)]
-    try:
-        assert [node.wait(timeout=240) for node in nodes] == [0, 0], [log.read_text()[-4000:] for log in logs]
-        assert server.wait(timeout=60) == 0
-    finally:
-        end(*nodes, server)
-    assert "rank 1 of 2 has joined" in logs[1].read_text()
-    assert_every_prompt_trained_once(Path(config.run_dir), 2)
-
-
 @pytest.mark.parametrize("without", [0, 1])
 def test_a_model_that_one_machine_lacks_ends_both_with_the_reason(
     make_config: Callable[..., RunConfig], tmp_path: Path, without: int

@@ -1,0 +1,96 @@
+"""A learner of two ranks, started by two torchruns as on two machines, against a learner of one process.
+
+NCCL refuses two ranks on one GPU of one machine. NCCL_HOSTID says that they are on two, so that their messages go over
+a socket and every collective of a run is NCCL's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import STDOUT, Popen
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.schema import RunConfig
+from tests.rigs.ports import own_port
+from tests.rigs.small_runs import assert_every_prompt_trained_once, small
+from tests.rigs.two_processes import with_ports, write_config
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+DEADLINE_S = 240
+FSDP2 = {"engine": "fsdp2"}
+ZERO = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"engine": "deepspeed", "zero_stage": stage}
+
+
+ON_CUDA = [
+    pytest.param("cuda", learner, dtype, id=f"cuda-{name}-{dtype}", marks=[pytest.mark.gpu, *marks])
+    for name, learner, marks in (("fsdp2", FSDP2, []), ("zero2", zero(2), [ZERO]), ("zero3", zero(3), [ZERO]))
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "learner", "dtype"), [pytest.param("cpu", FSDP2, "float32", id="cpu-fsdp2"), *ON_CUDA]
+)
+def test_ranks_of_two_torchruns_train_as_one_process_does(
+    make_config: Callable[..., RunConfig], tmp_path: Path, device: str, learner: dict[str, Any], dtype: str
+) -> None:
+    """The first step has the same samples and weights; the runs end with every prompt trained once, and an export."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, sections in {"one": {}, "two": learner}.items():
+        learning = {**sections, "device": device}
+        config = small(make_config, model={"dtype": dtype}, learner=learning, trainer={"max_steps": STEPS})
+        config = with_ports(config.model_copy(update={"run_dir": str(tmp_path / name / "run")}))
+        found[name] = run(config, tmp_path / name, ranks=1 if name == "one" else 2)
+        assert_every_prompt_trained_once(Path(config.run_dir), STEPS)
+    one, two = found["one"], found["two"]
+    relative, absolute, mismatch = (1e-3, 1e-5, 1e-6) if dtype == "float32" else (0.05, 1e-2, 0.02)
+    assert [line["step"] for line in two] == list(range(1, STEPS + 1))
+    for measured in ("reward/mean", "loss", "grad_norm"):
+        assert two[0][measured] == pytest.approx(one[0][measured], rel=relative, abs=absolute)
+    for line in two:
+        assert line["mismatch_kl_k3"] < mismatch, "the server's log-probs of published weights are the ranks'"
+        assert all(line[f"rank_tokens/{rank}"] > 0 for rank in "01")
+    first, last = (load_file(tmp_path / name / "run" / "export" / "model.safetensors") for name in found)
+    assert first.keys() == last.keys()
+    assert all(torch.isfinite(tensor).all() for tensor in last.values())
+
+
+def run(config: RunConfig, folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Run it to its end, with a server on the same device. Returns the metrics of its steps."""
+    file = write_config(config, folder)
+    python, learn = [sys.executable, "-m"], ["asyncrl", "learn", str(file), "--unattended"]
+    commands = {"server": [*python, "rollout_server", "--config", str(file)]}
+    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
+    for rank in range(ranks):
+        torchrun = [*python, "torch.distributed.run", *place, f"--node-rank={rank}"]
+        commands[f"rank-{rank}"] = [*(torchrun if ranks > 1 else python[:1]), "-m", *learn]
+    processes = [start(name, command, folder) for name, command in commands.items()]
+    try:
+        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
+        assert codes == [0] * len(codes), "\n".join(log.read_text()[-4000:] for log in folder.glob("*.log"))
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun passes it on
+            process.wait(timeout=60)
+    return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(name: str, command: Sequence[str], folder: Path) -> Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
+    with (folder / f"{name}.log").open("wb") as output:
+        return Popen(command, env=environment, stdout=output, stderr=STDOUT)

@@ -1,0 +1,54 @@
+"""`asyncrl train` with learner and server on one device, which divide its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
+from tests.rigs.two_processes import write_config
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+
+
+@pytest.mark.parametrize(
+    ("device", "rollout"),
+    [
+        pytest.param("cpu", {}, id="cpu"),
+        pytest.param("cuda", {}, id="cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", {"quantization": "int8"}, id="cuda-int8", marks=pytest.mark.gpu),
+        pytest.param("cuda", {"quantization": "fp8"}, id="cuda-fp8", marks=pytest.mark.gpu),
+    ],
+)
+def test_both_share_a_device_and_micro_batches_take_what_it_leaves(
+    make_config: Callable[..., RunConfig], tmp_path: Path, device: str, rollout: dict[str, Any]
+) -> None:
+    config = small(
+        make_config,
+        model={"dtype": "float32" if device == "cpu" else "bfloat16"},
+        batch={"tokens_per_microbatch": "auto"},
+        learner={"device": device, "max_staleness": 2},
+        rollout={"device": device, **rollout},
+        gpu_memory={"budget_gib": 0.05 if device == "cpu" else 8.0},
+        trainer={"max_steps": STEPS},
+    )
+    command = [sys.executable, "-m", "asyncrl", "train", str(write_config(config, tmp_path))]
+    with (tmp_path / "train.log").open("wb") as log:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=240).returncode
+    assert code == 0, logs(tmp_path)
+    run = Path(config.run_dir)
+    assert_every_prompt_trained_once(run, STEPS)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "tokens_per_microbatch: auto is" in logs(run / "logs", whole=True)
+    limit = 1e-6 if device == "cpu" else 0.02
+    assert max(line["staleness_0/mismatch_kl_k3"] for line in lines if "staleness_0/mismatch_kl_k3" in line) < limit
