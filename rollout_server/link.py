@@ -37,10 +37,9 @@ from protocol.messages import (
     Wire,
 )
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.stalls import SLOWEST_TURN_S, Stalls
 
 logger = logging.getLogger(__name__)
-SLOWEST_TURN_S = 2.0
-"""Longest time between two looks for messages; a longer pause counts as this server's silence, not the learner's."""
 OVER = "the run is finished: its directory says so"
 HELLO_EVERY_S = 1.0
 """Interval at which a hello is repeated until the learner answers."""
@@ -118,7 +117,8 @@ class LearnerLink:
             self._context.term()
             raise
         self.unacknowledged: dict[int, SentGroup] = {}
-        self.heard_at = self._looked_at = time.monotonic()
+        self._stalls = Stalls(config.network.heartbeat_s + SLOWEST_TURN_S)
+        self.heard_at = time.monotonic()
         """Time of the learner's last message, in monotonic seconds."""
         self.learner_is_silent = False
         """True when the learner has been silent for longer than network.timeout_s."""
@@ -154,7 +154,7 @@ class LearnerLink:
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")
             if isinstance(answer, Welcome):
-                self.heard_at = self._looked_at = time.monotonic()
+                self.heard_at = self._stalls.looked_at = time.monotonic()
                 self._run_id = answer.run_id
                 return answer
         raise WaitTimeoutError(
@@ -218,10 +218,7 @@ class LearnerLink:
 
     def _forgive_own_silence(self) -> None:
         """Do not count a stall of this process as the learner's silence: its messages are still unread."""
-        now = time.monotonic()
-        stalled_s = now - self._looked_at - self._config.network.heartbeat_s - SLOWEST_TURN_S
-        self._looked_at = now
-        if stalled_s > 0:
+        if stalled_s := self._stalls.look(time.monotonic()):
             logger.warning("this server was suspended or blocked for %.0f s", stalled_s)
             self.heard_at += stalled_s
 

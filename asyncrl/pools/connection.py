@@ -43,13 +43,12 @@ from protocol.messages import (
     WorkerKind,
 )
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.stalls import SLOWEST_TURN_S, Stalls
 
 logger = logging.getLogger(__name__)
 
 HELLO_EVERY_S = 1.0
 LOOK_EVERY_S = 0.5
-SLOWEST_TURN_S = 2.0
-"""A longer pause between two looks is this process's silence, not the pool's: its messages are still unread."""
 FIRST_WAIT_S = 300.0
 """Wait for a pool that has not answered yet, where network.start_timeout_s is 0."""
 MEETING_S = 3.0
@@ -155,7 +154,8 @@ class PoolConnection:
         self._host = ""
         self.was_welcomed = False
         self._connections = 0
-        self._heard_at = self._looked_at = self._said_at = 0.0
+        self._heard_at = self._said_at = 0.0
+        self._stalls = Stalls(LOOK_EVERY_S + SLOWEST_TURN_S)
         self._socket: ServerSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -234,7 +234,7 @@ class PoolConnection:
         except (BindError, KeyFileError) as error:
             self._context.term()
             raise UserError(str(error)) from error
-        self._looked_at = self._heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._serve(self._socket)), asyncio.create_task(self._send(self._socket))]
 
     async def _serve(self, socket: ServerSocket) -> None:
@@ -242,8 +242,7 @@ class PoolConnection:
         while True:
             message = await socket.recv(min(LOOK_EVERY_S, self._network.heartbeat_s))
             now = time.monotonic()
-            self._heard_at += max(0.0, now - self._looked_at - LOOK_EVERY_S - SLOWEST_TURN_S)
-            self._looked_at = now
+            self._heard_at += self._stalls.look(now)
             if message is not None:
                 self._heard_at = now
                 self._take(message)

@@ -38,6 +38,7 @@ from protocol.messages import (
 )
 from protocol.peers import Muted, PeerLimits
 from protocol.sockets import TURN_MESSAGES, Delivery, LearnerSocket, Queues, Received
+from protocol.stalls import SLOWEST_TURN_S, Stalls
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ QUEUES = Queues(send=256, receive=64)
 PEER_LIMITS = PeerLimits(messages=100_000)
 """A score costs two messages, and a busy server may ask for thousands of them in a second."""
 LOOK_EVERY_S = 0.5
-SLOWEST_TURN_S = 2.0
-"""A longer pause between two looks is this process's silence (it was suspended), not its peers'."""
 PLACE_WAIT_S = 60.0
 """Longest wait for a free place: those of a peer that has died are free again when its silence is noticed."""
 MOST_UNREAD_BYTES = 512 << 20
@@ -100,7 +99,7 @@ class PoolHost:
         self._places = asyncio.Semaphore(processes)
         self._peers: dict[bytes, _Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looked_at = time.monotonic()
+        self._stalls = Stalls(LOOK_EVERY_S + SLOWEST_TURN_S)
         self._dropped_bytes = 0
 
     async def run(self) -> None:
@@ -138,8 +137,7 @@ class PoolHost:
         if self._authenticator is not None:
             self._authenticator.take_rejections()  # which logs them
         now = time.monotonic()
-        stalled_s = max(0.0, now - self._looked_at - LOOK_EVERY_S - SLOWEST_TURN_S)
-        self._looked_at = now
+        stalled_s = self._stalls.look(now)
         for peer in list(self._peers.values()):
             peer.heard_at += stalled_s
             if now - peer.heard_at > peer.hello.timeout_s:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from asyncrl.errors import BadStateError, WaitTimeoutError
-from learner.network.servers import SLOWEST_TURN_S, Servers, ServerState
+from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import PARITY_IDS
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets
+from protocol.stalls import SLOWEST_TURN_S
 
 logger = logging.getLogger(__name__)
 

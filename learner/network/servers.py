@@ -1,7 +1,7 @@
 """The connected rollout servers: hello and welcome, heartbeats of both sides, and how a server is lost.
 
 The one place that takes tickets from a server: when it is lost, fails at one, or comes back with fewer. Used by the
-network thread alone; other threads may read `connected`, `aligned`, `errors` and `last_turn_at`.
+network thread alone; other threads may read `connected`, `aligned`, `errors` and `stalls`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from protocol.messages import (
 )
 from protocol.peers import Muted
 from protocol.sockets import Delivery, Encoded
+from protocol.stalls import SLOWEST_TURN_S, Stalls
 
 logger = logging.getLogger(__name__)
 
-SLOWEST_TURN_S = 2.0
-"""Longest regular time between two iterations; what is beyond it counts as the learner's silence, not the servers'."""
 IDLE_AGAIN = 0.75
 """An idle server without tickets counts as idle for this share of network.timeout_s when it has been looked at."""
 MAX_ERROR_KINDS = 64
@@ -105,8 +104,8 @@ class Servers:
         """Manifest of the newest published version."""
         self._kept: WeightManifest | None = None
         """The version that is being evaluated: servers that have it are told of no newer one."""
-        self.last_turn_at = float("inf")
-        """Monotonic time of the last iteration of the network thread."""
+        self.stalls = Stalls(min(SLOWEST_TURN_S, config.network.timeout_s / 2))
+        """Of the network thread, which looks once in each turn."""
         self._by_identity: dict[bytes, str] = {}
         self._by_session: dict[str, str] = {}
         self._device = device
@@ -265,9 +264,8 @@ class Servers:
 
     def _forgive_own_silence(self, now: float) -> None:
         """Extend server deadlines by the time this process was stalled: messages are still unread."""
-        stalled_s = now - self.last_turn_at - min(SLOWEST_TURN_S, self._network.timeout_s / 2)
-        self.last_turn_at = now
-        if stalled_s <= 0:
+        stalled_s = self.stalls.look(now)
+        if not stalled_s:
             return
         logger.warning("this learner was suspended or blocked for %.0f s", stalled_s)
         self._ledger.out.forgive(stalled_s)

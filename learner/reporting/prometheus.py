@@ -169,7 +169,7 @@ class LearnerExporter:
         m = self._metrics
         m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
         m["servers"].set(len(self._network.servers.connected))
-        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.last_turn_at))
+        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.stalls.looked_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
         m.raise_to("weights_sent_bytes_total", self._network.sources.sent_bytes)

@@ -299,7 +299,7 @@ def test_each_scrape_looks_at_the_ledger(rig: Rig) -> None:
 def test_each_scrape_looks_at_clocks_waits_errors_and_the_journal(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.waits, "totals", lambda: {"groups": 12.0})
     rig.network.servers.errors["muted"] = 4
-    rig.network.servers.last_turn_at = time.monotonic() - 7
+    rig.network.servers.stalls.looked_at = time.monotonic() - 7
     rig.exporter._step_at -= 30
     item = issue(rig.ledger, 0)[0]
     rig.network.groups._arrived[0] = ("a", replace(received(item), arrived_at=time.monotonic() - 0.3))
