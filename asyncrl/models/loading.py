@@ -16,6 +16,7 @@ from asyncrl.models.devices import compute_in_full_float32
 from asyncrl.models.folder import describe_model, model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
+from asyncrl.models.vision_attention import attend_by_length
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""
@@ -31,6 +32,7 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
     kind, _, options = _describe(config, text_attention)
     model = kind.from_pretrained(model_folder(config), **options)
     place_text_after_videos(model)
+    attend_by_length(model)
     if text_attention == SHARED_PREFIX_ATTENTION:
         hand_on_layout(model)
     if device.type == "cpu":
@@ -46,6 +48,7 @@ def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
     kind, hf_config, options = _describe(config, text_attention)
     with torch.device("meta"):
         model = kind.from_config(hf_config, **options)
+    attend_by_length(model)
     if config.float32_head:
         compute_head_in_float32(model)
     return model
