@@ -31,9 +31,9 @@ def attend_by_length(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(BY_LENGTH, vision_attention)
-    vision = getattr(model.config, "vision_config", None)
+    vision: Any = getattr(model.config, "vision_config", None)
     if hasattr(vision, "temporal_patch_size"):  # flat patches
-        own = copy(vision)  # the model's stays as it is: models are made by it elsewhere
+        own: Any = copy(vision)  # the model's stays as it is: models are made by it elsewhere
         own._attn_implementation = BY_LENGTH
         for module in model.modules():
             if getattr(module, "config", None) is vision:
