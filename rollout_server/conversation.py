@@ -430,6 +430,8 @@ class ConversationProducer:
         trajectory.describe_turn(
             reward=float(result.reward), state_key=result.state_key[:16].hex(), calls=calls, info=info
         )
+        if unshown := result.info.get("unshown_image"):
+            logger.warning("row %s: an image of turn %d: %s", opened.prompt.row_id, len(trajectory.turns), unshown)
         if result.done or result.observation is None:
             return None
         observation = self._shortened(result.observation)

@@ -56,11 +56,12 @@ def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
         raise UserError("the demo compares before and after: leave evaluation.before_training as it is")
 
 
-def next_folder() -> Path:
+def next_folder(name: str = "demo") -> Path:
+    """The first of runs/NAME-1, runs/NAME-2, ... that is not there."""
     number = 1
-    while Path(f"runs/demo-{number}").exists():
+    while Path(f"runs/{name}-{number}").exists():
         number += 1
-    return Path(f"runs/demo-{number}")
+    return Path(f"runs/{name}-{number}")
 
 
 def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Environment(Protocol):
     """
 
     def reset(self, start: Start) -> Observation | Awaitable[Observation | None] | None:
-        """Begin; what it returns is the opening, a user message at the end of the prompt."""
+        """Begin; what it returns is the opening, the end of the prompt's last user message."""
         ...
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:

@@ -91,11 +91,12 @@ class LoadedEnvironment:
             raise TypeError("step returned no observation, but the episode is not done")
         if not isinstance(result.reward, int | float) or not abs(result.reward) < float("inf"):
             raise TypeError(f"step returned the reward {result.reward!r:.80}, expected a finite number")
-        fitted = result.observation
+        fitted, unshown = result.observation, dict[str, object]()
         if fitted is not None and not isinstance(environment, ToolEnvironment):  # its own are fitted already
             fitted, refused = self.rule.shown(fitted)
             mistake = ToolError(refused.removeprefix("Error: ")) if refused else mistake
-        info = result.info
+            unshown = {"unshown_image": str(mistake)} if refused else {}
+        info = result.info | unshown if unshown else result.info
         if action.calls and "calls" not in info:  # of a class that reads its calls itself
             info = info | {"calls": [_record(call, mistake) for call in action.calls]}
         if fitted is None:

@@ -31,6 +31,8 @@ from protocol.messages import TrajectoryStatus
 
 logger = logging.getLogger(__name__)
 
+LOST = [status for status in TrajectoryStatus if not status.is_scored]
+
 
 def train(config: RunConfig, *, resume: bool) -> int:
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
@@ -110,6 +112,16 @@ def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
             print(
                 f"warning: no trajectory of {unscored} of the last {len(run.steps)} steps could be scored: they taught "
                 f"nothing. The newest failure is {run.status.get('unscored') or 'in logs/'}"
+            )
+        elif lost := sum(int(step.get(f"rows/{status}") or 0) for step in run.steps for status in LOST):
+            print(
+                f"{lost:,} trajectories of the last {len(run.steps)} steps have no score and were left out; the newest "
+                f"failure: {run.status.get('unscored') or 'in logs/'}"
+            )
+        if masked := sum(step.get("mask_fraction") == 1.0 for step in run.steps):
+            print(
+                f"warning: all tokens of {masked} of the last {len(run.steps)} steps were masked: they taught nothing. "
+                "`asyncrl report` says why"
             )
         if run.evaluations:
             before, after = run.evaluations[0], run.evaluations[-1]

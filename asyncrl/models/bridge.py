@@ -64,7 +64,8 @@ class TurnBridge:
         return np.asarray([*self.processor.tokenize(self._written_apart(text)), self._close_id], np.int32)
 
     def opened(self, prompt: Prompt, opening: Observation) -> Prompt:
-        """The prompt with what an environment opens with, at the end of its last message if that is a user's."""
+        """The prompt with what an environment opens with, at the end of its last message if that is a user's: templates
+        take no two in a row. Text that would follow on text is a line of its own."""
         parts: list[ContentPart] = [
             TextPart(text=self._written_apart(part)) if isinstance(part, str) else ImagePart()
             for message in opening.messages
@@ -73,6 +74,8 @@ class TurnBridge:
         *before, last = prompt.messages
         if last.role != "user":
             before, last = [*before, last], ChatMessage(role="user", content=())
+        if _would_run_on(last.content, parts):
+            parts.insert(0, TextPart(text="\n"))
         shown = ChatMessage(role="user", content=(*last.content, *parts))
         hashes = (*prompt.image_hashes, *map(content_hash, opening.images))
         return Prompt.model_validate(
@@ -220,3 +223,13 @@ def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
     ]
     # "(?!)" is found nowhere: a tokenizer without such texts reserves nothing.
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _would_run_on(before: Sequence[ContentPart], behind: Sequence[ContentPart]) -> bool:
+    """Whether text follows on text with nothing between them."""
+    if not before or not behind:
+        return False
+    last, first = before[-1], behind[0]
+    if not isinstance(last, TextPart) or not isinstance(first, TextPart):
+        return False
+    return bool(last.text and first.text) and not last.text[-1].isspace() and not first.text[0].isspace()

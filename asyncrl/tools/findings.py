@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, linear_regression
-from typing import Literal
+from typing import Literal, get_args
 
 from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
 from asyncrl.tools.learning import HELD_OUT, TRAINING, courses, learned
 from asyncrl.tools.numbers import count, duration, figure, share
 from asyncrl.tools.recorded_run import ENDED, Record, RecordedRun, number
+from protocol.messages.groups import Limit
 
 SERVERS_IDLE = 0.8
 MANY_TRUNCATED = 0.25
@@ -202,9 +203,31 @@ def _zero_variance(run: RecordedRun) -> Iterator[Finding]:
 def _truncated(run: RecordedRun) -> Iterator[Finding]:
     rows = _rows(run)
     part = rows.get("truncated", 0.0) / (sum(rows.values()) or 1.0)
-    if part > MANY_TRUNCATED:
-        advice = "Raise data.max_response_length, or reward brevity: what is cut off cannot be right."
-        yield Finding("info", "Many completions hit the length limit", share(part), advice)
+    if part <= MANY_TRUNCATED:
+        return
+    ends = {limit: sum(run.values(f"env/ends/{limit}")) for limit in get_args(Limit) if limit}
+    if limits := sorted((name for name, count in ends.items() if count), key=lambda name: -ends[name]):
+        counts = ", ".join(f"{name} {ends[name]:,.0f}" for name in limits)
+        advice = f"Raise environment.limits.{limits[0]}, or reward an early end."
+        yield Finding(
+            "info", "Many trajectories end at a limit of the environment", f"{share(part)} ({counts})", advice
+        )
+        return
+    advice = "Raise data.max_response_length, or reward brevity: what is cut off cannot be right."
+    yield Finding("info", "Many completions hit the length limit", share(part), advice)
+
+
+def _all_masked(run: RecordedRun) -> Iterator[Finding]:
+    masked = [step for step in run.steps if step.get("mask_fraction") == 1.0]
+    if masked:
+        advice = "The correction's masks drop all of it: mask_fraction_... in metrics.jsonl says which."
+        if any(step.get("mask_fraction_over_limit") == 1.0 for step in masked):
+            advice = (
+                "All its trajectories ended at a limit, and environment.over_limit=mask leaves these out. Raise "
+                "environment.limits, or score them with over_limit=score."
+            )
+        value = f"{len(masked):,} of {count(len(run.steps), 'step')}, the last of them {masked[-1].get('step')}"
+        yield Finding("warning", "Steps taught nothing, all their tokens were masked", value, advice)
 
 
 def _rewards_fail(run: RecordedRun) -> Iterator[Finding]:
@@ -345,6 +368,7 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "a starving learner": _learner_starves,
     "idle servers": _servers_idle,
     "cut-off completions": _truncated,
+    "masked steps": _all_masked,
     "groups that teach nothing": _zero_variance,
     "evaluation": _not_evaluated,
 }

@@ -139,7 +139,7 @@ def demo(folder: Path, seed: int, *, controls: bool, quick: bool) -> dict[str, A
     print(f"\n{held_out} held-out scenes, greedy: share of right answers, of looks at the right cell (chance 0.0625)")
     for name, one in found.items():
         print(f"  {name:<32}{one['success']:.3f}   {one['cell']:.3f}")
-    print(f"{seconds:.0f} s")
+    print(f"{seconds:.0f} s; everything is in {folder}")
     return found
 
 
@@ -150,8 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--controls", action="store_true", help="train the controls, too")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns nothing: do all parts work?")
     arguments = parser.parse_args(argv)
-    folder = arguments.folder or Path(f"runs/zoom-{arguments.seed}")
-    demo(folder, arguments.seed, controls=arguments.controls, quick=arguments.quick)
+    from asyncrl.demo.command import next_folder
+
+    demo(arguments.folder or next_folder("zoom"), arguments.seed, controls=arguments.controls, quick=arguments.quick)
 
 
 if __name__ == "__main__":

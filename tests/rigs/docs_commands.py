@@ -126,6 +126,7 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
         file = write_config(with_ports(load_config(GRPO, small), free_port), folder / "logs")
         codes = exit_codes([start("learner", file), start("rollout_server", file)])
     assert codes == [0, 0], logs(folder / "logs")
+    (folder / "runs" / "zoom-1").symlink_to("demo-1")  # that of `make demo-agent`, for commands that look at a run
 
 
 @contextlib.contextmanager

@@ -100,6 +100,18 @@ def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
         (sick("idle/learner", 0.95), "info", "The learner waits for groups", r"80% of its time in steps 20 to 40"),
         (sick("idle/rollout", 0.95, 1), "info", "The rollout servers are idle", r"95% of their time"),
         (sick("rows/truncated", 9.0), "info", "Many completions hit the length limit", r"37%"),
+        (
+            lambda number: {"rows/truncated": 9.0, "env/ends/turns": 8.0, "env/ends/tokens": 1.0},
+            "info",
+            "Many trajectories end at a limit of the environment",
+            r"53% \(turns 320, tokens 40\)",
+        ),
+        (
+            sick("mask_fraction", 1.0),
+            "warning",
+            "Steps taught nothing, all their tokens were masked",
+            r"21 of 40 steps, the last of them 40",
+        ),
         (sick("zero_variance_groups", 3.0), "info", "Most groups teach nothing", r"75% of the groups"),
     ],
 )

@@ -151,7 +151,7 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         yield Finding("reward", f"{name}: {'; '.join(parts)}")
     weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
     worthless = weighted.pop(NOTHING)
-    if all(values == worthless for values in weighted.values()):
+    if not config.environment.is_used and all(values == worthless for values in weighted.values()):
         value = f"the weighted sum does not tell {' or '.join(weighted)} from {NOTHING}"
         fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, mend it"
         yield Finding("reward", value, "warning", fix)

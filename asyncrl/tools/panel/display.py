@@ -109,7 +109,7 @@ class Display(AbstractContextManager["Display"]):
         warnings = self.run.warnings()
         for name in warnings.keys() - self._printed_warnings:
             self._print(f"warning: {warnings[name]}")
-        self._printed_warnings = set(warnings)
+        self._printed_warnings |= warnings.keys()  # once: some come and go with every look
         now = time.monotonic()
         if step != self._last_step or self.run.has_ended:
             self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S

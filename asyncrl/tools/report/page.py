@@ -8,7 +8,7 @@ from asyncrl.config.method_line import recorded_method_line
 from asyncrl.tools.findings import checks_without_finding, findings, verdict
 from asyncrl.tools.learning import courses
 from asyncrl.tools.numbers import count, duration, figure, moment
-from asyncrl.tools.recorded_run import RecordedRun, number
+from asyncrl.tools.recorded_run import Record, RecordedRun, number
 from asyncrl.tools.report.charts import charts_of_run
 from asyncrl.tools.report.markup import render
 from asyncrl.tools.report.sample_cards import sample_cards
@@ -64,16 +64,21 @@ def _method(run: RecordedRun) -> str:
 def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
     """List the main figures: name, value, and a note."""
     total, step = number(run.status.get("total_steps")), _step(run)
-    tokens = sum(run.values("tokens"))
+    tokens = sum((number(step.get("tokens")) or 0.0) * _sampled_share(step) for step in run.steps)
     restarts = len(run.starts) - 1
     return [
         *((course.name, course.ends, course.where) for course in courses(run)),
         ("steps", f"{step:,.0f}" + (f" of {total:,.0f}" if total and total != step else ""), "made and recorded"),
         ("duration", duration(run.busy_s), count(restarts, "restart") if restarts > 0 else "of the learner"),
-        ("trajectories", figure(float(run.trajectories)), f"{figure(tokens)} tokens trained on"),
+        ("trajectories", figure(float(run.trajectories)), f"{figure(tokens)} sampled tokens"),
         ("time of a step", duration(median(steps) if (steps := run.values("step_s")) else None), "median"),
         ("evaluation", *_cost_of_evaluation(run)),
     ]
+
+
+def _sampled_share(step: Record) -> float:
+    """Of a step's tokens; what an environment showed is not sampled."""
+    return 1.0 - (number(step.get("env/observed_share")) or 0.0)
 
 
 def _cost_of_evaluation(run: RecordedRun) -> tuple[str, str]:

@@ -229,3 +229,22 @@ def test_a_row_keeps_the_positions_of_its_beginning(folder: Path, processor: Pro
         assert torch.equal(after[:, : before.shape[1]], before)
         assert int(after[0, before.shape[1]]) == prompt_positions(model, row)[1]
         row = longer
+
+
+@pytest.mark.parametrize(
+    ("asked", "opening", "read"),
+    [
+        ("Answer.", "Boxes 0 to 3.", ["Answer.", "\n", "Boxes 0 to 3."]),
+        ("Answer.\n", "Boxes.", ["Answer.\n", "Boxes."]),
+        ("Answer.", b"", ["Answer."]),
+    ],
+)
+def test_an_opening_in_words_is_a_line_of_its_own(
+    processor: PromptProcessor, asked: str, opening: str | bytes, read: list[str]
+) -> None:
+    prompt = Prompt(
+        row_id="row", messages=(ChatMessage(role="user", content=(TextPart(text=asked),)),), answer="", columns={}
+    )
+    shown = Observation((Message("user", (opening or FIRST,)),))
+    (message,) = TurnBridge(processor, stops(processor)).opened(prompt, shown).messages
+    assert [part.text for part in message.content if isinstance(part, TextPart)] == read
