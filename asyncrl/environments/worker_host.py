@@ -109,10 +109,10 @@ class WorkerHost:
         if waiting.answer.done():
             waiting.answer.result()  # may raise: the process was lost meanwhile
             raise EnvironmentFailed("environment_timeout", too_late)
-        held_by = [request.episode for request in self._requests.values() if {request.episode} == seen]
-        culprit = held_by[0] if held_by else waiting.episode
+        stuck = next((request for request in self._requests.values() if {request.episode} == seen), waiting)
+        culprit = stuck.episode
         logger.warning("environment worker %s is stuck in episode %s, and is killed", self._process.name, culprit)
-        self._lose(f"episode {culprit} was stuck", culprit, "environment_timeout", too_late)
+        self._lose(f"episode {culprit} was stuck in {stuck.do} (environment.timeouts)", culprit, "environment_timeout", too_late)
         await self._process.stop()
         return waiting.answer.result()
 
