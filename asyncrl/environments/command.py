@@ -70,12 +70,14 @@ def _try(arguments: argparse.Namespace) -> int:
         print(f"  a call: {example_call(loaded.call_format, loaded.schemas)}")
     print(f"  user: {row.get('prompt', '')}")
     played = asyncio.run(play.play(loaded, config, start, turns, play.Terminal(folder, arguments.unit)))
+    if played.close_error:
+        print(f"close: {played.close_error}   a run counts the failure, and keeps the reward")
     if played.end.startswith("environment_"):
         print(f"end: {played.end}   no reward: a run leaves such a trajectory out")
         return 1
     over = f" (over_limit: {config.over_limit})" if played.end.startswith("limit") else ""
     print(f"end: {played.end}{over}   reward {sum(played.rewards):g} in {len(played.rewards)} turns   {played.why}")
-    return 0
+    return 1 if played.close_error else 0
 
 
 def _baseline(arguments: argparse.Namespace) -> int:

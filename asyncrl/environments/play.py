@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import math
 import random
+import signal
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.call_formats import parse_calls
@@ -29,9 +30,11 @@ from asyncrl.environments.observation import (
 )
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
+from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
 from asyncrl.plugins import one_line
 
+T = TypeVar("T")
 Policy = Callable[[Start, random.Random], Iterator[str]]
 """The text of each turn. Oracles know the start; none sees observations."""
 Show = Callable[[str, Any], None]
@@ -53,8 +56,12 @@ class Played:
     images: int = 0
     """In observations, which environment.limits.images counts."""
     info: dict[str, Any] = field(default_factory=dict)
+    close_error: str = ""
+    """What went wrong in the environment's `close`; the rewards count."""
 
 
+AGAIN_S = 1.0
+"""Seconds until plain code that has swallowed an interruption is interrupted again."""
 Past = tuple[str, Observation]
 """A turn that a later one sees, and what was shown behind it."""
 _NOTHING = Observation(())
@@ -143,12 +150,14 @@ def start_of(loaded: LoadedEnvironment, row: dict[str, Any], seed: int) -> Start
 async def play(
     loaded: LoadedEnvironment, config: EnvironmentConfig, start: Start, turns: Iterator[str], show: Show
 ) -> Played:
-    """One episode with the limits on turns and images. `show` is told of each part of it, by kind."""
+    """One episode with the limits on turns, images and times, in the main thread. `show` is told of each part of it, by
+    kind."""
     played = Played()
+    times = config.timeouts
     environment: Any = None
     history = PlayedHistory(config)
     try:
-        environment, opening = await loaded.begin(start)
+        environment, opening = await _in_time(loaded.begin(start), "reset", times.reset_s, "reset_s")
         _look(opening, played, show)
         played.images = 0  # those of the opening are part of the prompt, in a run, too
         for number in itertools.count():
@@ -162,7 +171,7 @@ async def play(
                 break
             action = Action(text, parse_calls(loaded.call_format, text, loaded.schemas), number)
             show("action", action)
-            result = await loaded.step(environment, action)
+            result = await _in_time(loaded.step(environment, action), "step", times.step_s, "step_s")
             rewritten: tuple[Past, ...] = ()
             if result.observation is not None and not result.done:
                 try:
@@ -185,12 +194,48 @@ async def play(
             if played.images > config.limits.images:
                 played.end, played.why = "limit images", f"environment.limits.images is {config.limits.images}"
                 break
+    except EnvironmentFailed as failed:
+        played.end = f"{failed.kind}: {failed}"
     except Exception as error:  # as a worker would say it
         played.end = f"environment_exception: {one_line(error, loaded.file)}"
     finally:
         if hasattr(environment, "close"):
-            await waited(environment.close())
+            try:
+                await _in_time(_close(environment), "close", times.step_s, "step_s")
+            except EnvironmentFailed as failed:
+                played.close_error = str(failed)
     return played
+
+
+async def _close(environment: Any) -> None:
+    await waited(environment.close())
+
+
+class _Interrupted(BaseException):
+    """Raised in a plain method that holds the event loop too long. No Exception: the author's code may catch those."""
+
+
+async def _in_time(doing: Awaitable[T], do: str, timeout_s: float, setting: str) -> T:
+    """What comes of it. Async code is cancelled; plain code, whose process a run kills, is interrupted by a signal, so
+    that an author sees both end as in a run. Raises EnvironmentFailed."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if asyncio.current_task() is not None:  # else the loop waits, and cancels what is async by itself
+            raise _Interrupted
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:  # not wait_for, whose task would be another: libraries with task groups want one
+            return await doing
+    except (_Interrupted, TimeoutError) as error:
+        if isinstance(error, TimeoutError) and not limit.expired():
+            raise
+        raise EnvironmentFailed("environment_timeout", said_too_late(do, timeout_s, setting)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _why_done(environment: Any, action: Action) -> str:

@@ -34,6 +34,11 @@ class EnvironmentFailed(Exception):
         return self.kind == "environment_neighbour_killed"
 
 
+def said_too_late(do: str, timeout_s: float, setting: str) -> str:
+    """What an `environment_timeout` says."""
+    return f"{do} was not done after {timeout_s:g} s (environment.timeouts.{setting})"
+
+
 @dataclass
 class _Request:
     episode: int
@@ -99,7 +104,7 @@ class WorkerHost:
 
     async def _give_up(self, number: int, waiting: _Request, timeout_s: float, setting: str) -> dict[str, Any]:
         """Cancel what has taken too long; where it does not end by that, kill the process. Raises EnvironmentFailed."""
-        too_late = f"{waiting.do} was not done after {timeout_s:g} s (environment.timeouts.{setting})"
+        too_late = said_too_late(waiting.do, timeout_s, setting)
         seen: set[int | None] = set()
         for _ in range(2):  # an episode that holds the event loop is there both times
             self._busy = None

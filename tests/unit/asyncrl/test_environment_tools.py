@@ -461,6 +461,33 @@ def test_the_terminal_refuses_an_edited_history_as_a_run_does_and_shows_no_rewar
     assert last.startswith("end: environment_observation: the edited history has turn 5, and 2 were taken   no reward")
 
 
+HANGS = """
+import asyncio, time
+
+class Where:
+    def reset(self, start):
+        return None
+
+    async def step(self, action):
+        time.sleep(60) if action.text == "plain" else await asyncio.sleep(60)
+
+    def close(self):
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("said", ["plain", "async"])
+def test_the_terminal_ends_what_hangs_as_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    (tmp_path / "where.py").write_text(HANGS)
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert main(["env", "try", f"{tmp_path}/where.py:Where", "timeouts.step_s=0.2"]) == 1
+    close, end = capsys.readouterr().out.splitlines()[-2:]
+    assert close.startswith("close: close was not done after 0.2 s (environment.timeouts.step_s)   ")
+    assert end.startswith("end: environment_timeout: step was not done after 0.2 s (environment.timeouts.step_s)   no")
+
+
 def test_the_terminal_shows_what_a_rewritten_history_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
