@@ -19,6 +19,7 @@ from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
+from asyncrl.environments.recording import recorded_info
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import (
     ToolEnvironment,
@@ -30,6 +31,7 @@ from asyncrl.environments.tool_environment import (
 )
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
 from asyncrl.errors import UserError
+from asyncrl.rewards import channel
 
 Source = dict[str, Any]
 """Name, path, package and bytes of a user's file as it was when the run began; of a built-in the name alone."""
@@ -99,6 +101,7 @@ class LoadedEnvironment:
         info = result.info | unshown if unshown else result.info
         if action.calls and "calls" not in info:  # of a class that reads its calls itself
             info = info | {"calls": [_record(call, mistake) for call in action.calls]}
+        self._check_info(environment, info)
         if fitted is None:
             return replace(result, info=info)
         key = result.state_key or key_of(fitted)
@@ -106,6 +109,16 @@ class LoadedEnvironment:
             key = key_of(Observation((Message("tool", (key,)),)))
         history = tuple(self._fitted(past) for past in result.history)
         return StepResult(fitted, float(result.reward), result.done, key, info, history)
+
+    def _check_info(self, environment: Any, info: dict[str, Any]) -> None:
+        """Raise TypeError for what neither the way to the rollout server nor the record takes."""
+        try:
+            recorded_info(info)
+            channel.pack(info)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            of_tools = isinstance(environment, ToolEnvironment)
+            whose = "has a ctx.info (or one of EpisodeOver)" if of_tools else "returned an info"
+            raise TypeError(f"{self.cls.__name__}.step {whose} that cannot be recorded: {error}") from None
 
     def _fitted(self, past: PastTurn) -> PastTurn:
         """The turn with its images under the rule of sizes. Raises TypeError for what is none."""

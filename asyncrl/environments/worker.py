@@ -153,10 +153,6 @@ class _Worker:
     async def _step(self, environment: Any, action: dict[str, Any]) -> dict[str, Any]:
         action["calls"] = tuple(Call(**call) for call in action["calls"])
         result = await self._loaded.step(environment, Action(**action))
-        try:
-            channel.pack(result.info)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(f"info holds what MessagePack cannot carry: {error}") from None
         reply = {"reward": result.reward, "done": result.done, "state_key": result.state_key, "info": result.info}
         history = [[past.turn, past.text, _packed(past.shown)] for past in result.history]
         return reply | {"observation": _packed(result.observation), "history": history}

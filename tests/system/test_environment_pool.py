@@ -78,7 +78,7 @@ def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
         for text, told in [
             ("nothing", "step returned NoneType, expected a StepResult"),
             ("nan", "expected a finite number"),
-            ("no json", "info holds what MessagePack cannot carry"),
+            ("no json", "step returned an info that cannot be recorded"),
             ("memory", "environment.memory_limit_mib"),
         ]:
             kind, message = await failed(text)

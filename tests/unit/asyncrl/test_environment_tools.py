@@ -461,6 +461,29 @@ def test_the_terminal_refuses_an_edited_history_as_a_run_does_and_shows_no_rewar
     assert last.startswith("end: environment_observation: the edited history has turn 5, and 2 were taken   no reward")
 
 
+BAD_INFO = """
+from asyncrl.environments.interface import observe
+from asyncrl.environments.observation import StepResult
+
+class Where:
+    def reset(self, start):
+        return None
+
+    def step(self, action):
+        return StepResult(observe("on"), 1.0, info={"when": object() if action.text == "a" else "y" * 5000})
+"""
+
+
+@pytest.mark.parametrize(("said", "why"), [("a", "Object of type object is not"), ("b", "info has 5012 characters")])
+def test_the_terminal_refuses_an_info_that_no_record_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str, why: str
+) -> None:
+    (tmp_path / "where.py").write_text(BAD_INFO)
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert main(["env", "try", f"{tmp_path}/where.py:Where"]) == 1
+    assert f"Where.step returned an info that cannot be recorded: {why}" in capsys.readouterr().out
+
+
 HANGS = """
 import asyncio, time
 
