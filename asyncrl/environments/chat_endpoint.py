@@ -133,7 +133,7 @@ class ChatEndpoint:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The requests of one connection."""
-        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+        try:
             while True:
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE_S)
                 first, *lines = head.decode("latin-1").split("\r\n")
@@ -145,6 +145,11 @@ class ChatEndpoint:
                     break
                 body = await asyncio.wait_for(reader.readexactly(int(length)), IDLE_S)
                 await _reply(writer, *await self._answer(first, body))
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+            pass  # the agent has gone, or is silent
+        except asyncio.CancelledError:  # the loop ends; asyncio prints a traceback of a handler that ends as cancelled
+            writer.transport.abort()
+            return
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
