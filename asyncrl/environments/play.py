@@ -137,9 +137,19 @@ def policy_of(loaded: LoadedEnvironment, name: str) -> Policy:
 
 
 def make_row(loaded: LoadedEnvironment, index: int, split: str) -> dict[str, Any]:
-    """A row of the environment's own data; where it makes none, the seed is all that episodes differ in."""
-    made = getattr(loaded.cls, "make_row", None)
-    return made(index, split) if made else {"prompt": ""}
+    """A row of the environment's own data; where it makes none, the seed is all that episodes differ in. Raises
+    UserError for what the author's `make_row` raises or may not return."""
+    make = getattr(loaded.cls, "make_row", None)
+    if make is None:
+        return {"prompt": ""}
+    called = f"{loaded.cls.__name__}.make_row({index}, {split!r})"
+    try:
+        row = make(index, split)
+    except Exception as error:
+        raise UserError(f"{called} fails: {one_line(error, loaded.file)}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{called} returned {type(row).__name__}, expected a dict, the row's columns")
+    return row
 
 
 def start_of(loaded: LoadedEnvironment, row: dict[str, Any], seed: int) -> Start:
@@ -204,6 +214,8 @@ async def play(
                 await _in_time(_close(environment), "close", times.step_s, "step_s")
             except EnvironmentFailed as failed:
                 played.close_error = str(failed)
+            except Exception as error:
+                played.close_error = one_line(error, loaded.file)
     return played
 
 
