@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from PIL import Image
 
@@ -27,11 +27,13 @@ class ToolError(Exception):
 
 
 class EpisodeOver(Exception):
-    """The end of the episode, with the reward of this turn and, if wanted, a last observation for the record."""
+    """The end of the episode, with the reward of this turn and, if wanted, facts for the record."""
 
-    def __init__(self, reward: float = 0.0, info: dict[str, Any] | None = None) -> None:
+    def __init__(self, reward: SupportsFloat = 0.0, info: dict[str, Any] | None = None) -> None:
+        if not isinstance(reward, SupportsFloat):  # said in the author's line, which raises it
+            raise TypeError(f"EpisodeOver({reward!r:.80}): the reward of the turn must be a number")
         super().__init__(reward)
-        self.reward = reward
+        self.reward = float(reward)
         self.info = info or {}
 
 
