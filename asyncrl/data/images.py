@@ -35,6 +35,7 @@ _PNG_ORIENTATION = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 """Names of the chunks that may say how a PNG is turned; some follow the pixels."""
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations in which width and height change places."""
+LEAVE_OUT = "leave the row out"
 VIDEO_FIX = (
     "A row's videos are a list of videos, each a list of frames (paths or bytes of images), such as "
     '[["clip/001.png", "clip/002.png"]]. Take frames out of a file with: ffmpeg -i clip.mp4 -vf fps=2 clip/%03d.png'
@@ -46,12 +47,13 @@ def content_hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def decode_image(data: bytes, where: str) -> Image.Image:
+def decode_image(data: bytes, where: str, otherwise: str = LEAVE_OUT) -> Image.Image:
     """RGB pixels, upright (EXIF) and on white where transparent; the first frame of an animation.
 
-    `where` names the row and image in the UserError about data that is no image, damaged or too large.
+    `where` names the row and image in the UserError about data that is no image, damaged or too large; `otherwise` is
+    what its author can do but mend it.
     """
-    with _opened(data, where) as image:
+    with _opened(data, where, otherwise) as image:
         image.load()
         return _as_rgb(ImageOps.exif_transpose(image))
 
@@ -69,36 +71,36 @@ def image_size(data: bytes, where: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _opened(data: bytes, where: str) -> Iterator[Image.Image]:
+def _opened(data: bytes, where: str, otherwise: str = LEAVE_OUT) -> Iterator[Image.Image]:
     """An image whose header is read. Errors of Pillow within the block become UserErrors."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            _check_size(image, where)
+            _check_size(image, where, otherwise)
             yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         pixels = re.search(r"\d+", str(error))  # Pillow says how many before it says width and height
         raise UserError(
             f"{where}: the image has {pixels[0] if pixels else 'more'} pixels, over the limit of {MAX_PIXELS} in all. "
-            "Scale it down or leave the row out"
+            f"Scale it down or {otherwise}"
         ) from None
     except UnidentifiedImageError:
         raise UserError(
             f"{where}: these {len(data)} bytes are no image that Pillow can read (they start with {data[:16]!r}). "
-            "Convert it to PNG or JPEG, or leave the row out"
+            f"Convert it to PNG or JPEG, or {otherwise}"
         ) from None
     except _BROKEN as error:
         raise UserError(
             f"{where}: the image is damaged ({len(data)} bytes; {type(error).__name__}: {error}). "
-            "Replace the file or leave the row out"
+            f"Replace the file or {otherwise}"
         ) from error
 
 
-def _check_size(image: Image.Image, where: str) -> None:
+def _check_size(image: Image.Image, where: str, otherwise: str) -> None:
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise UserError(
             f"{where}: the image has {width} x {height} pixels, over the limit of {MAX_PIXELS} in all. "
-            "Scale it down or leave the row out"
+            f"Scale it down or {otherwise}"
         )
 
 

@@ -37,9 +37,9 @@ class ImageRule:
         Raises ToolError for bytes that are no image, damaged or too large, and for a shape that never fits.
         """
         try:
-            pixels = decode_image(image, "the result") if isinstance(image, bytes) else image
+            pixels = decode_image(image, "no image can be shown", "show a text") if isinstance(image, bytes) else image
         except UserError as error:
-            raise ToolError(f"no image can be shown: {error}") from None
+            raise ToolError(str(error)) from None
         if pixels.width * pixels.height > MAX_PIXELS:  # to scale it takes copies
             raise ToolError(
                 f"an image of {pixels.width} x {pixels.height} pixels cannot be shown: more than {MAX_PIXELS} in all"

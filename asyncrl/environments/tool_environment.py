@@ -220,7 +220,11 @@ async def opening_of(environment: Any, start: Start, rule: ImageRule) -> Observa
         raise TypeError(f"reset returned {type(opening).__name__}, expected an Observation or None")
     if opening is None:
         return None
-    return Observation(tuple(Message("user", each.parts) for each in rule.fit_observation(opening).messages))
+    try:
+        fitted = rule.fit_observation(opening)
+    except ToolError as problem:
+        raise TypeError(f"{type(environment).__name__}.reset returned an opening in which {problem}") from None
+    return Observation(tuple(Message("user", each.parts) for each in fitted.messages))
 
 
 async def waited(value: Any) -> Any:
