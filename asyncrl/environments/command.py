@@ -94,6 +94,12 @@ def _baseline(arguments: argparse.Namespace) -> int:
 def _rows(arguments: argparse.Namespace) -> int:
     from asyncrl.environments import play
 
+    if arguments.count < 1:
+        raise UserError(f"--count is {arguments.count}, expected at least 1")
+    if arguments.out.suffix.lower() != ".parquet":  # a run reads a file by its ending
+        raise UserError(
+            f"--out is {arguments.out}: the rows are written as Parquet. Name it {arguments.out.stem}.parquet"
+        )
     loaded = play.open_environment(_config(arguments), 28)
     if not hasattr(loaded.cls, "make_row"):
         raise UserError(
