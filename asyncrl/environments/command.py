@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import UserError
 
 if TYPE_CHECKING:
+    from asyncrl.environments.interface import Start
+    from asyncrl.environments.loading import LoadedEnvironment
     from asyncrl.environments.settings import EnvironmentConfig
 
 
@@ -39,6 +41,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
             continue
         one.add_argument("--policy", default="" if name == "try" else "random", help="oracle, random, ...")
         one.add_argument("--unit", type=int, default=28, help="pixels at the side of an image token")
+        if name == "try":
+            row = "row of the YAML file's data.train_files, from 0; it is row 0 where the environment makes none"
+            one.add_argument("--row", type=int, metavar="N", help=row)
         if name == "baseline":
             one.add_argument("--episodes", type=int, default=400)
 
@@ -51,14 +56,28 @@ def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
     return override({"name": arguments.name}, arguments.overrides)
 
 
+def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
+    from asyncrl.environments import play
+    from asyncrl.environments.settings import load_data
+
+    data = load_data(Path(arguments.name)) if arguments.name.endswith((".yaml", ".yml")) else None
+    if arguments.row is not None and data is None:
+        raise UserError(
+            f"--row is one of data.train_files, and {arguments.name} is no YAML file with the section `data`"
+        )
+    if data is None or (arguments.row is None and hasattr(loaded.cls, "make_row")):
+        row = play.make_row(loaded, arguments.seed, arguments.split)
+        return play.start_of(loaded, row, arguments.seed)
+    return play.start_of_data(loaded, data, arguments.row or 0, arguments.seed)
+
+
 def _try(arguments: argparse.Namespace) -> int:
     from asyncrl.environments import play
     from asyncrl.environments.call_formats import example_call
 
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
-    row = play.make_row(loaded, arguments.seed, arguments.split)
-    start = play.start_of(loaded, row, arguments.seed)
+    start = _start(arguments, loaded)
     turns = play.typed_turns()
     if arguments.policy:
         turns = play.policy_of(loaded, arguments.policy)(start, random.Random(arguments.seed))
@@ -68,8 +87,12 @@ def _try(arguments: argparse.Namespace) -> int:
         print(f"  tool {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}")
     if loaded.tools:
         print(f"  a call: {example_call(loaded.call_format, loaded.schemas)}")
-    print(f"  user: {row.get('prompt', '')}")
-    played = asyncio.run(play.play(loaded, config, start, turns, play.Terminal(folder, arguments.unit)))
+    show = play.Terminal(folder, arguments.unit)
+    for message in start.messages:
+        show(message["role"], message["content"])
+    for image in start.images:
+        show("user", image)
+    played = asyncio.run(play.play(loaded, config, start, turns, show))
     if played.close_error:
         print(f"close: {played.close_error}   a run counts the failure, and keeps the reward")
     if played.end.startswith("environment_"):

@@ -10,10 +10,11 @@ import signal
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.config.sections import DataConfig
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
@@ -155,6 +156,21 @@ def make_row(loaded: LoadedEnvironment, index: int, split: str) -> dict[str, Any
 def start_of(loaded: LoadedEnvironment, row: dict[str, Any], seed: int) -> Start:
     messages = [{"role": "user", "content": row.get("prompt", "")}]
     return Start(row=row, messages=messages, seed=seed, config=loaded.config)
+
+
+def start_of_data(loaded: LoadedEnvironment, data: DataConfig, number: int, seed: int) -> Start:
+    """What an episode of a run begins with at this row of `data.train_files`: prompt, images, columns. Raises
+    UserError."""
+    from asyncrl.data.dataset import open_train
+    from asyncrl.data.prompts import PromptRenderer
+    from asyncrl.models.bridge import start_of as start_of_prompt
+
+    rows = open_train(data)
+    if not 0 <= number < len(rows):
+        raise UserError(f"there is no row {number}: data.train_files has rows 0 to {len(rows) - 1}")
+    rendered = PromptRenderer(data).render(rows[number], rows.row_id(number))
+    images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
+    return replace(start_of_prompt(rendered.prompt, images, seed), config=loaded.config)
 
 
 async def play(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from asyncrl.config.sections import Section, check_endpoints
+from asyncrl.config.sections import DataConfig, Section, check_endpoints
 from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 from protocol.messages.tickets import HistoryRule
@@ -132,14 +132,28 @@ def read_environment(values: dict[str, Any], where: str = "environment") -> Envi
 
 def load_environment(path: Path, overrides: list[str]) -> EnvironmentConfig:
     """The section `environment` of a YAML file, or the whole file, with `key=value` on top. Raises UserError."""
+    values = _read(path)
+    return override(values.get("environment", values), overrides)
+
+
+def load_data(path: Path) -> DataConfig | None:
+    """The section `data` of a YAML file; None without one. Raises UserError."""
+    values = _read(path).get("data")
+    try:
+        return None if values is None else DataConfig.model_validate(values)
+    except ValidationError as error:
+        problems = (field_problem(detail, DataConfig.model_fields, "data.") for detail in error.errors())
+        raise UserError(f"{path}: {'; '.join(problems)}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     from asyncrl.config import yaml_text
 
     try:
         values, _ = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    values = values or {}
-    return override(values.get("environment", values) if isinstance(values, dict) else {}, overrides)
+    return values if isinstance(values, dict) else {}
 
 
 def override(values: dict[str, Any], overrides: list[str]) -> EnvironmentConfig:

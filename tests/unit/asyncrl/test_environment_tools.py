@@ -461,6 +461,40 @@ def test_the_terminal_refuses_an_edited_history_as_a_run_does_and_shows_no_rewar
     assert last.startswith("end: environment_observation: the edited history has turn 5, and 2 were taken   no reward")
 
 
+NEEDS_ITS_ROW = """
+from asyncrl.environments.interface import EpisodeOver, observe
+
+class Where:
+    def reset(self, start):
+        self.start = start
+        return observe(start.row["map"])
+
+    def step(self, action):
+        raise EpisodeOver(self.start.image(0).size[0])
+"""
+
+
+def test_the_terminal_takes_rows_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "where.py").write_text(NEEDS_ITS_ROW)
+    for width in (56, 84):
+        Image.new("RGB", (width, 56)).save(tmp_path / f"{width}.png")
+    rows = [{"prompt": f"q{width}", "answer": "", "images": [f"{width}.png"], "map": f"m{width}"} for width in (56, 84)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"data: {{train_files: [{tmp_path}/rows.jsonl]}}\nenvironment: {{name: {tmp_path}/where.py:Where}}\n"
+    )
+    for words, width in (((), 56), (("--row", "1"), 84)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+        assert main(["env", "try", str(run), *words]) == 0
+        out = capsys.readouterr().out
+        assert f"  user: <image>q{width}\n  user: [image 0: {width} x 56," in out
+        assert f"  user: m{width}\n" in out
+        assert f"end: done   reward {width} in" in out
+
+
 BAD_INFO = """
 from asyncrl.environments.interface import observe
 from asyncrl.environments.observation import StepResult
