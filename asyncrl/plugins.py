@@ -156,14 +156,19 @@ def load_module(path: Path, source: bytes, package: str = "") -> ModuleType:
 def function_of(module: ModuleType, name: str, *, may_be_async: bool = False) -> Any:
     function = getattr(module, name, None)
     if function is None:
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        has = ", ".join(functions[:10]) or "no functions"
-        raise UserError(f"{module.__file__} has no function {name!r}.{did_you_mean(name, functions)} It has {has}")
+        there = [key for key, value in vars(module).items() if _is_offered(value, module)]
+        has = ", ".join(there[:10]) or "neither functions nor classes"
+        raise UserError(f"{module.__file__} has no function {name!r}.{did_you_mean(name, there)} It has {has}")
     if not callable(function):
         raise UserError(f"{name} in {module.__file__} is {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function) and not may_be_async:
         raise UserError(f"{name} in {module.__file__} is async. Write a plain function: `def {name}`")
     return function
+
+
+def _is_offered(value: Any, module: ModuleType) -> bool:
+    """Whether a setting may name it: a function, or a class of the file's own, not one that it imports."""
+    return inspect.isfunction(value) or (inspect.isclass(value) and value.__module__ == module.__name__)
 
 
 def one_line(error: BaseException, own_file: str = "") -> str:

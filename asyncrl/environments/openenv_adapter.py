@@ -57,6 +57,11 @@ class OpenEnvEnvironment(ToolEnvironment):
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
         _connect()
+        if not config.url.startswith(("http://", "https://")):
+            raise UserError(
+                f"environment.config.url is {config.url!r}: write the server's http:// or https:// address, such as "
+                "http://127.0.0.1:8000; the WebSocket's is made of it"
+            )
         if config.observe:
             cls.shown = staticmethod(plugins.resolve(config.observe, {}, "environment.config.observe"))
         try:
