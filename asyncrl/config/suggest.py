@@ -30,12 +30,14 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 def field_problem(detail: Any, fields: Iterable[str], prefix: str = "") -> str:
     """One error of a pydantic ValidationError, in words. `fields` of the model; `prefix` of its keys as users write
     them."""
-    key = ".".join(map(str, detail["loc"]))
+    key, said = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    if not key:  # settings that do not go together
+        return f"{prefix.rstrip('.')}: {said}" if prefix else said
     if detail["type"] == "missing":
         return f"{prefix}{key} is missing"
     if detail["type"] == "extra_forbidden":
         return f"unknown key {prefix}{key}.{did_you_mean(key, fields)}"
-    return f"{prefix}{key} is {detail['input']!r:.120}: {detail['msg']}"
+    return f"{prefix}{key} is {detail['input']!r:.120}: {said}"
 
 
 def file_hint(path: Path) -> str:

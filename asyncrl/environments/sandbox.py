@@ -85,7 +85,10 @@ async def run_python(code: str, images: list[bytes], limits: SandboxLimits | Non
             await process.wait()
     text = printed.decode(errors="replace").replace("\r\n", "\n")
     if len(text) > limits.output_chars:
-        text = f"{text[: limits.output_chars]}\n[{len(text) - limits.output_chars} characters more are cut]"
+        known = f"{len(text) - limits.output_chars} characters more"
+        if len(printed) == _most_printed(limits):  # what is over that was not kept
+            known = f"at least {known}"
+        text = f"{text[: limits.output_chars]}\n[{known} are cut]"
     problem = _problem(process.returncode or 0, result, late, limits)
     if problem or result is None:
         raise ToolError(f"{text.rstrip()}\n{problem}".strip())
@@ -114,7 +117,7 @@ async def _finished(
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), results)
     printed, returned = bytearray(), bytearray()
     reads = [
-        asyncio.create_task(_read(process.stdout, printed, 4 * limits.output_chars)),
+        asyncio.create_task(_read(process.stdout, printed, _most_printed(limits))),
         asyncio.create_task(_read(reader, returned, MAX_RESULT_BYTES)),
     ]
     try:
@@ -129,6 +132,11 @@ async def _finished(
     with suppress(ValueError):
         return bytes(printed), json.loads(returned), bool(late)
     return bytes(printed), None, bool(late)
+
+
+def _most_printed(limits: SandboxLimits) -> int:
+    """Bytes of so many characters, at most four each."""
+    return 4 * limits.output_chars
 
 
 async def _read(stream: asyncio.StreamReader, into: bytearray, most: int) -> None:

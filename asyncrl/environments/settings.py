@@ -177,8 +177,6 @@ def _problem(detail: Any, where: str) -> str:
     for key in detail["loc"][:-1]:
         field = section.model_fields.get(key)
         section = field.annotation if field else section
-    if not detail["loc"]:
-        return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
     before = "".join(f"{key}." for key in detail["loc"][:-1])
     names = getattr(section, "model_fields", ())
     return field_problem(detail, [f"{before}{name}" for name in names], f"{where}.")

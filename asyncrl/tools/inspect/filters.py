@@ -33,10 +33,10 @@ def read_query(words: Mapping[str, str]) -> SampleQuery:
     return SampleQuery(
         steps=_whole("step", given["step"]) if "step" in given else None,
         rewards=_range("reward", given["reward"]) if "reward" in given else None,
-        statuses=_names("status", "status of a trajectory", given.get("status", ""), STATUSES),
+        statuses=_names("status", "The status of a trajectory", given.get("status", ""), STATUSES),
         staleness=_whole("staleness", given["staleness"]) if "staleness" in given else None,
         prompt=given.get("prompt", ""),
-        ends=_names("end", "end of a trajectory of several turns", given.get("end", ""), ENDS),
+        ends=_names("end", "The end of a trajectory of several turns", given.get("end", ""), ENDS),
         tool=given.get("tool", ""),
         call_errors=_call_errors(given["error"]) if "error" in given else None,
         order=_order(given.get("order", ORDERS[0])),
@@ -74,13 +74,13 @@ def _names(name: str, meaning: str, text: str, known: Sequence[str]) -> tuple[st
     asked = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [word for word in asked if word not in known]
     if unknown:
-        raise UserError(f"there is no {name} {unknown[0]!r}. A {meaning} is one of {', '.join(known)}")
+        raise UserError(f"there is no {name} {unknown[0]!r}. {meaning} is one of {', '.join(known)}")
     return asked
 
 
 def _call_errors(text: str) -> tuple[str, ...]:
     """Kinds of error; none for any."""
-    return () if text == ANY_ERROR else _names("error", "kind of a call's error", text, CALL_ERRORS)
+    return () if text == ANY_ERROR else _names("error", "The kind of a call's error", text, CALL_ERRORS)
 
 
 def _order(text: str) -> Order:
