@@ -117,7 +117,12 @@ class WorkerHost:
         stuck = next((request for request in self._requests.values() if {request.episode} == seen), waiting)
         culprit = stuck.episode
         logger.warning("environment worker %s is stuck in episode %s, and is killed", self._process.name, culprit)
-        self._lose(f"episode {culprit} was stuck in {stuck.do} (environment.timeouts)", culprit, "environment_timeout", too_late)
+        self._lose(
+            f"episode {culprit} was stuck in {stuck.do} (environment.timeouts)",
+            culprit,
+            "environment_timeout",
+            too_late,
+        )
         await self._process.stop()
         return waiting.answer.result()
 

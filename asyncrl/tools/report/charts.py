@@ -86,6 +86,14 @@ CHARTS = {
         Chart("Weight of demonstrations", "supervised_weight: of -log p"),
         Chart("Critic", "critic/explained_variance: explained variance, critic/loss: loss", floor=None),
     ),
+    "Agents": (
+        Chart("Turns", "env/turns: mean, env/turns_max: most"),
+        Chart("Calls", "env/calls: calls", "per trajectory"),
+        Chart("Mistakes", "env/call_error_rate: of the calls, env/error_rate: trajectories lost", "", share, 0.0, 1.0),
+        Chart("Ends", "env/ends/(done|turns|tokens|failed)", "trajectories per step", compared=0, is_stacked=True),
+        Chart("Reward by calls", "env/reward_with_calls: with, env/reward_without_calls: without", floor=None),
+        Chart("Shown by the environment", "env/observed_share: of the tokens", "", share, 0.0, 1.0),
+    ),
     "Off-policyness": (
         Chart("Token staleness", "staleness/mean: mean, staleness/max: oldest, staleness/bound: bound", "versions"),
         Chart("Effective sample size", "ess: all tokens", "", share, None, 1.0, "EffectiveSampleSizeCollapse"),
@@ -109,7 +117,7 @@ CHARTS = {
         Chart("The learner's turns", LEARNERS_TURNS, "seconds of a step", duration),
         Chart("The server's turns", SERVERS_TURNS, "seconds of a step", duration),
         Chart("Mean length of groups", "length/(trained|dropped|buffered)", "tokens", compared=0),
-        Chart("Tokens per step", "tokens: trained"),
+        Chart("Tokens per step", "tokens: of trajectories"),
     ),
     "Resources": (
         Chart("Memory of the learner", "(.+)_gib/?(.*)", "GiB", compared=MAX_CURVES),
