@@ -1,7 +1,7 @@
 """Many rollout servers on one learner, over real sockets: what limits its front door, and what relays change.
 
     python -m benchmarks.fleet [--servers 1 16 128 1024] [--seconds 10] [--mib 1] [--tokens 128] [--link-mib-s 0]
-        [--compression none delta] [--lr 1e-6 1e-4]
+        [--slow-servers 0] [--slow-link-mib-s 0] [--compression none delta] [--lr 1e-6 1e-4]
 
 The learner is the real network thread, ledger and journal, without a model; the servers are whole rollout servers with
 the scripted engine, many in each of a few processes. For each number of servers, with the learner sending weights to
@@ -17,7 +17,8 @@ all and with relays:
 that have taken a step of such a size, in the place of random bytes.
 
 At the end the journal is opened again: every position of the data trained once, and the ledger adds up. With
-`--link-mib-s` each sender sends so much in a second at most, as over a network, and only publications are timed.
+`--link-mib-s` each sender sends so much in a second at most, as over a network (`--slow-servers` of the servers only
+`--slow-link-mib-s`), and only publications are timed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import zmq
 
 from asyncrl.journal.writer import Journal
 from asyncrl.launch.ports import free_port
-from benchmarks.fleet_servers import Cell, narrow, serve
+from benchmarks.fleet_servers import Cell, narrow, serve, spread
 from benchmarks.staleness.workload import PROCESSOR, VOCABULARY
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
@@ -50,7 +51,6 @@ from protocol.weights import Publication
 
 PROCESSES = 4
 LONGEST_S = 900.0
-PUBLICATIONS = 2
 TOTAL_GROUPS = 10_000_000
 
 
@@ -159,14 +159,16 @@ def _frames(item: Any) -> list[Any]:
     return [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in item.frames]
 
 
-def measure(cell: Cell, folder: Path, seconds: float) -> dict[str, float]:
+def measure(cell: Cell, folder: Path, seconds: float, publications: int) -> dict[str, float]:
     learner = Learner(cell, folder)
     context = multiprocessing.get_context("spawn")
     config, shares = cell.config(*learner.ports), np.array_split(np.arange(cell.servers), min(PROCESSES, cell.servers))
     pipes, processes = [], []
+    slow = np.array(spread(cell.slow_servers, cell.servers))
     for share in shares:
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(cell, config, len(share), theirs), daemon=True)
+        arguments = (cell, config, len(share), int(slow[share].sum()), theirs)
+        process = context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -175,11 +177,12 @@ def measure(cell: Cell, folder: Path, seconds: float) -> dict[str, float]:
         row["joined s"] = learner.wait(learner.all_connected, "the servers")
         learner.publish()  # sockets between servers are made
         measured = []
-        for _ in range(PUBLICATIONS):
+        for _ in range(publications):
             learner.admit()
             learner.wait(learner.is_quiet, "the groups that are out")
             learner.take()
             measured.append(learner.publish())
+        print(f"seconds of each publication: {[round(each[1], 2) for each in measured]}", flush=True)
         row["publish, ms of training"], row["publish s"], row["versions sent"] = np.median(measured, axis=0).tolist()
         row["publish, ms of training"] *= 1000
         if not cell.link_mib_s:
@@ -320,20 +323,33 @@ def main() -> None:
     parser.add_argument("--compression", nargs="+", default=["none"], choices=["none", "delta"])
     parser.add_argument("--lr", type=float, nargs="+", default=[0.0], help="0: versions of random bytes")
     parser.add_argument("--link-mib-s", type=float, default=0.0, help="MiB per second that a sender can send")
+    parser.add_argument("--slow-servers", type=int, default=0, help="of the servers, spread evenly")
+    parser.add_argument("--slow-link-mib-s", type=float, default=0.0, help="MiB per second that they can send")
+    parser.add_argument("--publications", type=int, default=2, help="timed in each cell, behind a first one")
     parser.add_argument("--folder", type=Path, default=None, help="of the journal; on the disk that runs would use")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # what a thousand servers come and go with
+    if arguments.slow_servers and not arguments.slow_link_mib_s * arguments.link_mib_s:
+        parser.error("--slow-servers needs --link-mib-s and --slow-link-mib-s")
     if arguments.link_mib_s:
-        narrow(arguments.link_mib_s)
+        narrow([arguments.link_mib_s])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threading.active_count()} thread\n", flush=True)
     rows, names = [], []
     arms = product(arguments.servers, arguments.lr, arguments.fan_out, arguments.compression)
     for servers, rate, fan_out, compression in arms:
         cell = Cell(
-            servers, arguments.mib, arguments.tokens, fan_out, arguments.link_mib_s, compression, learning_rate=rate
+            servers,
+            arguments.mib,
+            arguments.tokens,
+            fan_out,
+            arguments.link_mib_s,
+            arguments.slow_servers,
+            arguments.slow_link_mib_s,
+            compression,
+            learning_rate=rate,
         )
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            rows.append(measure(cell, Path(folder), arguments.seconds))
+            rows.append(measure(cell, Path(folder), arguments.seconds, arguments.publications))
         sent_as = f", {compression}, lr {rate:g}" if rate else ""
         names.append((f"relays ({fan_out})" if fan_out else "learner") + sent_as)
         print(names[-1], {key: round(value, 4) for key, value in rows[-1].items()}, flush=True)

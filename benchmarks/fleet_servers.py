@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -45,6 +46,9 @@ class Cell:
     fan_out: int
     link_mib_s: float = 0.0
     """Bytes that each sender may send in a second, learner and server alike; 0: what this machine can."""
+    slow_servers: int = 0
+    slow_link_mib_s: float = 0.0
+    """So many servers may send only so much."""
     compression: Literal["none", "delta"] = "none"
     learning_rate: float = 0.0
     """Largest change of a weight from one version to the next, as of a step of AdamW; 0: versions of random bytes."""
@@ -105,19 +109,31 @@ class Cell:
         return Tensor(f"w{number}", "bfloat16", (size,), rounded.view(torch.uint8).numpy().data)
 
 
-def narrow(mib_s: float) -> None:
-    """Let every weights socket of this process send chunks at this rate. They wait in it, as in a network card."""
+def spread(some: int, number: int) -> list[bool]:
+    """Choose some of a number of places, evenly.
+
+    >>> spread(2, 6)
+    [False, False, True, False, False, True]
+    """
+    return [(place + 1) * some // number > place * some // number for place in range(number)]
+
+
+def narrow(mib_s: Sequence[float]) -> None:
+    """Let the weights sockets of this process send chunks at these rates, in the order in which they open, in turns.
+    Chunks wait in them, as in a network card."""
     send, turn = LearnerSocket.send, LearnerSocket.turn
     queues: dict[LearnerSocket, tuple[deque[tuple[bytes, Chunk]], list[float]]] = {}
+    rates: dict[LearnerSocket, float] = {}
 
     def flush(self: LearnerSocket) -> None:
         waiting, free_at = queues.setdefault(self, (deque(), [0.0]))
+        rate = rates.setdefault(self, mib_s[len(rates) % len(mib_s)])
         now = time.monotonic()
         free_at[0] = max(free_at[0], now - 0.15)  # what the last look was too late for
         while waiting and free_at[0] <= now:
             identity, chunk = waiting.popleft()
             send(self, identity, chunk)
-            free_at[0] += chunk.data.nbytes / (mib_s * (1 << 20))
+            free_at[0] += chunk.data.nbytes / (rate * (1 << 20))
 
     def narrow_send(self: LearnerSocket, identity: bytes, message: Wire | Encoded) -> Delivery:
         if not isinstance(message, Chunk):
@@ -145,14 +161,15 @@ class FleetServer(ModelFreeServer):
         return self.fingerprint
 
 
-def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
-    """Run so many servers until the learner says goodbye. Tells the pipe what they have sent each other, in bytes."""
+def serve(cell: Cell, config: RunConfig, number: int, slow: int, pipe: Connection) -> None:
+    """Run so many servers, some of them with a slow uplink, until the learner says goodbye. Tells the pipe what they
+    have sent each other, in bytes."""
     logging.disable(logging.WARNING)
     sockets.POLL_S = POLL_S
     zmq.asyncio.Context.instance().set(zmq.MAX_SOCKETS, MOST_SOCKETS)
     FleetServer.fingerprint = cell.model
     if cell.link_mib_s:
-        narrow(cell.link_mib_s)
+        narrow([cell.slow_link_mib_s if is_slow else cell.link_mib_s for is_slow in spread(slow, number)])
     servers = [FleetServer(config) for _ in range(number)]
 
     async def run(server: FleetServer) -> BaseException | None:

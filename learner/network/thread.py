@@ -141,6 +141,8 @@ class NetworkThread(threading.Thread):
             self._sockets.known_keys,
             sends_differences=config.network.weights_compression == "delta",
         )
+        self._asking: dict[bytes, SourceRequest] = {}
+        """Questions for the source of a version, by connection, that are not answered yet."""
         self._deltas: WeightDeltas | None = None
         if config.network.weights_compression == "delta":
             self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
@@ -373,11 +375,16 @@ class NetworkThread(threading.Thread):
             elif isinstance(received.message, ChunkRequest):
                 self._send_chunk(received.identity, received.message)
             elif isinstance(received.message, SourceRequest):
-                self.weights.send(received.identity, self.sources.answer(received.message))
+                self._asking[received.identity] = received.message
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
                 self._device_weights.end(received.identity, received.message)
+        for identity, request in list(self._asking.items()):
+            answer = self.sources.answer(request)
+            if answer is not None:
+                del self._asking[identity]
+                self.weights.send(identity, answer)
 
     def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
         """A chunk that finds the reader's queue full is dropped: the reader asks again."""

@@ -4,11 +4,15 @@ The learner sends a version to the first `network.weights_fan_out` servers that 
 server that is receiving it or has it, and that sends it to fewer than that. So the learner sends each byte to so many
 servers however many there are, and the way to the last one grows with the logarithm of their number. A server that
 says that its source has failed gets another one, and what it has stays; the learner itself is the last resort.
+
+A server that held up those behind it, or itself, is a leaf of the next trees where others have places enough: all
+behind a server wait for what it sends. Nobody reports speeds: the learner compares the times of a server and its source.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -28,6 +32,14 @@ MOST_FAILURES, FAILED_S = 3, 600.0
 """Sources in a row that fail one server: it reaches no other, and gets all from the learner for so many seconds."""
 SLOW_FACTOR, SLOW_QUANTILE, MEASURED = 4.0, 0.95, 256
 """A transfer is slow when it takes so much longer than this quantile of the last so many."""
+HOLDS_UP, HOLDS_UP_S = 2.0, 0.5
+"""A transfer that takes so much longer than its source's own, and so many seconds longer, was held up on the way."""
+SLOW_UPLINK_S = 600.0
+"""How long a server is no source that held others up: as a leaf it is not measured again."""
+WAITS_S = 1.0
+"""Longest time that a server waits for a place behind those that are known to be fast."""
+FAST, UNKNOWN = math.inf, 100.0
+"""Speeds of servers that have kept those behind them up, and that have not been sources; above all logarithms."""
 KEYS_EVERY_S = 1.0
 """Longest age of the known list of servers' public keys."""
 
@@ -52,6 +64,39 @@ class _Node:
     """It fetches another version now, and keeps this one only for those that are at it."""
     failed: set[str] = field(default_factory=set)
     """Servers that have failed this one."""
+    speed: float = UNKNOWN
+    asked_at: float = field(default_factory=time.monotonic)
+    fed_at: float = 0.0
+    """When its source was named."""
+    seconds: float | None = None
+    """From then until it had all; None: it has not, or had several sources."""
+    fed: set[str] = field(default_factory=set)
+    """Servers that have ever been its children."""
+    fed_most: int = 0
+    """Most children at the same time."""
+    kept_up: bool | None = None
+    """Whether it had all about as soon as its source."""
+
+
+@dataclass
+class _Link:
+    """A server's way to the network, by what its transfers have shown. Speeds: FAST, UNKNOWN, or where it held somebody
+    up log2 of the bytes a second, rounded down: servers of about the same speed take turns."""
+
+    uplink: float = UNKNOWN
+    measured_at: float = 0.0
+    downlink: float = FAST
+    held_up_by: str = ""
+    """Source of its last version, by session, where that came late."""
+
+    @property
+    def speed(self) -> float:
+        """What those behind the server can expect."""
+        is_old = self.uplink < UNKNOWN and time.monotonic() - self.measured_at > SLOW_UPLINK_S
+        return min(UNKNOWN if is_old else self.uplink, self.downlink)
+
+    def measure(self, uplink: float) -> None:
+        self.uplink, self.measured_at = uplink, time.monotonic()
 
 
 @dataclass
@@ -59,8 +104,12 @@ class _Tree:
     """One version's."""
 
     nodes: dict[str, _Node] = field(default_factory=dict)
-    open: deque[str] = field(default_factory=deque)
-    """Servers that may have room for another child, those that joined first at the front."""
+    open: dict[float, deque[str]] = field(default_factory=dict)
+    """Servers that may have room for another child, by speed, those that joined first at the front."""
+    expected: set[str] = field(default_factory=set)
+    """Fast servers that had a version before, and have not asked for this one."""
+    least_s: float = math.inf
+    """Of the transfers from the learner."""
     from_learner: Counter[int | None] = field(default_factory=Counter)
     """Servers that were sent to the learner in the ordinary way, by the version whose differences they get."""
 
@@ -100,9 +149,12 @@ class WeightSources:
         self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=MEASURED) for kind in (False, True)}
         """Of the last transfers, those of plain bytes and those of differences."""
         self._within_s = {False: 0.0, True: 0.0}
+        self._links: dict[str, _Link] = {}
+        """Of the connected servers, by session."""
 
-    def answer(self, request: SourceRequest) -> Source | Error:
-        """Name the source of a version for a server; the same one again until it says that it has failed."""
+    def answer(self, request: SourceRequest) -> Source | Error | None:
+        """Name the source of a version for a server; the same one again until it says that it has failed. None: not
+        yet, ask again in the next iteration."""
         version = request.version
         try:
             self._publication.check_is_meant(request.publication)
@@ -117,8 +169,10 @@ class WeightSources:
         tree = self._tree(version)
         node = self._join(tree, version, server_id, request, keys)
         if request.failure is not None:
-            self._take_failure(tree, server_id, node, request.failure)
+            self._take_failure(tree, version, server_id, node, request.failure)
         if node.parent is None or not self._is_fed(tree, node.parent, server_id):
+            if self._waits(tree, node):
+                return None
             self._attach(tree, server_id, node)
         self._open(tree, server_id)
         return self._named(version, tree, node, keys)
@@ -131,7 +185,15 @@ class WeightSources:
         node.is_complete = True
         if node.parent != LEARNER:
             self._failures.pop(server_id, None)
-        self._release(self._trees[message.version], server_id, node)
+        tree = self._trees[message.version]
+        self._release(tree, server_id, node)
+        if not node.failed:
+            node.seconds = time.monotonic() - node.fed_at - message.load_s
+            size = self._publication.manifest(message.version).total_bytes
+            self._compare(tree, server_id, size)
+            for child_id in node.fed:  # a message of theirs may have been quicker
+                if tree.nodes[child_id].parent == server_id:
+                    self._compare(tree, child_id, size)
         kind = node.passes_on is not None
         self._seconds[kind].append(message.transfer_s)
         ordered = sorted(self._seconds[kind])
@@ -142,8 +204,58 @@ class WeightSources:
         if version not in self._trees:
             published = self._publication.versions
             self._trees = {other: tree for other, tree in self._trees.items() if other in published}
-            self._trees[version] = _Tree()
+            sessions = {server.hello.session for server in self._servers.connected.values()}
+            self._links = {session: link for session, link in self._links.items() if session in sessions}
+            before = {server_id for tree in self._trees.values() for server_id in tree.nodes}
+            self._trees[version] = _Tree(expected={name for name in before if self._link(name).speed == FAST})
         return self._trees[version]
+
+    def _link(self, server_id: str) -> _Link:
+        server = self._servers.connected.get(server_id)
+        return self._links.setdefault(server.hello.session, _Link()) if server else _Link()
+
+    def _compare(self, tree: _Tree, server_id: str, size: int) -> None:
+        """Look whether a server had a version about as soon as its source; else one of the two holds up the other."""
+        node, link = tree.nodes[server_id], self._link(server_id)
+        if node.seconds is None or node.kept_up is not None:
+            return
+        if node.parent == LEARNER:
+            tree.least_s = min(tree.least_s, node.seconds)
+            node.kept_up = not _is_late(node.seconds, tree.least_s)
+            link.downlink = FAST if node.kept_up else _log2(size / node.seconds)
+            return
+        source = tree.nodes.get(node.parent or LEARNER)
+        if source is None or source.seconds is None:
+            return
+        server = self._servers.connected.get(node.parent or LEARNER)
+        feeder = server.hello.session if server else ""
+        node.kept_up = not _is_late(node.seconds, source.seconds)
+        if node.kept_up:
+            if source.kept_up:
+                link.downlink, link.held_up_by = FAST, ""
+                self._link(node.parent or LEARNER).measure(FAST)
+            return
+        # Others kept up with this source, or it did not keep up with the source before either.
+        is_its_own = any(tree.nodes[other].kept_up for other in source.fed) or link.held_up_by not in ("", feeder)
+        link.held_up_by = feeder
+        if is_its_own:
+            link.downlink = _log2(size / node.seconds)
+        else:
+            logger.info("%s is slow at sending weights on: others come first", node.parent)
+            self._link(node.parent or LEARNER).measure(_log2(size * source.fed_most / node.seconds))
+
+    def _waits(self, tree: _Tree, node: _Node) -> bool:
+        """Whether a server that may be slow waits for fast ones, which have not asked yet, to have their places."""
+        if node.speed == FAST or time.monotonic() - node.asked_at > WAITS_S:
+            return False
+        if not any(server_id in self._servers.connected for server_id in tree.expected):
+            return False
+        free = 0
+        for server_id in tree.open.get(FAST, ()):
+            free += self._fan_out - len(tree.nodes[server_id].children) if self._has_room(tree, server_id) else 0
+            if free > 1:  # one stays for those that are expected
+                return False
+        return True
 
     def _join(self, tree: _Tree, version: int, server_id: str, request: SourceRequest, keys: Collection[str]) -> _Node:
         """The server's node. It is new where the server is, or another process of its name."""
@@ -154,12 +266,15 @@ class WeightSources:
         endpoint = request.endpoint if has_key and _is_endpoint(request.endpoint) else ""
         node = tree.nodes.get(server_id)
         if node is None or node.endpoint != endpoint:
-            node = tree.nodes[server_id] = _Node(endpoint, request.key)
+            node = tree.nodes[server_id] = _Node(endpoint, request.key, speed=self._link(server_id).speed)
+            tree.expected.discard(server_id)
         node.has_left = node.is_complete = False
         node.base = request.base
         return node
 
-    def _take_failure(self, tree: _Tree, server_id: str, node: _Node, failure: SourceFailure) -> None:
+    def _take_failure(
+        self, tree: _Tree, version: int, server_id: str, node: _Node, failure: SourceFailure
+    ) -> None:
         """Never name this source to this server again for this version; one that has lied to nobody at all."""
         if node.parent in (None, LEARNER) or node.parent != failure.server_id:
             return  # the answer has crossed the question
@@ -169,6 +284,10 @@ class WeightSources:
         if reason != "gone":  # it has gone on to newer versions, which is no fault
             self._servers.count_error(f"relay_{reason}")
             self._failures.setdefault(server_id, []).append(time.monotonic())
+        feeder = tree.nodes.get(source)
+        if reason == "slow" and feeder is not None and feeder.seconds is not None:
+            size = self._publication.manifest(version).total_bytes
+            self._link(source).measure(_log2(size * feeder.fed_most / (time.monotonic() - node.fed_at)))
         node.failed.add(source)
         self._release(tree, server_id, node)
         node.parent = None
@@ -191,12 +310,12 @@ class WeightSources:
         node = tree.nodes[server_id]
         if not node.is_queued and self._has_room(tree, server_id):
             node.is_queued = True
-            tree.open.append(server_id)
+            tree.open.setdefault(node.speed, deque()).append(server_id)
 
     def _attach(self, tree: _Tree, server_id: str, node: _Node) -> None:
         """Give a server its source."""
         self._release(tree, server_id, node)
-        node.parent, named = LEARNER, "learner"
+        node.parent, named, node.fed_at = LEARNER, "learner", time.monotonic()
         can_difference = self._sends_differences and node.base in self._publication.versions
         node.passes_on = node.base if can_difference else None
         failures = self._failures.get(server_id, [])
@@ -214,26 +333,29 @@ class WeightSources:
                 node.parent = parent
                 if tree.nodes[parent].passes_on != node.base:
                     node.passes_on = None
-                tree.nodes[parent].children.add(server_id)
+                source = tree.nodes[parent]
+                source.children.add(server_id)
+                source.fed.add(server_id)
+                source.fed_most = max(source.fed_most, len(source.children))
         self.named[named] += 1
 
     def _free_place(self, tree: _Tree, server_id: str, node: _Node) -> str | None:
-        """The server that joined first of those with a free place, one that receives the same differences, or plain
-        bytes as well, where there is any; those without a place leave the queue."""
-        passed, second = 0, None
-        while passed < len(tree.open):
-            candidate = tree.open[0]
-            if not self._has_room(tree, candidate):
-                tree.nodes[tree.open.popleft()].is_queued = False
-            elif candidate == server_id or candidate in node.failed or not self._is_fed(tree, candidate, server_id):
-                tree.open.rotate(-1)
+        """The server that joined first of the fastest with a free place, one that receives the same differences, or
+        plain bytes as well, where there is any; those without a place leave their queue."""
+        second = None
+        for speed in sorted(tree.open, reverse=True):
+            queue, passed = tree.open[speed], 0
+            while passed < len(queue):
+                candidate = queue[0]
+                if not self._has_room(tree, candidate):
+                    tree.nodes[queue.popleft()].is_queued = False
+                    continue
+                if candidate != server_id and candidate not in node.failed and self._is_fed(tree, candidate, server_id):
+                    if tree.nodes[candidate].passes_on == node.passes_on:
+                        return candidate
+                    second = second or candidate
+                queue.rotate(-1)
                 passed += 1
-            elif tree.nodes[candidate].passes_on != node.passes_on:
-                second = second or candidate
-                tree.open.rotate(-1)
-                passed += 1
-            else:
-                return candidate
         return second
 
     def _has_room(self, tree: _Tree, server_id: str) -> bool:
@@ -279,6 +401,14 @@ class WeightSources:
             within_s=self._within_s[node.passes_on is not None],
             peer_keys=mine,
         )
+
+
+def _is_late(seconds: float, source_s: float) -> bool:
+    return seconds > max(HOLDS_UP * source_s, source_s + HOLDS_UP_S)
+
+
+def _log2(bytes_s: float) -> float:
+    return float(math.frexp(bytes_s)[1] - 1)
 
 
 def _is_endpoint(text: str) -> bool:
