@@ -1,12 +1,14 @@
 """Long tails: how long does the learner wait, at equal capacities, by staleness bound, fleet and policy?
 
     python -m benchmarks.long_tail [--servers 1 4 16 64] [--bounds 0 1 2 4] [--sigmas 1 1.5] [--fleets 8] [--prompts 8]
+        [--packed 4 16]
 
 The real ledger, hand-out and rollout-server logic in virtual time (benchmarks/staleness). The servers together sample,
 with all their places busy, just as many groups as the learner trains. The first table has servers of one speed; the
 second, fleets of different ones, and what hand-out by measured speed, moves of stragglers and divided groups do for
-them; the third, prompts that are long in each epoch, and what it helps to know them. `of ideal`: steps a second against
-a learner that never waits. Exits with 1 if anything promised did not hold.
+them; the third, prompts that are long in each epoch, and what it helps to know them; the fourth, trajectories that are
+packed onto few servers before each publication, where servers drain for new weights or take them up in flight. `of
+ideal`: steps a second against a learner that never waits. Exits with 1 if anything promised did not hold.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ ORDERS: dict[str, dict[str, Any]] = {
     "as issued": {"longest_first": False},
     "long prompts first": {},
     "long prompts in one step of four": {"longest_first": False, "tail_steps": 4},
+}
+PACKED: dict[str, dict[str, Any]] = {
+    "drain": {"weight_update": "drain"},
+    "drain, packed": {"weight_update": "drain", "packs": True},
+    "in flight": {},
+    "in flight, packed": {"packs": True},
 }
 SEEDS = (1, 2, 3)
 COLUMNS = ("oldest", "dropped", "length bias", "learner idle", "places busy", "steps/s against bound 0", "of ideal")
@@ -133,6 +141,29 @@ def long_prompts(number: int, bounds: Sequence[int]) -> list[Observation]:
     return seen
 
 
+def packed(sigmas: Sequence[float], servers: Sequence[int], bounds: Sequence[int]) -> list[Observation]:
+    print(
+        "\nRunning trajectories packed onto few servers before each publication, by one who sees which are unfinished: "
+        f"steps/s against drain alone, median and range of {len(SEEDS)} seeds.\n"
+    )
+    header("sigma", "servers", "bound", *PACKED)
+    seen: list[Observation] = []
+    for sigma, number, bound in product(sigmas, servers, bounds):
+        workload = at_equal_capacity(replace(BASE, servers=number, length_sigma=sigma))
+        found = {
+            name: [simulate(replace(workload, bound=bound, seed=seed, **changes)) for seed in SEEDS]
+            for name, changes in PACKED.items()
+        }
+        texts = []
+        for observations in found.values():
+            pairs = zip(found["drain"], observations, strict=True)
+            ratios = sorted(base.seconds_per_step / o.seconds_per_step for base, o in pairs)
+            texts.append(f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+            seen += observations
+        row(f"{sigma:g}", number, bound, *texts)
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, nargs="*", default=[1, 4, 16, 64])
@@ -140,6 +171,7 @@ def main() -> None:
     parser.add_argument("--sigmas", type=float, nargs="+", default=[1.0, 1.5])
     parser.add_argument("--fleets", type=int, default=8, help="servers of the fleets of different speeds; 0: none")
     parser.add_argument("--prompts", type=int, default=8, help="servers for prompts of known lengths; 0: none")
+    parser.add_argument("--packed", type=int, nargs="*", default=[4, 16], help="servers of packed trajectories")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     started = time.monotonic()
@@ -148,6 +180,8 @@ def main() -> None:
         seen += mixed_speeds(arguments.fleets, arguments.bounds)
     if arguments.prompts:
         seen += long_prompts(arguments.prompts, arguments.bounds)
+    if arguments.packed:
+        seen += packed(arguments.sigmas, arguments.packed, arguments.bounds)
     problems = report_problems(seen)
     print(f"{time.monotonic() - started:.0f} s on one core.")
     sys.exit(1 if problems else 0)

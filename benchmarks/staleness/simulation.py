@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from benchmarks.staleness.observation import Observation
+from benchmarks.staleness.packing import LEAD_S, PackingSender
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import (
     LARGEST_BOUND,
@@ -127,6 +128,11 @@ class SimulatedServer(RolloutServer):
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if tickets wait here for weights."""
+        return bool(self._not_begun)
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
             following = self._tasks.create_task(self.policy_versions.follow())
@@ -200,7 +206,9 @@ class SimulatedNetwork:
         )
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
-        self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits(), workload.divides)
+        sender = PackingSender if workload.packs else TicketSender
+        self._tickets = sender(self.connections, ledger, write_ticket, Limits(), workload.divides)
+        self._places = config.rollout.max_concurrent_sequences
         self._moves = StragglerMoves(self.connections, ledger, workload.divides)
         self._stragglers_move = workload.moves
         self._ledger = ledger
@@ -208,12 +216,20 @@ class SimulatedNetwork:
         self._turn_is_due = False
         asyncio.get_running_loop().call_later(POLL_S, self._poll)
         self.servers = [self._connect(workload, number) for number in range(workload.servers)]
+        if isinstance(self._tickets, PackingSender):
+            self._tickets.simulated = {server.link.server_id: server for server in self.servers}
 
     def _connect(self, workload: Workload, number: int) -> SimulatedServer:
         server_id = f"server-{number}"
         link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
         self.connections.welcome(server_id, InOrder(link.inbox.put_nowait, workload.latency_s))
         return SimulatedServer(workload, number, link, random.Random(f"{workload.seed} {server_id}"))
+
+    async def pack(self) -> None:
+        """Pack what runs, where the workload wants it, and wait until it has moved."""
+        if isinstance(self._tickets, PackingSender):
+            self._tickets.pack(self._places, self.connections.send)
+            await asyncio.sleep(LEAD_S)
 
     def announce(self, version: int) -> None:
         self.connections.version = version
@@ -276,7 +292,8 @@ async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNet
                 return
         took = loop.time()
         groups = ledger.take()
-        await asyncio.sleep(workload.learn_s)
+        await asyncio.sleep(workload.learn_s - LEAD_S * workload.packs)
+        await network.pack()
         if workload.bound is None and version % BOUND_MOVES_EVERY == 0:
             ledger.bound = moves.randint(1, LARGEST_BOUND)
         ledger.advance(version + 1)

@@ -54,6 +54,8 @@ class Workload:
     """Tickets are handed out by measured speed; else evenly."""
     moves: bool = False
     """Stragglers move (learner.move_stragglers)."""
+    packs: bool = False
+    """Running trajectories are packed onto few servers before each publication (packing.py)."""
     divides: bool = False
     """Groups may be divided among servers (learner.divide_groups)."""
     slows_to: float = 1.0
@@ -186,6 +188,12 @@ class ModelFreeEngine(ScriptedEngine):
 
     async def start(self) -> None:
         self._fingerprint = MODEL
+
+    @property
+    def unfinished(self) -> dict[int, int]:
+        """Trajectories that run or wait for a place, by ticket."""
+        left = {ticket_id: sum(not task.done() for task in tasks) for ticket_id, tasks in self._tasks.items()}
+        return {ticket_id: count for ticket_id, count in left.items() if count}
 
     def slow_down(self, factor: float) -> None:
         slower = self._script.seconds_per_token / factor

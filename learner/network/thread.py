@@ -380,11 +380,19 @@ class NetworkThread(threading.Thread):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
                 self._device_weights.end(received.identity, received.message)
-        for identity, request in list(self._asking.items()):
-            answer = self.sources.answer(request)
-            if answer is not None:
-                del self._asking[identity]
-                self.weights.send(identity, answer)
+        self._name_sources()
+
+    def _name_sources(self) -> None:
+        """Answer the questions for sources; each that is answered may give a place to another that waits."""
+        answered = True
+        while answered:
+            answered = False
+            for identity, request in list(self._asking.items()):
+                answer = self.sources.answer(request)
+                if answer is not None:
+                    answered = True
+                    del self._asking[identity]
+                    self.weights.send(identity, answer)
 
     def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
         """A chunk that finds the reader's queue full is dropped: the reader asks again."""

@@ -5,8 +5,8 @@ server that is receiving it or has it, and that sends it to fewer than that. So 
 servers however many there are, and the way to the last one grows with the logarithm of their number. A server that
 says that its source has failed gets another one, and what it has stays; the learner itself is the last resort.
 
-A server that held up those behind it, or itself, is a leaf of the next trees where others have places enough: all
-behind a server wait for what it sends. Nobody reports speeds: the learner compares the times of a server and its source.
+Servers that those behind them kept up with send the next versions on, and one that held them up is a leaf where the
+others have places enough. No message says so: the learner compares how long a server and its source took.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from learner.network.servers import Servers
 from protocol.endpoints import BindError, split_endpoint
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightsLoaded
+from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightManifest, WeightsLoaded
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class _Node:
     failed: set[str] = field(default_factory=set)
     """Servers that have failed this one."""
     speed: float = UNKNOWN
-    asked_at: float = field(default_factory=time.monotonic)
+    """Of its link when it asked."""
+    asked_at: float = 0.0
     fed_at: float = 0.0
     """When its source was named."""
     seconds: float | None = None
@@ -87,7 +88,7 @@ class _Link:
     measured_at: float = 0.0
     downlink: float = FAST
     held_up_by: str = ""
-    """Source of its last version, by session, where that came late."""
+    """Source of its last version, where that came late."""
 
     @property
     def speed(self) -> float:
@@ -103,13 +104,17 @@ class _Link:
 class _Tree:
     """One version's."""
 
+    size: int = 0
+    """Bytes of the version."""
     nodes: dict[str, _Node] = field(default_factory=dict)
     open: dict[float, deque[str]] = field(default_factory=dict)
     """Servers that may have room for another child, by speed, those that joined first at the front."""
     expected: set[str] = field(default_factory=set)
     """Fast servers that had a version before, and have not asked for this one."""
-    least_s: float = math.inf
-    """Of the transfers from the learner."""
+    fast_places: int = 0
+    """Free places behind fast servers."""
+    least_s: dict[int | None, float] = field(default_factory=dict)
+    """Of the transfers from the learner, by the version whose differences they are."""
     from_learner: Counter[int | None] = field(default_factory=Counter)
     """Servers that were sent to the learner in the ordinary way, by the version whose differences they get."""
 
@@ -153,12 +158,12 @@ class WeightSources:
         """Of the connected servers, by session."""
 
     def answer(self, request: SourceRequest) -> Source | Error | None:
-        """Name the source of a version for a server; the same one again until it says that it has failed. None: not
-        yet, ask again in the next iteration."""
+        """Name the source of a version for a server; the same one again until it says that it has failed. None: it
+        waits, for a second at most; call again when others have asked."""
         version = request.version
         try:
             self._publication.check_is_meant(request.publication)
-            self._publication.manifest(version)
+            manifest = self._publication.manifest(version)
         except ProtocolError as error:
             return Error(code=error.code, reason=error.reason, version=version)
         server_id = self._servers.of_session(request.session)
@@ -166,12 +171,12 @@ class WeightSources:
             reason = "this session has not been welcomed: say hello first"
             return Error(code=ErrorCode.NOT_WELCOME, reason=reason, version=version)
         keys = self._peer_keys()
-        tree = self._tree(version)
+        tree = self._tree(manifest)
         node = self._join(tree, version, server_id, request, keys)
         if request.failure is not None:
-            self._take_failure(tree, version, server_id, node, request.failure)
+            self._take_failure(tree, server_id, node, request.failure)
         if node.parent is None or not self._is_fed(tree, node.parent, server_id):
-            if self._waits(tree, node):
+            if self._waits_for_fast(tree, node):
                 return None
             self._attach(tree, server_id, node)
         self._open(tree, server_id)
@@ -189,73 +194,68 @@ class WeightSources:
         self._release(tree, server_id, node)
         if not node.failed:
             node.seconds = time.monotonic() - node.fed_at - message.load_s
-            size = self._publication.manifest(message.version).total_bytes
-            self._compare(tree, server_id, size)
+            self._compare(tree, server_id)
             for child_id in node.fed:  # a message of theirs may have been quicker
                 if tree.nodes[child_id].parent == server_id:
-                    self._compare(tree, child_id, size)
+                    self._compare(tree, child_id)
         kind = node.passes_on is not None
         self._seconds[kind].append(message.transfer_s)
         ordered = sorted(self._seconds[kind])
         slow = SLOW_FACTOR * ordered[int(SLOW_QUANTILE * (len(ordered) - 1))]
         self._within_s[kind] = max(self._timeout_s, slow)
 
-    def _tree(self, version: int) -> _Tree:
-        if version not in self._trees:
+    def _tree(self, manifest: WeightManifest) -> _Tree:
+        if manifest.version not in self._trees:
             published = self._publication.versions
             self._trees = {other: tree for other, tree in self._trees.items() if other in published}
             sessions = {server.hello.session for server in self._servers.connected.values()}
             self._links = {session: link for session, link in self._links.items() if session in sessions}
             before = {server_id for tree in self._trees.values() for server_id in tree.nodes}
-            self._trees[version] = _Tree(expected={name for name in before if self._link(name).speed == FAST})
-        return self._trees[version]
+            expected = {server_id for server_id in before if self._link(server_id).speed == FAST}
+            self._trees[manifest.version] = _Tree(manifest.total_bytes, expected=expected)
+        return self._trees[manifest.version]
 
     def _link(self, server_id: str) -> _Link:
         server = self._servers.connected.get(server_id)
         return self._links.setdefault(server.hello.session, _Link()) if server else _Link()
 
-    def _compare(self, tree: _Tree, server_id: str, size: int) -> None:
-        """Look whether a server had a version about as soon as its source; else one of the two holds up the other."""
+    def _compare(self, tree: _Tree, server_id: str) -> None:
+        """Look whether a server had a version about as soon as its source; else one of the two is slow."""
         node, link = tree.nodes[server_id], self._link(server_id)
         if node.seconds is None or node.kept_up is not None:
             return
         if node.parent == LEARNER:
-            tree.least_s = min(tree.least_s, node.seconds)
-            node.kept_up = not _is_late(node.seconds, tree.least_s)
-            link.downlink = FAST if node.kept_up else _log2(size / node.seconds)
+            least_s = tree.least_s[node.passes_on] = min(tree.least_s.get(node.passes_on, math.inf), node.seconds)
+            node.kept_up = not _is_late(node.seconds, least_s)
+            link.downlink = FAST if node.kept_up else _log2(tree.size / node.seconds)
             return
         source = tree.nodes.get(node.parent or LEARNER)
-        if source is None or source.seconds is None:
+        if source is None or source.seconds is None or source.passes_on != node.passes_on:
             return
-        server = self._servers.connected.get(node.parent or LEARNER)
-        feeder = server.hello.session if server else ""
         node.kept_up = not _is_late(node.seconds, source.seconds)
-        if node.kept_up:
-            if source.kept_up:
-                link.downlink, link.held_up_by = FAST, ""
-                self._link(node.parent or LEARNER).measure(FAST)
-            return
-        # Others kept up with this source, or it did not keep up with the source before either.
-        is_its_own = any(tree.nodes[other].kept_up for other in source.fed) or link.held_up_by not in ("", feeder)
-        link.held_up_by = feeder
-        if is_its_own:
-            link.downlink = _log2(size / node.seconds)
-        else:
-            logger.info("%s is slow at sending weights on: others come first", node.parent)
-            self._link(node.parent or LEARNER).measure(_log2(size * source.fed_most / node.seconds))
+        if not node.kept_up:
+            self._blame(tree, server_id, node.seconds)
+        elif source.kept_up:
+            link.downlink, link.held_up_by = FAST, ""
+            self._link(node.parent or LEARNER).measure(FAST)
 
-    def _waits(self, tree: _Tree, node: _Node) -> bool:
-        """Whether a server that may be slow waits for fast ones, which have not asked yet, to have their places."""
-        if node.speed == FAST or time.monotonic() - node.asked_at > WAITS_S:
+    def _blame(self, tree: _Tree, server_id: str, seconds: float) -> None:
+        """Take a server's transfer from another one that was late: its own fault where others kept up with the same
+        source, or where another source's version was late here before; else the source's."""
+        node, link = tree.nodes[server_id], self._link(server_id)
+        source_id = node.parent or LEARNER
+        source, before, link.held_up_by = tree.nodes[source_id], link.held_up_by, source_id
+        if before not in ("", source_id) or any(tree.nodes[other].kept_up for other in source.fed):
+            link.downlink = _log2(tree.size / seconds)
+        else:
+            logger.info("%s is slow at sending weights on: others come first", source_id)
+            self._link(source_id).measure(_log2(tree.size * source.fed_most / seconds))
+
+    def _waits_for_fast(self, tree: _Tree, node: _Node) -> bool:
+        """Whether a server that may be slow waits for fast ones: each that has not asked yet finds a place first."""
+        if node.speed == FAST or not tree.expected or time.monotonic() - node.asked_at > WAITS_S:
             return False
-        if not any(server_id in self._servers.connected for server_id in tree.expected):
-            return False
-        free = 0
-        for server_id in tree.open.get(FAST, ()):
-            free += self._fan_out - len(tree.nodes[server_id].children) if self._has_room(tree, server_id) else 0
-            if free > 1:  # one stays for those that are expected
-                return False
-        return True
+        return tree.fast_places <= len(tree.expected)
 
     def _join(self, tree: _Tree, version: int, server_id: str, request: SourceRequest, keys: Collection[str]) -> _Node:
         """The server's node. It is new where the server is, or another process of its name."""
@@ -266,15 +266,16 @@ class WeightSources:
         endpoint = request.endpoint if has_key and _is_endpoint(request.endpoint) else ""
         node = tree.nodes.get(server_id)
         if node is None or node.endpoint != endpoint:
-            node = tree.nodes[server_id] = _Node(endpoint, request.key, speed=self._link(server_id).speed)
+            speed = self._link(server_id).speed
+            node = tree.nodes[server_id] = _Node(endpoint, request.key, speed=speed, asked_at=time.monotonic())
             tree.expected.discard(server_id)
+            if speed == FAST and endpoint:
+                tree.fast_places += self._fan_out
         node.has_left = node.is_complete = False
         node.base = request.base
         return node
 
-    def _take_failure(
-        self, tree: _Tree, version: int, server_id: str, node: _Node, failure: SourceFailure
-    ) -> None:
+    def _take_failure(self, tree: _Tree, server_id: str, node: _Node, failure: SourceFailure) -> None:
         """Never name this source to this server again for this version; one that has lied to nobody at all."""
         if node.parent in (None, LEARNER) or node.parent != failure.server_id:
             return  # the answer has crossed the question
@@ -286,8 +287,7 @@ class WeightSources:
             self._failures.setdefault(server_id, []).append(time.monotonic())
         feeder = tree.nodes.get(source)
         if reason == "slow" and feeder is not None and feeder.seconds is not None:
-            size = self._publication.manifest(version).total_bytes
-            self._link(source).measure(_log2(size * feeder.fed_most / (time.monotonic() - node.fed_at)))
+            self._blame(tree, server_id, time.monotonic() - node.fed_at)
         node.failed.add(source)
         self._release(tree, server_id, node)
         node.parent = None
@@ -302,7 +302,9 @@ class WeightSources:
     def _release(self, tree: _Tree, server_id: str, node: _Node) -> None:
         """Free the place that a server has at its source."""
         if node.parent in tree.nodes:
-            tree.nodes[node.parent].children.discard(server_id)
+            source = tree.nodes[node.parent]
+            tree.fast_places += source.speed == FAST and server_id in source.children
+            source.children.discard(server_id)
             self._open(tree, node.parent)
 
     def _open(self, tree: _Tree, server_id: str) -> None:
@@ -336,6 +338,7 @@ class WeightSources:
                 source = tree.nodes[parent]
                 source.children.add(server_id)
                 source.fed.add(server_id)
+                tree.fast_places -= source.speed == FAST
                 source.fed_most = max(source.fed_most, len(source.children))
         self.named[named] += 1
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from learner.network.weight_sources import FAILED_S, MOST_FAILURES, WeightSources
+from learner.network.weight_sources import FAILED_S, MOST_FAILURES, WAITS_S, WeightSources
 from protocol.errors import ErrorCode
 from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightsLoaded
 from protocol.weights import Publication, Tensor
@@ -45,7 +45,7 @@ class Fleet:
         name = session.removesuffix("-session")
         return name if name in self.servers.connected else None
 
-    def ask(self, name: str, **fields: Any) -> Source | Error:
+    def ask(self, name: str, **fields: Any) -> Source | Error | None:
         if name not in self.servers.connected:
             self.join(name)
         request = {
@@ -74,6 +74,30 @@ class Fleet:
 
     def depth(self, name: str) -> int:
         return 0 if not name else 1 + self.depth(self.parents[name])
+
+    def ask_all(self, names: Sequence[str], clock: list[float]) -> None:
+        """In this order, and again where a server waits."""
+        waiting = list(names)
+        while waiting:
+            left = [name for name in waiting if self.ask(name) is None]
+            clock[0] += 0.1 if left == waiting else 0.0
+            waiting = left
+        for name in names:
+            self.parent(name)
+
+    def load_all(self, seconds: dict[str, float], clock: list[float]) -> None:
+        """After so many seconds from now."""
+        began = clock[0]
+        for name, after in sorted(seconds.items(), key=lambda item: item[1]):
+            clock[0] = began + after
+            self.load(name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr("learner.network.weight_sources.time.monotonic", lambda: now[0])
+    return now
 
 
 @pytest.fixture
@@ -143,11 +167,7 @@ def test_a_liar_is_named_to_nobody_until_it_starts_anew(fleet: Fleet, caplog: py
     assert "s0" in {fleet.parent(f"s{number}") for number in range(9, 30)}
 
 
-def test_a_server_that_reaches_no_other_gets_all_from_the_learner_for_a_while(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("learner.network.weight_sources.time.monotonic", lambda: now[0])
+def test_a_server_that_reaches_no_other_gets_all_from_the_learner_for_a_while(fleet: Fleet, clock: list[float]) -> None:
     for number in range(8):
         fleet.parent(f"s{number}")
     for _ in range(MOST_FAILURES):
@@ -159,7 +179,7 @@ def test_a_server_that_reaches_no_other_gets_all_from_the_learner_for_a_while(
         fleet.parent(f"s{number}")
     assert fleet.parents["s7"] == ""
     assert fleet.parents["s6"] != ""
-    now[0] += FAILED_S + 1
+    clock[0] += FAILED_S + 1
     fleet.publish(3)
     for number in range(8):
         fleet.parent(f"s{number}")
@@ -191,6 +211,89 @@ def test_a_slow_source_is_one_that_takes_much_longer_than_others_did(fleet: Flee
     fleet.load("s1", 20.0)
     fleet.load("s2", 20.0)
     assert within() == 80
+
+
+@pytest.mark.parametrize(("slow", "fan_out"), [(0, 2), (4, 2), (4, 4), (1, 1)])
+def test_servers_with_slow_uplinks_become_leaves(tmp_path: Path, clock: list[float], slow: int, fan_out: int) -> None:
+    """However they ask: each of them costs one publication at most, and then it takes as long as without them."""
+    rng, fleet = random.Random(slow), Fleet(tmp_path, fan_out)
+    names, took = [f"s{number}" for number in range(16)], []
+    for version in range(1, 16):
+        if version > 1:
+            fleet.publish(version)
+        order = rng.sample(names, len(names))
+        fleet.ask_all(order, clock)
+        children = Counter(fleet.parents.values())
+        assert children[""] == max(children.values()) == fan_out
+        seconds = {"": 0.0}
+        for name in sorted(order, key=fleet.depth):
+            source = fleet.parents[name]
+            link = 0.1 if source and int(source[1:]) < slow else 1.0
+            seconds[name] = max(seconds[source], children[source] / link)
+        del seconds[""]
+        took.append(max(seconds.values()))
+        fleet.load_all(seconds, clock)
+    assert set(took) <= {fan_out, *(10.0 * number for number in range(fan_out + 1))}
+    if fan_out > 1:  # in a chain, one that has not been a source yet may come behind a slow one
+        assert sum(each > fan_out for each in took) <= slow
+        assert max(map(fleet.depth, names)) <= 5
+    assert fleet.sources.named == {"learner": 15 * fan_out, "server": 15 * (16 - fan_out)}
+    fleet.publication.close()
+
+
+def test_a_server_that_receives_slowly_is_a_leaf_and_its_source_is_not_blamed(fleet: Fleet, clock: list[float]) -> None:
+    for number in range(4):
+        fleet.parent(f"s{number}")
+    assert [name for name, source in fleet.parents.items() if source == "s0"] == ["s2", "s3"]
+    fleet.load_all({"s0": 2.0, "s1": 2.0, "s2": 2.0, "s3": 20.0}, clock)
+    fleet.publish(2)
+    assert fleet.ask("s3") is None, "it waits for s0"
+    assert fleet.parent("s0") == ""
+    assert fleet.parent("s3") == ""
+    assert {fleet.parent(name) for name in ("s1", "s2")} == {"s0"}
+    assert fleet.parent("s4") == "s1"
+    fleet.load_all({"s0": 2.0, "s3": 2.0}, clock)
+    fleet.publish(3)
+    fleet.parent("s0")
+    fleet.parent("s3")
+    assert {fleet.parent(f"s{number}") for number in range(4, 8)} == {"s0", "s3"}, "it has kept up since"
+
+
+def test_a_server_that_is_late_behind_two_others_is_slow_itself(fleet: Fleet, clock: list[float]) -> None:
+    for version, order, source in ((1, ("s0", "s1", "s2"), "s0"), (2, ("s1", "s0", "s2"), "s1")):
+        if version > 1:
+            fleet.publish(version)
+        for name in order:
+            fleet.parent(name)
+        assert fleet.parents["s2"] == source
+        fleet.load_all({"s0": 2.0, "s1": 2.0, "s2": 20.0}, clock)
+    fleet.publish(3)
+    assert [fleet.parent(f"s{number}") for number in (2, 1, 3, 4, 5, 6)] == ["", "", "s1", "s1", "s3", "s3"]
+
+
+def test_a_source_that_others_turned_away_from_as_slow_is_a_leaf(fleet: Fleet, clock: list[float]) -> None:
+    for number in range(4):
+        fleet.parent(f"s{number}")
+    fleet.load_all({"s0": 2.0, "s1": 2.0}, clock)
+    clock[0] += 30.0
+    assert fleet.fail("s2", "slow") == "s1"
+    fleet.publish(2)
+    for number in range(8):
+        fleet.parent(f"s{number}")
+    assert "s0" not in fleet.parents.values()
+
+
+def test_nobody_waits_for_long_for_a_fast_server_that_does_not_ask(fleet: Fleet, clock: list[float]) -> None:
+    for number in range(3):
+        fleet.parent(f"s{number}")
+    fleet.load_all({"s0": 2.0, "s1": 2.0, "s2": 2.0}, clock)
+    fleet.publish(2)
+    assert fleet.ask("s1") is None
+    clock[0] += WAITS_S + 0.1
+    assert fleet.parent("s1") == ""
+    assert fleet.ask("s2") is None
+    assert fleet.parent("s0") == ""
+    assert fleet.parent("s2") == "s0"
 
 
 def test_servers_with_the_same_version_before_send_its_differences_to_each_other(tmp_path: Path) -> None:
