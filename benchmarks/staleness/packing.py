@@ -71,12 +71,8 @@ class PackingSender(TicketSender):
                 shares.setdefault(target, []).append(item)
         packed = {item.ticket.ticket_id for share in shares.values() for item in share}
         rest = [item for item in waiting if item.ticket.ticket_id not in packed]
-        behind = {
-            name
-            for name, server in self.simulated.items()
-            if server.engine.version < self.servers.version and server.engine.unfinished
-        }
-        takers = {name: state for name, state in takers.items() if name not in behind} or takers
+        draining = {name for name, server in self.simulated.items() if server.will_drain(self.servers.version)}
+        takers = {name: state for name, state in takers.items() if name not in draining} or takers
         for name, share in super()._shares(rest, takers, is_training=is_training, divides=divides).items():
             shares.setdefault(name, []).extend(share)
         return shares

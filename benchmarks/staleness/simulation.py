@@ -133,6 +133,11 @@ class SimulatedServer(RolloutServer):
         """True if tickets wait here for weights."""
         return bool(self._not_begun)
 
+    def will_drain(self, version: int) -> bool:
+        """Whether something has to end here before the engine has this version."""
+        drains = self.config.rollout.weight_update == "drain"
+        return drains and self.engine.version < version and bool(self.engine.unfinished)
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
             following = self._tasks.create_task(self.policy_versions.follow())

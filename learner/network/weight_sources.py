@@ -89,6 +89,8 @@ class _Link:
     downlink: float = FAST
     held_up_by: str = ""
     """Source of its last version, where that came late."""
+    doubted_at: int | None = None
+    """Version at which it held somebody up for the first time since it was fast."""
 
     @property
     def speed(self) -> float:
@@ -96,16 +98,24 @@ class _Link:
         is_old = self.uplink < UNKNOWN and time.monotonic() - self.measured_at > SLOW_UPLINK_S
         return min(UNKNOWN if is_old else self.uplink, self.downlink)
 
-    def measure(self, uplink: float) -> None:
+    def keep_up(self) -> None:
+        self.uplink, self.doubted_at = FAST, None
+
+    def hold_up(self, version: int, uplink: float) -> bool:
+        """Whether it counts as slow now: one that was fast does so at the second version, since a machine may be busy
+        for once."""
+        if self.uplink == FAST and self.doubted_at in (None, version):
+            self.doubted_at = version
+            return False
         self.uplink, self.measured_at = uplink, time.monotonic()
+        return True
 
 
 @dataclass
 class _Tree:
     """One version's."""
 
-    size: int = 0
-    """Bytes of the version."""
+    manifest: WeightManifest
     nodes: dict[str, _Node] = field(default_factory=dict)
     open: dict[float, deque[str]] = field(default_factory=dict)
     """Servers that may have room for another child, by speed, those that joined first at the front."""
@@ -184,13 +194,13 @@ class WeightSources:
 
     def loaded(self, server_id: str, message: WeightsLoaded) -> None:
         """Note that a server has a version whole, and its source a free place."""
-        node = self._trees.get(message.version, _Tree()).nodes.get(server_id)
-        if node is None or message.channel != "zmq" or node.is_complete:
+        tree = self._trees.get(message.version)
+        node = tree.nodes.get(server_id) if tree else None
+        if tree is None or node is None or message.channel != "zmq" or node.is_complete:
             return
         node.is_complete = True
         if node.parent != LEARNER:
             self._failures.pop(server_id, None)
-        tree = self._trees[message.version]
         self._release(tree, server_id, node)
         if not node.failed:
             node.seconds = time.monotonic() - node.fed_at - message.load_s
@@ -212,7 +222,7 @@ class WeightSources:
             self._links = {session: link for session, link in self._links.items() if session in sessions}
             before = {server_id for tree in self._trees.values() for server_id in tree.nodes}
             expected = {server_id for server_id in before if self._link(server_id).speed == FAST}
-            self._trees[manifest.version] = _Tree(manifest.total_bytes, expected=expected)
+            self._trees[manifest.version] = _Tree(manifest, expected=expected)
         return self._trees[manifest.version]
 
     def _link(self, server_id: str) -> _Link:
@@ -227,7 +237,7 @@ class WeightSources:
         if node.parent == LEARNER:
             least_s = tree.least_s[node.passes_on] = min(tree.least_s.get(node.passes_on, math.inf), node.seconds)
             node.kept_up = not _is_late(node.seconds, least_s)
-            link.downlink = FAST if node.kept_up else _log2(tree.size / node.seconds)
+            link.downlink = FAST if node.kept_up else _log2(tree.manifest.total_bytes / node.seconds)
             return
         source = tree.nodes.get(node.parent or LEARNER)
         if source is None or source.seconds is None or source.passes_on != node.passes_on:
@@ -237,7 +247,7 @@ class WeightSources:
             self._blame(tree, server_id, node.seconds)
         elif source.kept_up:
             link.downlink, link.held_up_by = FAST, ""
-            self._link(node.parent or LEARNER).measure(FAST)
+            self._link(node.parent or LEARNER).keep_up()
 
     def _blame(self, tree: _Tree, server_id: str, seconds: float) -> None:
         """Take a server's transfer from another one that was late: its own fault where others kept up with the same
@@ -246,10 +256,11 @@ class WeightSources:
         source_id = node.parent or LEARNER
         source, before, link.held_up_by = tree.nodes[source_id], link.held_up_by, source_id
         if before not in ("", source_id) or any(tree.nodes[other].kept_up for other in source.fed):
-            link.downlink = _log2(tree.size / seconds)
+            link.downlink = _log2(tree.manifest.total_bytes / seconds)
         else:
-            logger.info("%s is slow at sending weights on: others come first", source_id)
-            self._link(source_id).measure(_log2(tree.size * source.fed_most / seconds))
+            speed = _log2(tree.manifest.total_bytes * source.fed_most / seconds)
+            if self._link(source_id).hold_up(tree.manifest.version, speed):
+                logger.info("%s is slow at sending weights on: others come first", source_id)
 
     def _waits_for_fast(self, tree: _Tree, node: _Node) -> bool:
         """Whether a server that may be slow waits for fast ones: each that has not asked yet finds a place first."""

@@ -283,6 +283,16 @@ def test_a_source_that_others_turned_away_from_as_slow_is_a_leaf(fleet: Fleet, c
     assert "s0" not in fleet.parents.values()
 
 
+def test_a_fast_source_is_slow_at_the_second_version_that_it_holds_up(fleet: Fleet, clock: list[float]) -> None:
+    for version, late in enumerate([2.0, 20.0, 2.0, 20.0, 20.0, 2.0], start=1):
+        if version > 1:
+            fleet.publish(version)
+        order = [f"s{number}" for number in ((0, 1, 2, 3, 4) if version < 6 else (0, 1, 3, 2))]
+        fleet.ask_all(order, clock)
+        assert fleet.parents["s2"] == ("s0" if version < 6 else "s1")
+        fleet.load_all({name: late if fleet.parents[name] == "s0" else 2.0 for name in order}, clock)
+
+
 def test_nobody_waits_for_long_for_a_fast_server_that_does_not_ask(fleet: Fleet, clock: list[float]) -> None:
     for number in range(3):
         fleet.parent(f"s{number}")
