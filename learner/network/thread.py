@@ -142,7 +142,7 @@ class NetworkThread(threading.Thread):
             sends_differences=config.network.weights_compression == "delta",
         )
         self._asking: dict[bytes, SourceRequest] = {}
-        """Questions for the source of a version, by connection, that are not answered yet."""
+        """Questions for the source of a version, by connection, that are not answered yet, the oldest first."""
         self._deltas: WeightDeltas | None = None
         if config.network.weights_compression == "delta":
             self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
@@ -375,24 +375,24 @@ class NetworkThread(threading.Thread):
             elif isinstance(received.message, ChunkRequest):
                 self._send_chunk(received.identity, received.message)
             elif isinstance(received.message, SourceRequest):
-                self._asking[received.identity] = received.message
+                if not self._name_source(received.identity, received.message):
+                    self._asking[received.identity] = received.message
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
                 self._device_weights.end(received.identity, received.message)
-        self._name_sources()
+        for identity, request in list(self._asking.items()):
+            if not self._name_source(identity, request):
+                break  # those behind it wait for the same
 
-    def _name_sources(self) -> None:
-        """Answer the questions for sources; each that is answered may give a place to another that waits."""
-        answered = True
-        while answered:
-            answered = False
-            for identity, request in list(self._asking.items()):
-                answer = self.sources.answer(request)
-                if answer is not None:
-                    answered = True
-                    del self._asking[identity]
-                    self.weights.send(identity, answer)
+    def _name_source(self, identity: bytes, request: SourceRequest) -> bool:
+        """Tell a server whom to fetch a version from; False: it waits."""
+        answer = self.sources.answer(request)
+        if answer is None:
+            return False
+        self._asking.pop(identity, None)
+        self.weights.send(identity, answer)
+        return True
 
     def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
         """A chunk that finds the reader's queue full is dropped: the reader asks again."""
