@@ -1,11 +1,13 @@
 """How long a checkpoint keeps the learner from training, on a CPU.
 
-    python -m benchmarks.checkpoint_blocking [--model FOLDER ...] [--ranks 1] [--repeats 5]
+    python -m benchmarks.checkpoint_blocking [--model FOLDER ...] [--ranks 1] [--zero-stage 3] [--dtype bfloat16]
+        [--repeats 5]
 
-Each model (without --model: the demo's of 1.8 M parameters and a random one of 100 M) is trained in fp32 on made-up
-tokens. A checkpoint is written while training waits (`trainer.save_async=false`), and beside the steps that follow.
-Prints a Markdown table of medians: seconds blocked and until the checkpoint is complete, seconds of a step without and
-beside a write, and the memory that rank 0 has of its own (RssAnon, MiB): before a checkpoint, and at most.
+Each model (without --model: the demo's of 1.8 M parameters and a random one of 100 M) is trained on made-up tokens, in
+fp32 if not said otherwise; several ranks are FSDP2's, or DeepSpeed's of that stage. A checkpoint is written while
+training waits (`trainer.save_async=false`), and beside the steps that follow. Prints a Markdown table of medians:
+seconds blocked and until the checkpoint is complete, seconds of a step without and beside a write, and the memory that
+rank 0 and the others have of their own (RssAnon, MiB): before a checkpoint, and at most.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +32,16 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
-COLUMNS = ("blocked s", "complete after s", "step s", "step s beside a write", "MiB before", "MiB at most")
+COLUMNS = (
+    "blocked s",
+    "complete after s",
+    "step s",
+    "step s beside a write",
+    "MiB before",
+    "MiB at most",
+    "other ranks before",
+    "other ranks at most",
+)
 TOKENS = 64
 
 
@@ -43,12 +55,14 @@ def make_models(folder: Path) -> list[Path]:
     return [folder / "digits", folder / "100m"]
 
 
-def measure(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[str, float]:
+def measure(model: Path, words: argparse.Namespace, *, beside: bool) -> dict[str, float]:
     """In fresh processes, one for each rank."""
+    ranks = words.ranks
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "benchmarks.checkpoint_blocking", "--measure", "--model", str(model)]
-    command += ["--repeats", str(repeats), "--ranks", str(ranks), *(["--beside"] if beside else [])]
+    command += ["--repeats", str(words.repeats), "--ranks", str(ranks), "--dtype", words.dtype]
+    command += ["--zero-stage", str(words.zero_stage), *(["--beside"] if beside else [])]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     shared |= {"HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
@@ -60,7 +74,7 @@ def measure(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[str,
     return json.loads(printed[0].splitlines()[-1])
 
 
-def rank_side(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[str, float]:
+def rank_side(words: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
@@ -76,8 +90,14 @@ def rank_side(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[st
     from learner.training.packing import Completion, TrainGroup
 
     torch.set_num_threads(1)
+    model, ranks, beside = words.model[0], words.ranks, words.beside
+    learner: dict[str, Any] = {"device": "cpu"}
+    if words.zero_stage:
+        learner |= {"engine": "deepspeed", "zero_stage": words.zero_stage, "num_processes": ranks}
+    elif ranks > 1:
+        learner |= {"engine": "fsdp2", "num_processes": ranks}
     rank = int(os.environ["RANK"])
-    if ranks > 1:
+    if "engine" in learner:
         dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory(dir=os.environ.get("ASYNCRL_BENCHMARK_DISK")) as own:
         run = [own]
@@ -87,9 +107,9 @@ def rank_side(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[st
         config = RunConfig.model_validate(
             {
                 "run_dir": run[0],
-                "model": {"path": str(model), "dtype": "float32", "freeze_vision_tower": False},
+                "model": {"path": str(model), "dtype": words.dtype, "freeze_vision_tower": False},
                 "data": {"train_files": ["none.jsonl"]},
-                "learner": {"device": "cpu"} | ({"engine": "fsdp2", "num_processes": ranks} if ranks > 1 else {}),
+                "learner": learner,
                 "reward": {"functions": [{"function": "exact_match"}]},
             }
         )
@@ -118,7 +138,7 @@ def rank_side(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[st
 
         rows: list[dict[str, float]] = []
         step()
-        for number in range(1, repeats + 1):
+        for number in range(1, words.repeats + 1):
             alone = median(step() for _ in range(3))
             free_caches(torch.device("cpu"))  # what the C library keeps for reuse
             before = own_memory()
@@ -132,7 +152,11 @@ def rank_side(model: Path, ranks: int, repeats: int, *, beside: bool) -> dict[st
                     steps = [step() for _ in range(3)]  # as many on each rank
                     writing.wait(600)
                 complete = time.monotonic() - began
-            values = (blocked, complete, alone, median(steps) if steps else float("nan"), before, most[0])
+            mine = [(before, most[0])] * ranks
+            if ranks > 1:
+                dist.all_gather_object(mine, mine[0])
+            others = [max(values) for values in zip(*mine[1:], strict=True)] or [nan, nan]
+            values = (blocked, complete, alone, median(steps) if steps else nan, *mine[0], *others)
             rows.append(dict(zip(COLUMNS, values, strict=True)))
         if ranks > 1:
             dist.barrier()
@@ -169,23 +193,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, action="append", default=[])
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="0: FSDP2")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
     words: Any = parser.parse_args()
     if words.measure:
-        print(json.dumps(rank_side(words.model[0], words.ranks, words.repeats, beside=words.beside)))
+        print(json.dumps(rank_side(words)))
         return
     with tempfile.TemporaryDirectory() as made:
         models = words.model or make_models(Path(made))
         print(f"| model | ranks | training | {' | '.join(COLUMNS)} |")
-        print("|---|---|---|" + "---|" * len(COLUMNS))
+        print("|---|---|---|" + "---|" * len(COLUMNS), flush=True)
         for model in models:
             for beside in (False, True):
-                found = measure(model, words.ranks, words.repeats, beside=beside)
-                cells = (
-                    f"{found[column]:.3g}" if "MiB" not in column else f"{found[column]:.0f}" for column in COLUMNS
-                )
+                found = measure(model, words, beside=beside)
+                cells = [f"{found[column]:.3g}" for column in COLUMNS[:4]]
+                cells += [f"{found[column]:.0f}" for column in COLUMNS[4:]]
                 print(f"| {model.name} | {words.ranks} | {'goes on' if beside else 'waits'} | {' | '.join(cells)} |")
 
 

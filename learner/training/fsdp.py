@@ -9,14 +9,11 @@ gathered as they are.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -31,38 +28,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.sections import OptimConfig
-from asyncrl.models.export import export_model
-from asyncrl.models.gathered_units import gathered_units, is_adapted
+from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
-from learner.training.sharded_state import Shards, read_shards, whole_tensors
-from learner.training.state_file import missing_parts, put_parts, take_parts
-from learner.training.train_engine import Write
+from learner.training.sharded_files import ShardedFiles
+from learner.training.sharded_state import Part, Stored
 from learner.training.updates import MasterUpdates, Updates
-from learner.training.whole_files import without_weights
 
 T = TypeVar("T")
 _RUN = "compute_with_whole_weights"
 """Method of the model around which FSDP gathers what belongs to no layer: embeddings, norms, output layer."""
 
 
-class FullySharded:
+class FullySharded(ShardedFiles):
     """A model in parts on all ranks. Each layer of language model and vision tower is gathered by itself."""
 
     gathers = True
 
     def __init__(self, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False):
         """`cpu_offload`: parts, gradients and optimiser state stay in host memory, and the optimiser steps there."""
+        super().__init__(ranks)
         self.load_device = torch.device("cpu")
-        self._device, self._ranks, self._cpu_offload = device, ranks, cpu_offload
+        self._device, self._cpu_offload = device, cpu_offload
 
     def shard(self, model: Any) -> None:
-        self._model = model
-        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        whole = hasattr(model, "save_pretrained") and not is_adapted(model)
-        self._skeleton = without_weights(model) if whole else None
+        self.take(model)
         mesh = init_device_mesh(self._device.type, (self._ranks.size,))
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._cpu_offload else OffloadPolicy()
         for module, dtype in list(gathered_units(model)):
@@ -79,8 +71,6 @@ class FullySharded:
             sharded.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
             sharded.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(model, _RUN)
-        host = init_device_mesh("cpu", (self._ranks.size,))
-        self._shards = Shards(host, cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def run(self, compute: Callable[[], T]) -> T:
         return getattr(self._model, _RUN)(compute)
@@ -89,7 +79,7 @@ class FullySharded:
         return MasterUpdates(self._model, self, optim, total_updates, scale)
 
     def masters(self, model: Any) -> MasterWeights:
-        return ShardedMasters(self, model, self._dtypes)
+        return ShardedMasters(self, model, self.dtypes)
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
@@ -98,14 +88,14 @@ class FullySharded:
         self.changed()
         names = {id(weight): name for name, weight in self._model.state_dict(keep_vars=True).items()}
         return {
-            name: self.whole(weight.detach().to(self._dtypes[names[id(weight)]]))
+            name: self.whole(weight.detach().to(self.dtypes[names[id(weight)]]))
             for name, weight in layer.named_parameters()
         }
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.changed()
         for name, tensor in published_parts(self._model):
-            yield name, self.whole(tensor.detach().to(self._dtypes.get(name, tensor.dtype)))  # an adapter's are fp32
+            yield name, self.whole(self.part_of(name, tensor))
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.changed()
@@ -115,90 +105,21 @@ class FullySharded:
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    @torch.no_grad()
-    def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Rows of the first dimension as FSDP divides them: as many for each rank, for the last ones what is left."""
-        assert isinstance(like, DTensor)
-        made = cast(DTensor, torch.empty_like(like))
-        rows = -(-whole.shape[0] // self._ranks.size)
-        divided = isinstance(whole, DTensor)
-        made.to_local().copy_(
-            whole.to_local() if divided else whole[self._ranks.rank * rows : (self._ranks.rank + 1) * rows]
-        )
+    def part(self, whole: torch.Tensor | Stored, like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(like)
+        assert isinstance(made, DTensor)
+        Part.rows(made).fill(whole)
         return made
 
-    def model_files(self, processor: Any, *, copies: bool) -> Write:
-        names = {id(t): name for name, t in published_parts(self._model)}
-        aliases = {name: names[id(t)] for name, t in self._model.state_dict(keep_vars=True).items()}
-        state = self._weights(copies=copies)
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rounded to the model's dtype; an adapter's are fp32."""
+        return tensor.detach().to(self.dtypes.get(name, tensor.dtype))
 
-        def write(folder: Path) -> None:
-            """Parts first, and then rank 0 the folder, from a file of whole tensors on the disk."""
-            parts_in = folder.with_name(f".{folder.name}.parts")
-            if self._ranks.leads:
-                shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
-            dist.barrier(self._shards.group)
-            _, parts = take_parts(state, DTensor)
-            self._shards.write_whole(parts_in, parts)
-            if self._ranks.leads:
-                whole = {**state, **whole_tensors(parts_in)}
-                export_model(self._skeleton, processor, folder, {name: whole[own] for name, own in aliases.items()})
-                shutil.rmtree(parts_in)
-
-        return write
-
-    def _weights(self, *, copies: bool) -> dict[str, torch.Tensor]:
-        """This rank's parts by their published names, rounded to the model's dtype."""
-        self.changed()
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in published_parts(self._model):
-            rounded = tensor.detach().to(self._dtypes.get(name, tensor.dtype))
-            found[name] = self._shards.kept(rounded, copies=copies and rounded.dtype == tensor.dtype)
-        return found
-
-    def weights_files(self, name: str, *, copies: bool) -> Write:
-        return self._write_state(self._weights(copies=copies), str(Path(name).with_suffix(".pt")))
-
-    @torch.no_grad()
-    def load_weights(self, file: Path) -> None:
-        self.changed()
-        own = self._model.state_dict(keep_vars=True)
-
-        def take(name: str, tensor: torch.Tensor) -> None:
-            target = own[name]
-            target.copy_(self.part(tensor, target) if isinstance(target, DTensor) else tensor)
-
-        if not file.exists():
-            for name, tensor in self.read_state(file.with_suffix(".pt")).items():
-                take(name, tensor)
-            return
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                take(name, opened.get_tensor(name))
-
-    def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
-        return self._write_state(
-            tree_map_only(torch.Tensor, lambda tensor: self._shards.kept(tensor, copies=copies), state), name
-        )
-
-    def _write_state(self, state: Any, name: str) -> Write:
-        """Rank 0 writes the file, and all write their parts beside it."""
-        record, parts = take_parts(state, DTensor)
-
-        def write(folder: Path) -> None:
-            if parts:
-                self._shards.write((folder / name).with_suffix(""), parts)
-            if self._ranks.leads:
-                torch.save(record, folder / name)
-
-        return write
-
-    def read_state(self, file: Path) -> Any:
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        found = {name: self._shards.empty(like) for name, like in missing_parts(state).items()}
-        if found:
-            read_shards(file.with_suffix(""), found)
-        return put_parts(state, found)
+    def _set(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
+        if isinstance(tensor, DTensor):
+            Part.rows(tensor).fill(given)
+        else:  # a buffer
+            tensor.copy_(cast(torch.Tensor, given))
 
     def changed(self) -> None:
         cast(FSDPModule, self._model).reshard()

@@ -1,97 +1,186 @@
 """Sharded files of a checkpoint: each rank writes and reads its parts of large tensors, and none holds a whole model.
 
-They are safetensors files with each part's place in their headers, written and read by PyTorch's distributed
-checkpoints (DCP), which give any number of ranks, and a process without ranks, the parts that it asks for.
+A part is a range of the flattened tensor, whatever has divided it: rows (FSDP), ranges of a parameter (ZeRO 3) or of
+all parameters of a group in a row (ZeRO 1 and 2). PyTorch's distributed checkpoints (DCP) write the parts as 1-D
+tensors into safetensors files, whose headers say where each belongs; any number of ranks, and a process without ranks,
+reads from them what it needs.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from asyncrl.models.host_copies import host_copy, to_host
+from learner.training.state_file import named_values
 
 FILE_BYTES = 128 << 20
 """A rank's parts are written in files of about this size, each of which is put together in memory first."""
 
 
 @dataclass(frozen=True)
-class Shards:
-    """This process's side of the sharded files: the ranks' mesh in host memory, and a group for the writing threads."""
+class Part:
+    """What one rank has of a tensor."""
 
-    mesh: DeviceMesh
-    group: dist.ProcessGroup
+    elements: torch.Tensor
+    """[n] of the flattened tensor, in its order; none where the rank has nothing of it."""
+    first: int
+    """Place of the first."""
+    shape: torch.Size
+    """Of the whole."""
 
-    def kept(self, tensor: torch.Tensor, *, copies: bool) -> torch.Tensor:
-        """This rank's part in host memory, as it is now, and not only until the next step where `copies`."""
-        if not isinstance(tensor, DTensor):
-            return host_copy(tensor) if copies else tensor
-        part = cast(DTensor, tensor.detach()).to_local()
-        return self.divided(host_copy(part) if copies else to_host(part), tensor.shape)
+    @staticmethod
+    def even(elements: torch.Tensor, rank: int, shape: torch.Size) -> Part:
+        """The part of a tensor that is divided into ranges of one length, `elements`'; those behind the tensor's last
+        are padding."""
+        first = min(rank * elements.numel(), shape.numel())
+        return Part(elements[: shape.numel() - first], first, shape)
 
-    def divided(self, part: torch.Tensor, shape: torch.Size) -> DTensor:
-        """A tensor of this shape in host memory, of which this rank has `part`: rows, as FSDP divides them."""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    @staticmethod
+    def rows(tensor: DTensor) -> Part:
+        """The part of a tensor whose rows FSDP has divided: as many for each rank, for the last ones what is left."""
+        mesh, shape = tensor.device_mesh, tensor.shape
+        rows = -(-shape[0] // mesh.size())
+        first = min(mesh.get_local_rank() * rows, shape[0])
+        return Part(cast(Any, tensor.detach()).to_local().view(-1), first * shape[1:].numel(), shape)
 
-    def empty(self, like: torch.Tensor) -> DTensor:
-        """Room for this rank's part of a tensor of that shape and dtype."""
-        rows = -(-like.shape[0] // self.mesh.size())
-        first = min(self.mesh.get_local_rank() * rows, like.shape[0])
-        part = torch.empty((min(rows, like.shape[0] - first), *like.shape[1:]), dtype=like.dtype)
-        return self.divided(part, like.shape)
-
-    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the parts of all ranks, which all call this, on threads of their own if they like.
-
-        Raises what any rank has met, on all of them.
-        """
-        self._save(tensors, HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True))
-
-    def write_whole(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the parts, which rank 0 then puts together into files of whole tensors, piece by piece."""
-        writer = HuggingFaceStorageWriter(
-            str(folder), _file_numbers(tensors), save_distributed=True, enable_consolidation=True
-        )
-        self._save(tensors, writer)
-
-    def _save(self, tensors: Mapping[str, torch.Tensor], writer: HuggingFaceStorageWriter) -> None:
-        save(dict(tensors), storage_writer=writer, process_group=self.group)
+    @torch.no_grad()
+    def fill(self, given: torch.Tensor | Stored) -> None:
+        """Set the elements to those of a whole tensor, or of one in sharded files."""
+        last = self.first + self.elements.numel()
+        found = given.range(self.first, last) if isinstance(given, Stored) else given.reshape(-1)[self.first : last]
+        self.elements.copy_(found)
 
 
-def read_shards(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill whole tensors, or this rank's parts, from the files that any number of ranks has written; each rank reads by
-    itself. Raises KeyError or RuntimeError where one of the tensors is not there."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in sharded files, mapped: the kernel reads what is used, and may forget it again."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: list[tuple[int, torch.Tensor]]
+    """Places of first elements, and [n] elements."""
+
+    def range(self, first: int, last: int) -> torch.Tensor:
+        """[last - first] elements of the flattened tensor. Raises ValueError where some are in no file."""
+        found, filled = torch.empty(last - first, dtype=self.dtype), 0
+        for start, part in self.parts:
+            low, high = max(first, start), min(last, start + part.numel())
+            if low < high:
+                found[low - first : high - first] = part[low - start : high - start]
+                filled += high - low
+        if filled != last - first:
+            raise ValueError(f"of {self.name} {filled} of the elements {first} to {last} are in the checkpoint's files")
+        return found
+
+    def whole(self) -> torch.Tensor:
+        return self.range(0, self.shape.numel()).view(self.shape)
 
 
-def _file_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def kept(value: torch.Tensor | Part, *, copies: bool) -> torch.Tensor | Part:
+    """A tensor, or this rank's part of it, for `write_parts`: in host memory as it is now, and not only until the next
+    step where `copies`."""
+    if isinstance(value, DTensor):
+        value = Part.rows(value)
+    if isinstance(value, Part):
+        elements = value.elements.detach()
+        return replace(value, elements=host_copy(elements) if copies else to_host(elements))
+    return host_copy(value) if copies else value
+
+
+def take_parts(state: Any) -> tuple[Any, dict[str, Part]]:
+    """The state without its parts, as `state_file` has it, and these by their names."""
+    parts = {name: value for name, value in named_values(state) if isinstance(value, Part)}
+    outlines = tree_map_only(Part, lambda p: torch.empty(p.shape, dtype=p.elements.dtype, device="meta"), state)
+    return outlines, parts
+
+
+def write_parts(
+    folder: Path, parts: Mapping[str, Part], group: dist.ProcessGroup, *, puts_together: bool = False
+) -> None:
+    """Write the parts of all ranks, which all call this, on threads of their own if they like. `puts_together`: rank 0
+    then puts them together into files of whole tensors, flattened, one at a time.
+
+    Raises what any rank has met, on all of them.
+    """
+    numbers = _file_numbers(parts, group)
+    writer = HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True, enable_consolidation=puts_together)
+    save(cast(Any, dict(parts)), storage_writer=writer, planner=_Planner(), process_group=group)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans to write each part that has elements as a range of a 1-D tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, part) for name, part in self.state_dict.items() if part.elements.numel()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].elements
+
+
+def _item(name: str, part: Part) -> WriteItem:
+    place, size = torch.Size([part.first]), part.elements.shape
+    properties = TensorProperties.create_from_tensor(part.elements)
+    data = TensorWriteData(ChunkStorageMetadata(place, size), properties, torch.Size([part.shape.numel()]))
+    return WriteItem(MetadataIndex(name, place), WriteItemType.SHARD, tensor_data=data)
+
+
+def _file_numbers(parts: Mapping[str, Part], group: dist.ProcessGroup) -> dict[str, int]:
+    """Numbers of the files that tensors are in, the same on all ranks: a next one where one of the ranks' is full."""
+    mine = torch.tensor([part.elements.nbytes for part in parts.values()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
     numbers: dict[str, int] = {}
-    filled = 0
-    for name, tensor in tensors.items():  # the same on all ranks
-        numbers[name] = 1 + filled // FILE_BYTES
-        filled += tensor.nbytes // (tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1)
+    number, filled = 1, torch.zeros(len(every), dtype=torch.int64)
+    for name, sizes in zip(parts, torch.stack(every, dim=1), strict=True):
+        if filled.any() and (filled + sizes).max() > FILE_BYTES:
+            number, filled = number + 1, torch.zeros_like(filled)
+        numbers[name] = number
+        filled += sizes
     return numbers
 
 
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """What `write_whole` has written, mapped: the kernel reads what is used, and may forget it again."""
-    found: dict[str, torch.Tensor] = {}
+def stored_tensors(folder: Path, outlines: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    """Those of these names, shapes and dtypes that any number of ranks has written."""
+    found = {name: Stored(name, like.shape, like.dtype, []) for name, like in outlines.items()}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name, part in _tensors(opened):
+                if name in found:
+                    first, *_ = places[name]["saved_offsets"]
+                    # Also where a file has rows of an n-D tensor: they are a range of the flattened one.
+                    found[name].parts.append((first * prod(part.shape[1:]), part.reshape(-1)))
     return found
+
+
+def joined_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """What rank 0 has put together, mapped: names and flattened tensors."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            yield from _tensors(opened)
+
+
+def _tensors(opened: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in opened.keys():  # noqa: SIM118
+        yield name, opened.get_tensor(name)

@@ -84,8 +84,8 @@ class Sharding(Protocol):
         ...
 
     def read_state(self, file: Path) -> Any:
-        """Such a state, in host memory, whatever the placement was: of what is divided whole tensors or this rank's
-        parts."""
+        """Such a state, in host memory, whatever the placement was: of what was divided, whole tensors, or where they
+        are found."""
         ...
 
     def changed(self) -> None:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
-
-T = TypeVar("T", bound=torch.Tensor)
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 
-def take_parts(state: Any, kind: type[T]) -> tuple[Any, dict[str, T]]:
-    """The state without its tensors of this type, and these by their names."""
-    parts = {name: value for name, value in _named(state) if isinstance(value, kind)}
-    return tree_map_only(kind, lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"), state), parts
+def named_values(state: Any) -> Iterator[tuple[str, Any]]:
+    return ((_name(path), value) for path, value in tree_flatten_with_path(state)[0])
 
 
 def missing_parts(state: Any) -> dict[str, torch.Tensor]:
     """Names, shapes and dtypes of the tensors that lie elsewhere."""
-    return {n: t for n, t in _named(state) if isinstance(t, torch.Tensor) and t.device.type == "meta"}
+    return {n: t for n, t in named_values(state) if isinstance(t, torch.Tensor) and t.device.type == "meta"}
 
 
-def put_parts(state: Any, parts: Mapping[str, torch.Tensor]) -> Any:
-    """The state with these tensors in their places."""
+def put_parts(state: Any, parts: Mapping[str, Any]) -> Any:
+    """The state with these in the places of the tensors that lie elsewhere."""
     leaves, spec = tree_flatten_with_path(state)
     return tree_unflatten([parts.get(_name(path), value) for path, value in leaves], spec)
 
@@ -49,15 +45,10 @@ def read_whole_state(file: Path) -> Any:
     missing = missing_parts(state)
     if not missing:
         return state
-    from learner.training.sharded_state import read_shards  # torch.distributed
+    from learner.training.sharded_state import stored_tensors  # torch.distributed
 
-    found = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()}
-    read_shards(file.with_suffix(""), found)
-    return put_parts(state, found)
-
-
-def _named(state: Any) -> Iterator[tuple[str, Any]]:
-    return ((_name(path), value) for path, value in tree_flatten_with_path(state)[0])
+    stored = stored_tensors(file.with_suffix(""), missing)
+    return put_parts(state, {name: tensor.whole() for name, tensor in stored.items()})
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -165,7 +165,7 @@ class MasterUpdates:
         changed = {
             number: {
                 name: self._parts.part(value, parameters[number])
-                if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape
+                if getattr(value, "shape", None) == parameters[number].shape
                 else value
                 for name, value in values.items()
             }

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 from asyncrl.config.sections import OptimConfig
@@ -21,15 +19,16 @@ from asyncrl.models.published import fitting, load_published, published_parts, p
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
+from learner.training.sharded_files import ShardedFiles
+from learner.training.sharded_state import Part, Stored
 from learner.training.updates import Updates
-from learner.training.whole_files import WholeFiles
 from learner.training.zero_engine import ZeroEngine, ZeroSettings, load_deepspeed
-from learner.training.zero_updates import ZeroUpdates, part_for, shape_of
+from learner.training.zero_updates import ZeroUpdates, shape_of
 
 T = TypeVar("T")
 
 
-class ZeroWhole(WholeFiles):
+class ZeroWhole(ShardedFiles):
     """Stages 1 and 2: each rank has the whole weights, and steps its part of the masters."""
 
     gathers = False
@@ -59,7 +58,7 @@ class ZeroWhole(WholeFiles):
         return self._updates
 
     def masters(self, model: Any) -> MasterWeights:
-        return WholeMasters(self, model)
+        return ZeroMasters(self, model)
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
@@ -70,12 +69,23 @@ class ZeroWhole(WholeFiles):
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
         """As published; what has been rounded here, as it was loaded."""
-        parts = dict(published_parts(self._model))
-        for name, tensor in self.published():
-            rounded = self._updates is not None and self.dtypes.get(name, tensor.dtype) != tensor.dtype
-            yield name, self._updates.master(parts[name]) if self._updates is not None and rounded else tensor
+        if self._updates is not None and self.dtypes.get(name, tensor.dtype) != tensor.dtype:
+            return self._updates.part(tensor)
+        return self.divided(self.local(tensor), tensor) if isinstance(tensor, nn.Parameter) else tensor
+
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Part:
+        """The part that this rank writes of something that it has as `local` has it of a parameter."""
+        flat = local.detach().reshape(-1)
+        size = -(-flat.numel() // self._ranks.size)
+        first = min(self._ranks.rank * size, flat.numel())
+        return Part(flat[first : first + size], first, parameter.shape)
+
+    @torch.no_grad()
+    def set_local(self, local: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor | Stored) -> None:
+        """Set that to a saved tensor."""
+        local.copy_(given.whole() if isinstance(given, Stored) else given)
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_published(self._model, self._mastered(tensors))
@@ -86,21 +96,16 @@ class ZeroWhole(WholeFiles):
             yield name, tensor
             self._set_master(parts[name], tensor)
 
-    @torch.no_grad()
-    def load_weights(self, file: Path) -> None:
-        self.changed()
-        own = self._model.state_dict(keep_vars=True)
-        found = load_file(file) if file.exists() else self.read_state(file.with_suffix(".pt"))
-        for name, whole in found.items():
-            self._set(own[name], whole)
-            self._set_master(own[name], whole)
+    def _set(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.set_local(self.local(tensor), tensor, given)
+            self._set_master(tensor, given)
+        else:  # a buffer
+            tensor.copy_(cast(torch.Tensor, given))
 
-    def _set(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        tensor.copy_(whole)
-
-    def _set_master(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    def _set_master(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
         if self._updates is not None and tensor.requires_grad:
-            self._updates.set_master(tensor, whole)
+            self._updates.part(tensor).fill(given)
 
     def changed(self) -> None:
         pass
@@ -130,9 +135,6 @@ class ZeroParted(ZeroWhole):
             self._engine = ZeroEngine(self._model, self._settings)
         return self._engine.run(compute)
 
-    def masters(self, model: Any) -> MasterWeights:
-        return PartMasters(self, model)
-
     def local(self, parameter: Any) -> torch.Tensor:
         return parameter.ds_tensor
 
@@ -152,14 +154,12 @@ class ZeroParted(ZeroWhole):
         outlines = {n: torch.empty(shape_of(p), dtype=p.dtype, device="meta") for n, p in parts.items()}
         for name, whole in fitting(outlines, tensors):
             self._set(parts[name], whole)
-            self._set_master(parts[name], whole)
 
-    @torch.no_grad()
-    def _set(self, tensor: Any, whole: torch.Tensor) -> None:
-        if hasattr(tensor, "ds_tensor"):
-            tensor.ds_tensor.copy_(part_for(tensor, whole, self._ranks))
-        else:  # a buffer
-            tensor.copy_(whole)
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Part:
+        return Part.even(local.detach(), self._ranks.rank, shape_of(parameter))
+
+    def set_local(self, local: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor | Stored) -> None:
+        self.divided(local, parameter).fill(given)
 
     def changed(self) -> None:
         """Weights that stay whole between steps are gathered again, too."""
@@ -167,38 +167,19 @@ class ZeroParted(ZeroWhole):
         if engine is not None:
             engine.deepspeed.empty_partition_cache()
 
-    def whole(self, part: torch.Tensor, parameter: Any) -> torch.Tensor:
-        """The whole tensor of the ranks' parts, of a parameter's shape."""
-        found = torch.empty(part.numel() * self._ranks.size, dtype=part.dtype, device=self._settings.device)
-        dist.all_gather_single(found, part.to(self._settings.device))
-        return found[: parameter.ds_numel].view(parameter.ds_shape)
 
-
-class WholeMasters(MasterWeights):
-    """fp32 copies of 16-bit parameters, the same on all ranks."""
+class ZeroMasters(MasterWeights):
+    """fp32 copies of what this rank has of 16-bit parameters: of the moving reference, which no optimiser steps."""
 
     def __init__(self, sharding: ZeroWhole, model: nn.Module):
-        super().__init__(model)
-        self._sharding = sharding
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {n: self._sharding.kept(copy) for n, copy in self._copies.items()}
-
-
-class PartMasters(MasterWeights):
-    """fp32 copies of this rank's parts of 16-bit parameters."""
-
-    def __init__(self, sharding: ZeroParted, model: nn.Module):
         self._sharding, self._parameters = sharding, dict(model.named_parameters())
         self._trained = {n: sharding.local(p) for n, p in self._parameters.items() if p.requires_grad}
-        self._copies = {n: part.float() for n, part in self._trained.items() if part.dtype != torch.float32}
+        self._copies = {n: local.detach().float() for n, local in self._trained.items() if local.dtype != torch.float32}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        whole = self._sharding.whole
-        return {n: self._sharding.kept(whole(copy, self._parameters[n])) for n, copy in self._copies.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {n: self._sharding.divided(copy, self._parameters[n]) for n, copy in self._copies.items()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
         self._check_names(state.keys(), self._copies.keys(), folder)
-        for name, whole in state.items():
-            self._copies[name].copy_(part_for(self._parameters[name], whole, self._sharding._ranks))
+        for name, given in state.items():
+            self._sharding.set_local(self._copies[name], self._parameters[name], given)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,8 +21,9 @@ from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
 from learner.training.optimizers import check_same_moments
 from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.sharded_files import ShardedFiles
+from learner.training.sharded_state import Part
 from learner.training.updates import make_schedule, schedule_state
-from learner.training.whole_files import WholeFiles
 from learner.training.zero_engine import ZeroEngine, ZeroSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,13 +41,12 @@ class ZeroUpdates:
         optim: OptimConfig,
         total_updates: int,
         ranks: Ranks,
-        files: WholeFiles,
+        files: ShardedFiles,
     ):
         """`files` are the model's, which knows it as it was loaded."""
         self._optim, self._total_updates, self._ranks = optim, total_updates, ranks
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dtypes = {name: files.dtypes[name] for name in self._trained}
-        self._kept = files.kept
         groups, self._in_file = _groups(self._trained, optim)
         on_cpu = settings.cpu_offload or settings.device.type == "cpu"
         self._optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=on_cpu)
@@ -141,10 +141,11 @@ class ZeroUpdates:
                 value.zero_()
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        from deepspeed.utils import safe_get_local_fp32_param
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 
         for parameter in self._trained.values():
-            yield safe_get_local_fp32_param(parameter) if self._is_parted else _full(parameter)
+            read = safe_get_local_fp32_param if self._is_parted else safe_get_full_fp32_param
+            yield cast(torch.Tensor, read(parameter))
 
     def copies(self) -> Iterator[torch.Tensor]:
         for flats in self._flat.values():
@@ -152,36 +153,27 @@ class ZeroUpdates:
         for state in self._optimizer.state.values():
             yield from state.values()
 
-    def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The whole master of a trained parameter."""
-        return _full(parameter)
-
-    @torch.no_grad()
-    def set_master(self, parameter: torch.Tensor, whole: torch.Tensor, moment: str | None = None) -> None:
-        """Set the master of a trained parameter, or one of its moments."""
-        from deepspeed import utils
-
+    def part(self, parameter: Any, moment: str | None = None) -> Part:
+        """This rank's part of the fp32 master of a trained parameter, or of one of its moments: a view."""
         if self._is_parted:
-            part = part_for(parameter, whole.float(), self._ranks)
-            if moment is None:
-                utils.safe_set_local_fp32_param(parameter, part)
-            else:
-                utils.safe_set_local_optimizer_state(parameter, part, moment)
-        elif moment is None:
-            utils.safe_set_full_fp32_param(parameter, whole)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, whole, moment)
+            read = self._zero._get_fp32_opt_state_partition
+            flat, _ = read(parameter, release_swap_buffers=True, optim_state_key=moment)
+            return Part.even(flat.detach(), self._ranks.rank, parameter.ds_shape)
+        fragment = parameter._hp_mapping
+        if fragment is None:  # other ranks have all of it
+            return Part(torch.empty(0), 0, parameter.shape)
+        return Part(fragment.get_hp_fragment(moment).detach(), fragment.lp_fragment_address.start, parameter.shape)
 
     def state(self) -> dict[str, Any]:
         """As torch's optimiser has it, whose state is numbered by the places of parameters in the groups of
         `parameter_groups`."""
-        masters = {n: self._kept(self.master(p)) for n, p in self._rounded().items()}
-        state: dict[int, dict[str, torch.Tensor]] = {}
+        masters = {n: self.part(p) for n, p in self._rounded().items()}
+        state: dict[int, dict[str, Any]] = {}
         for number, name in enumerate(self._in_file.names):
             parameter = self._trained[name]
             step = self._steps(parameter)[0]
             if step:
-                moments = {m: self._kept(_full(parameter, m)) for m in MOMENTS}
+                moments = {m: self.part(parameter, m) for m in MOMENTS}
                 state[number] = {"step": step.cpu().clone(), **moments}
         optimizer = {"state": state, "param_groups": self._in_file.param_groups}
         return {"masters": masters, "optimizer": optimizer, "schedule": schedule_state(self.schedule)}
@@ -191,13 +183,13 @@ class ZeroUpdates:
         check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
         check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
         check_same_moments(optimizer, "adamw", folder)
-        for name, whole in masters.items():
-            self.set_master(self._trained[name], whole)
+        for name, master in masters.items():
+            self.part(self._trained[name]).fill(master)
         self.forget_moments()
         for number, saved in optimizer["state"].items():
             parameter = self._trained[self._in_file.names[number]]
             for moment in MOMENTS:
-                self.set_master(parameter, saved[moment], moment)
+                self.part(parameter, moment).fill(saved[moment])
             for step in self._steps(parameter):
                 step.fill_(max(float(step), float(saved["step"])))  # one of each group, whose parameters step together
         self.schedule = make_schedule(self._optimizer, self._optim, self._total_updates, made=state["schedule"])
@@ -223,24 +215,6 @@ class _InFile:
 def shape_of(parameter: torch.Tensor) -> torch.Size:
     """The shape of the whole, also where stage 3 has taken it apart."""
     return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def part_for(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's part of a whole tensor as stage 3 divides the parameter: elements in order, zeros behind the last."""
-    size = parameter.ds_tensor.numel()
-    part = whole.new_zeros(size)
-    mine = whole.reshape(-1)[ranks.rank * size : (ranks.rank + 1) * size]
-    part[: len(mine)] = mine
-    return part
-
-
-def _full(parameter: torch.Tensor, moment: str | None = None) -> torch.Tensor:
-    """The whole fp32 master of a trained parameter, or one of its moments, on all ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    found = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
-    assert found is not None
-    return found
 
 
 def _groups(trained: dict[str, torch.nn.Parameter], optim: OptimConfig) -> tuple[list[dict[str, Any]], _InFile]:

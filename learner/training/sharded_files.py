@@ -1,0 +1,127 @@
+"""Checkpoint files of a model on several ranks, each of which writes its parts."""
+
+from __future__ import annotations
+
+import shutil
+from copy import copy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.utils._pytree import tree_map_only
+
+from asyncrl.models.export import export_model
+from asyncrl.models.gathered_units import is_adapted
+from asyncrl.models.published import published_parts
+from learner.ranks.group import Ranks
+from learner.training.sharded_state import (
+    Part,
+    Stored,
+    joined_tensors,
+    kept,
+    stored_tensors,
+    take_parts,
+    write_parts,
+)
+from learner.training.state_file import missing_parts, put_parts
+from learner.training.train_engine import Write
+
+
+class ShardedFiles:
+    """What the placements over several ranks have in common."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+
+    def take(self, model: Any) -> None:
+        """Remember the model as it was loaded: it is whole now."""
+        self._model = model
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self._is_adapted = is_adapted(model)
+        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not self._is_adapted else None
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # for the threads that write
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+        """This rank's part of a weight of the model, or a buffer, as it is saved."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        raise NotImplementedError
+
+    def _set(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
+        """Set a weight of the model, or a buffer, to a saved one."""
+        raise NotImplementedError
+
+    def model_files(self, processor: Any, *, copies: bool) -> Write:
+        names = {id(t): name for name, t in published_parts(self._model)}
+        aliases = {name: names[id(t)] for name, t in self._model.state_dict(keep_vars=True).items()}
+        state = self._weights(copies=copies)
+
+        def write(folder: Path) -> None:
+            """Parts first, and then rank 0 the folder, from a file of whole tensors on the disk."""
+            parts_in = folder.with_name(f".{folder.name}.parts")
+            if self._ranks.leads:
+                shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
+            dist.barrier(self._group)
+            outlines, parts = take_parts(state)
+            write_parts(parts_in, parts, self._group, puts_together=True)
+            if self._ranks.leads:
+                whole = {**state, **{n: flat.view(outlines[n].shape) for n, flat in joined_tensors(parts_in)}}
+                export_model(self._skeleton, processor, folder, {name: whole[own] for name, own in aliases.items()})
+                shutil.rmtree(parts_in)
+
+        return write
+
+    def weights_files(self, name: str, *, copies: bool) -> Write:
+        return self._write_state(self._weights(copies=copies), str(Path(name).with_suffix(".pt")))
+
+    def _weights(self, *, copies: bool) -> dict[str, torch.Tensor | Part]:
+        """Of this rank, by their published names."""
+        self.changed()
+        return {n: kept(self.part_of(n, tensor), copies=copies) for n, tensor in published_parts(self._model)}
+
+    @torch.no_grad()
+    def load_weights(self, file: Path) -> None:
+        self.changed()
+        own = self._model.state_dict(keep_vars=True)
+        if not file.exists():
+            for name, given in self.read_state(file.with_suffix(".pt")).items():
+                self._set(own[name], given)
+            return
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                self._set(own[name], opened.get_tensor(name))
+
+    def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
+        mine = tree_map_only((torch.Tensor, Part), lambda value: kept(value, copies=copies), state)
+        return self._write_state(mine, name)
+
+    def _write_state(self, state: Any, name: str) -> Write:
+        """Rank 0 writes the file, and all write their parts beside it."""
+        record, parts = take_parts(state)
+
+        def write(folder: Path) -> None:
+            if parts:
+                write_parts((folder / name).with_suffix(""), parts, self._group)
+            if self._ranks.leads:
+                torch.save(record, folder / name)
+
+        return write
+
+    def read_state(self, file: Path) -> Any:
+        """The state, with a `Stored` in the place of a tensor that lies beside the file."""
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        missing = missing_parts(state)
+        return put_parts(state, stored_tensors(file.with_suffix(""), missing)) if missing else state
+
+
+def _without_weights(model: Any) -> Any:
+    """The same model on the meta device: it knows how its family's files are written."""
+    config = copy(model.config)
+    with torch.device("meta"):
+        skeleton = type(model)._from_config(config, dtype=model.dtype)
+    skeleton.generation_config = model.generation_config
+    skeleton._weight_conversions = getattr(model, "_weight_conversions", None)  # names in the files that it came from
+    return skeleton
