@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.ranks.group import Ranks
-from learner.training import zero_engine
+from learner.training import sharded_state, zero_engine
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine, create_engine
 from learner.training.reference import Reference
@@ -54,6 +54,7 @@ def run_ranks(
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     zero_engine.PERSISTENT = 500  # else every tensor of a tiny model stays whole
+    sharded_state.FILE_BYTES = 20_000  # else all of it is in one file
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()
     results: dict[str, Any] = {}
@@ -66,6 +67,7 @@ def main(folder: Path) -> None:
             rig.get("steps", 2),
             Path(start) if start else None,
             poisoned=name in rig.get("poisoned", []),
+            idle=rig.get("idle", False),
         )
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
@@ -78,11 +80,18 @@ def join() -> Ranks:
 
 
 def take_steps(
-    config: RunConfig, folder: Path, ranks: Ranks, steps: int, start: Path | None = None, *, poisoned: bool = False
+    config: RunConfig,
+    folder: Path,
+    ranks: Ranks,
+    steps: int,
+    start: Path | None = None,
+    *,
+    poisoned: bool = False,
+    idle: bool = False,
 ) -> dict[str, Any]:
     """Metrics and each rank's passes through vision towers, by steps; weights before and after each, and a checkpoint
     of the last, are in `folder`. `start`: such a folder, of as many steps. `poisoned`: the last rank has gradients that
-    are not finite."""
+    are not finite. `idle`: no step is made."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = create_engine(config, config.learner.optim, steps, ranks)
@@ -111,7 +120,7 @@ def take_steps(
     metrics: list[dict[str, float]] = []
     _save_weights(engine.published_state(), folder / "0.safetensors", ranks)
     first = 3 + steps if start else 3
-    for version in range(first, first + steps):
+    for version in range(first, first + steps * (not idle)):
         try:
             metrics.append(step(batch, version))
             towers.append([sum(row) for row in ranks.gather([counted["passes"] for counted in passes])])

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
+from learner.checkpoint.storage import complete_checkpoints
 from learner.ranks.group import ALONE
+from learner.training.engine import ENGINE_FILE
+from learner.training.state_file import named_values, read_whole_state
+from protocol.faults import SLOW_VARIABLE
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.system.test_bad_input import image_rows, write_rows
@@ -155,6 +160,72 @@ def test_one_ranks_gradient_that_is_not_finite_stops_all(compared: Compared, nam
     check_stopped_before_an_update(compared.folder / "2" / name)
 
 
-def test_a_rank_that_is_killed_costs_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "stage"), [(CRITIC, 1), (CRITIC, 2), (CRITIC, 3), (EXACT, 2), (EXACT, 3), (OFFLOAD, 2)]
+)
+def test_each_rank_writes_its_parts(compared: Compared, case: str, stage: int) -> None:
+    """No rank has had the whole optimiser state, and small files were put together in memory one at a time."""
+    folder = compared.folder / f"2/{case}, stage {stage}"
+    of_rank = [list((folder / ENGINE_FILE).with_suffix("").glob(f"shard-0000{rank}-*")) for rank in (1, 2)]
+    assert all(len(files) > 10 for files in of_rank)
+    first, second = (sum(file.stat().st_size for file in files) for files in of_rank)
+    assert first == pytest.approx(second, rel=0.1)
+    record = torch.load(folder / ENGINE_FILE, weights_only=True)
+    assert all(t.is_meta for _, t in named_values(record) if isinstance(t, torch.Tensor) and t.numel() > 1)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_any_engine_on_any_number_of_ranks_continues_with_the_same_bits(compared: Compared, tmp_path: Path) -> None:
+    """A checkpoint that goes from hand to hand, read and written again without a step, stays what it was: model,
+    masters, moments, critic and the averages of a moving reference."""
+    alone = compared.configs[CRITIC]
+
+    def of(engine: str, stage: int = 2) -> RunConfig:
+        learner = alone.learner.model_copy(update={"engine": engine, "zero_stage": stage})
+        return alone.model_copy(update={"learner": learner})
+
+    second, third = (compared.folder / f"2/{CRITIC}, stage {stage}" for stage in (2, 3))
+    two, three, one, none = (tmp_path / size for size in ("two", "three", "one", "none"))
+    handed = {
+        (two, 2): {"a": (second, of("fsdp2")), "b": (second, of("deepspeed", 3)), "c": (third, of("deepspeed", 1))},
+        (three, 3): {
+            "a": (two / "a", of("deepspeed", 3)),
+            "b": (two / "b", of("fsdp2")),
+            "c": (two / "c", of("deepspeed", 2)),
+        },
+        (one, 1): {"a": (three / "a", of("deepspeed", 2)), "c": (three / "c", of("fsdp2"))},
+    }
+    for (folder, size), ways in handed.items():
+        starts = {name: start for name, (start, _) in ways.items()}
+        configs = {name: config for name, (_, config) in ways.items()}
+        run_ranks(folder, configs, size=size, steps=STEPS, starts=starts, idle=True)
+    none.mkdir()
+    for name, start in {"a": one / "a", "b": three / "b", "c": one / "c"}.items():
+        take_steps(alone, none / name, ALONE, STEPS, start, idle=True)
+        check_same_checkpoint(third if name == "c" else second, none / name)
+
+
+def check_same_checkpoint(one: Path, other: Path) -> None:
+    for file in ("engine.pt", "critic/engine.pt", "reference/averages.pt"):
+        mine, theirs = (dict(named_values(read_whole_state(folder / file))) for folder in (one, other))
+        for name, value in mine.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, theirs[name]), name
+        assert mine.get("schedule.last_epoch") == theirs.get("schedule.last_epoch")
+    mine, theirs = (load_file(folder / "model/model.safetensors") for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_a_rank_that_is_killed_while_it_writes_costs_nothing(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second checkpoint has its model, and parts are being written."""
+    monkeypatch.setenv(SLOW_VARIABLE, "checkpoint.writing:2")
+
+    def half_written(run: Path) -> bool:
+        found = list((run / "checkpoints").glob(".step-000004.building-*/model/config.json"))
+        return bool(found) and list(complete_checkpoints(run)) == [2]
+
     learner = {"engine": "deepspeed", "zero_stage": 3, "num_processes": 2, "optim": {"lr": 1e-3}}
-    check_run_with_a_killed_rank(make_config, tmp_path, learner, steps=6)
+    check_run_with_a_killed_rank(make_config, tmp_path, learner, steps=6, at=half_written)
