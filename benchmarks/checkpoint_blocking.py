@@ -7,7 +7,8 @@ Each model (without --model: the demo's of 1.8 M parameters and a random one of 
 fp32 if not said otherwise; several ranks are FSDP2's, or DeepSpeed's of that stage. A checkpoint is written while
 training waits (`trainer.save_async=false`), and beside the steps that follow. Prints a Markdown table of medians:
 seconds blocked and until the checkpoint is complete, seconds of a step without and beside a write, and the memory that
-rank 0 and the others have of their own (RssAnon, MiB): before a checkpoint, and at most.
+rank 0 and the others have of their own (RssAnon, MiB): before a checkpoint, at most meanwhile, and what loading the
+model and making its optimiser adds at most.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ COLUMNS = (
     "step s beside a write",
     "MiB before",
     "MiB at most",
+    "MiB to load",
     "other ranks before",
     "other ranks at most",
+    "other ranks to load",
 )
 TOKENS = 64
 
@@ -114,7 +117,9 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
             }
         )
         engine = create_engine(config, config.learner.optim, 1000, Ranks(rank, ranks, rank))
-        engine.prepare()
+        without = own_memory()
+        with most_memory() as loading:
+            engine.prepare()
         processor = PromptProcessor(config.model).processor
         ids = np.random.default_rng(0).integers(5, 200, TOKENS)
         group = TrainGroup(fixed_prompt(ids), (Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids)),))
@@ -152,10 +157,10 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
                     steps = [step() for _ in range(3)]  # as many on each rank
                     writing.wait(600)
                 complete = time.monotonic() - began
-            mine = [(before, most[0])] * ranks
+            mine = [(before, most[0], loading[0] - without)] * ranks
             if ranks > 1:
                 dist.all_gather_object(mine, mine[0])
-            others = [max(values) for values in zip(*mine[1:], strict=True)] or [nan, nan]
+            others = [max(values) for values in zip(*mine[1:], strict=True)] or [nan, nan, nan]
             values = (blocked, complete, alone, median(steps) if steps else nan, *mine[0], *others)
             rows.append(dict(zip(COLUMNS, values, strict=True)))
         if ranks > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -17,17 +17,26 @@ from asyncrl.models.folder import describe_model, model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
 from asyncrl.models.vision_attention import attend_by_length
+from asyncrl.models.weight_files import open_weights, weight_files
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""
+_IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of dtypes in safetensors."""
 ALIGNMENT_BYTES = 64
 """Alignment of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
 """Configuration keys of dropout, except those of heads that are not loaded."""
 
 
-def load_model(config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa") -> nn.Module:
-    """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`."""
+def load_model(
+    config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa", stays_mapped: bool = False
+) -> nn.Module:
+    """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`.
+
+    `stays_mapped`: on a CPU, parameters that a file has in that dtype stay there until somebody reads them, and take no
+    memory of this process's own: for a model whose parameters are copied into parts of it next.
+    """
     compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
     model = kind.from_pretrained(model_folder(config), **options)
@@ -36,11 +45,23 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
     if text_attention == SHARED_PREFIX_ATTENTION:
         hand_on_layout(model)
     if device.type == "cpu":
-        _align(model)
+        _align(model.buffers() if stays_mapped else chain(model.parameters(), model.buffers()))
     model.to(device)
     if config.float32_head:
         compute_head_in_float32(model)
     return model
+
+
+def can_stay_mapped(config: ModelConfig, model: Any) -> bool:
+    """Whether its files have the parameters as the model, a skeleton, has them: in `config.dtype`, in safetensors, and
+    none that are put together, as transformers does with experts."""
+    found: list[str] = []
+    for file in weight_files(model_folder(config)):
+        if file.suffix != ".safetensors":
+            return False
+        with open_weights(file) as opened:
+            found += [opened.get_slice(name).get_dtype() for name in opened.keys()]  # noqa: SIM118
+    return set(found) == {_IN_FILES[torch_dtype(config)]} and len(found) <= len(model.state_dict())
 
 
 def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
@@ -85,13 +106,13 @@ def torch_dtype(config: ModelConfig) -> torch.dtype:
 
 
 @torch.no_grad()
-def _align(model: nn.Module) -> None:
-    """Align every tensor as torch's allocator would.
+def _align(tensors: Iterable[torch.Tensor]) -> None:
+    """Align them as torch's allocator would.
 
     Loaded ones lie as their file was mapped, behind a header of any length, and MKL rounds a product by where its
     factors lie: the same weights in other memory, after a sleep or out of another file, would have other log-probs.
     """
-    for tensor in chain(model.parameters(), model.buffers()):
+    for tensor in tensors:
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
 

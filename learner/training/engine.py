@@ -69,7 +69,10 @@ class TorchEngine:
         """Load the model and build the optimiser."""
         shared_prefix.register()
         model: Any = load_model(
-            self._config.model, device=self.sharding.load_device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+            self._config.model,
+            device=self.sharding.load_device,
+            text_attention=shared_prefix.SHARED_PREFIX_ATTENTION,
+            stays_mapped=self.sharding.gathers,  # it is taken apart below
         )
         self._adapted: Any = None
         if self.adapter is not None:

@@ -65,7 +65,7 @@ class FullySharded(ShardedFiles):
                 setattr(module, _RUN, _call)
             for parameter in module.parameters():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    parameter.data = parameter.data.float()
+                    parameter.data = parameter.data.to(self._device).float()  # FSDP puts it there: not wide on the host
             fully_shard(module, mesh=mesh, mp_policy=kept if dtype == torch.float32 else mixed, offload_policy=offload)
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks

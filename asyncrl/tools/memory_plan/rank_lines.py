@@ -71,5 +71,6 @@ def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             kept = ranks * sum(line.nbytes for line in _part_lines(model, config, ranks))
         yield Line("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
     engines = (model, model.critic) if model.critic else (model,)
-    loading = ranks * max(*(engine.weights for engine in engines), model.reference)
-    yield Line("whole models", loading, f"for a while, as each of {ranks} ranks loads one")
+    if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):
+        why = f"for a while, as each of {ranks} ranks loads one whose files have another dtype or layout"
+        yield Line("whole models", loading, why)

@@ -18,12 +18,12 @@ import torch
 
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import Optimizer
+from asyncrl.config.sections import ModelConfig, Optimizer
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
 from asyncrl.models.gathered_units import gathered_units
-from asyncrl.models.loading import has_vision, skeleton
+from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.masked_attention import window_of
 from asyncrl.models.output_head import OutputHead
@@ -85,9 +85,12 @@ class ModelBytes:
     """Bytes by which the weights are smaller in an engine that quantises them."""
     in_layers: int = 0
     """Most of `passing` once the last hidden states have their gradient."""
+    loading: int = 0
+    """Bytes that a process of several ranks has of its own while it loads the weights, before it keeps its part."""
     divided: DividedModel | None = None
     """The same model over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
+    loading_reference: int = 0
 
     @property
     def kept(self) -> int:
@@ -118,8 +121,9 @@ def rehearse(config: RunConfig) -> ModelBytes:
         critic = None
         if "critic" in config.algorithm.needs:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
-        reference, divided = _reference_bytes(config)
-        return replace(_rehearse(config), critic=critic, reference=reference, divided_reference=divided)
+        reference, divided, loading = _reference_bytes(config)
+        actor = replace(_rehearse(config), critic=critic)
+        return replace(actor, reference=reference, divided_reference=divided, loading_reference=loading)
     except UserError:
         raise
     except Exception as problem:
@@ -136,6 +140,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
     in_8_bits = [model.get_parameter(name) for name in quantizable(model)]
+    loading = _loading(config.model, model)
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -191,6 +196,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
         saved_in_8_bits=sum(w.nbytes - w.numel() - SCALE_BYTES * len(w) for w in in_8_bits),
         in_layers=training.peak,
+        loading=loading,
         divided=divided,
     )
 
@@ -233,15 +239,20 @@ def _forget_gradients_of_layers(model: torch.nn.Module) -> None:
                 parameter.register_post_accumulate_grad_hook(forget)
 
 
-def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None]:
+def _loading(config: ModelConfig, model: Any) -> int:
+    return 0 if can_stay_mapped(config, model) else nbytes([*model.parameters(), *model.buffers()])
+
+
+def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None, int]:
     if config.reference_model is None:
-        return 0, None
+        return 0, None, 0
     model = skeleton(config.reference_model)
+    loading = _loading(config.reference_model, model)
     freeze_parts(model, config.model)
     averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
     averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
     divided = divide(model) if config.learner.is_divided else None
-    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided
+    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided, loading
 
 
 # --- passes --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.demo import model as demo_model
-from asyncrl.models.loading import ALIGNMENT_BYTES, load_model
+from asyncrl.models.loading import ALIGNMENT_BYTES, can_stay_mapped, load_model, skeleton
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from rollout_server.engines.hf.prefill import prefill
@@ -54,6 +54,18 @@ def test_headers_of_any_length_lead_to_the_same_bits(folder: Path) -> None:
         found = logprobs(model)
         expected = found if expected is None else expected
         assert torch.equal(found, expected), longer_by
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [("float32", True), ("bfloat16", False)])
+def test_parameters_stay_in_their_file_until_they_are_taken_apart(folder: Path, dtype: str, stays: bool) -> None:
+    """In the file's dtype; the plan of memory knows it."""
+    config = ModelConfig(path=str(folder), dtype=dtype)
+    assert can_stay_mapped(config, skeleton(config)) == stays
+    model = load_model(config, device=CPU, stays_mapped=True)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    spans = [tuple(int(end, 16) for end in words[0].split("-")) for words in lines]
+    for parameter in model.parameters():
+        assert any(first <= parameter.data_ptr() < last for first, last in spans) == stays
 
 
 @pytest.mark.parametrize("longer_by", [0, 8])
