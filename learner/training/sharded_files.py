@@ -22,10 +22,9 @@ from learner.training.sharded_state import (
     joined_tensors,
     kept,
     stored_tensors,
-    take_parts,
     write_parts,
 )
-from learner.training.state_file import missing_parts, put_parts
+from learner.training.state_file import missing_parts, named_values, put_parts
 from learner.training.train_engine import Write
 
 
@@ -65,7 +64,7 @@ class ShardedFiles:
             if self._ranks.leads:
                 shutil.rmtree(parts_in, ignore_errors=True)  # of a process that was killed
             dist.barrier(self._group)
-            outlines, parts = take_parts(state)
+            outlines, parts = _take_parts(state)
             write_parts(parts_in, parts, self._group, puts_together=True)
             if self._ranks.leads:
                 whole = {**state, **{n: flat.view(outlines[n].shape) for n, flat in joined_tensors(parts_in)}}
@@ -100,7 +99,7 @@ class ShardedFiles:
 
     def _write_state(self, state: Any, name: str) -> Write:
         """Rank 0 writes the file, and all write their parts beside it."""
-        record, parts = take_parts(state)
+        record, parts = _take_parts(state)
 
         def write(folder: Path) -> None:
             if parts:
@@ -115,6 +114,13 @@ class ShardedFiles:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         missing = missing_parts(state)
         return put_parts(state, stored_tensors(file.with_suffix(""), missing)) if missing else state
+
+
+def _take_parts(state: Any) -> tuple[Any, dict[str, Part]]:
+    """The state without its parts, as `state_file` has it, and these by their names."""
+    parts = {name: value for name, value in named_values(state) if isinstance(value, Part)}
+    outlines = tree_map_only(Part, lambda p: torch.empty(p.shape, dtype=p.elements.dtype, device="meta"), state)
+    return outlines, parts
 
 
 def _without_weights(model: Any) -> Any:

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from asyncrl.models.host_copies import host_copy, to_host
-from learner.training.state_file import named_values
 
 FILE_BYTES = 128 << 20
 """A rank's parts are written in files of about this size, each of which is put together in memory first."""
@@ -102,13 +100,6 @@ def kept(value: torch.Tensor | Part, *, copies: bool) -> torch.Tensor | Part:
         elements = value.elements.detach()
         return replace(value, elements=host_copy(elements) if copies else to_host(elements))
     return host_copy(value) if copies else value
-
-
-def take_parts(state: Any) -> tuple[Any, dict[str, Part]]:
-    """The state without its parts, as `state_file` has it, and these by their names."""
-    parts = {name: value for name, value in named_values(state) if isinstance(value, Part)}
-    outlines = tree_map_only(Part, lambda p: torch.empty(p.shape, dtype=p.elements.dtype, device="meta"), state)
-    return outlines, parts
 
 
 def write_parts(
