@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.environments.conversations import EnvironmentHealth
-from asyncrl.environments.recording import described_turns
+from asyncrl.environments.recording import Decode, described_turns
 from asyncrl.environments.shown_tools import tools_of
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.launch.inputs import check_engine, check_lengths
 from asyncrl.models.devices import compute_in_full_float32, resolve_dtype
 from asyncrl.models.export import export_model
@@ -32,6 +33,7 @@ from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded
 from asyncrl.tools.evaluate import Progress, Scored
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
+from rollout_server.conversation import Environments
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied
 from rollout_server.environments import environments_of, make_pool
@@ -44,6 +46,33 @@ def play_held_out(config: RunConfig, folder: Path) -> list[Scored]:
     `evaluation.group_size` trajectories a row, those of a row one after the other. What an environment loses has a
     status and no score. Raises UserError, and BadStateError where the environment is dead.
     """
+    with _with_model(config, folder) as config:
+        return asyncio.run(_play(config))
+
+
+def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple[Group, Decode]:
+    """Play one row once, as `play_held_out` does; the decoder is the model's. Raises UserError, also where it does not
+    begin."""
+
+    async def play(config: RunConfig) -> tuple[Group, Decode]:
+        async with _playing(config) as (producer, processor, _):
+            stops = stop_token_ids(config.model, processor.tokenizer)
+            ticket = _ticket(config, processor, stops, 0, rendered)
+            blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
+            (answer,) = [answer async for answer in producer.produce([ticket], blobs)]
+        if not isinstance(answer, Group):
+            assert isinstance(answer, TicketFailed), "nobody asks for tickets back"
+            raise UserError(f"{answer.error_kind}: {answer.error_message}")
+        return answer, processor.decode
+
+    evaluation = config.evaluation.model_copy(update={"group_size": 1})
+    with _with_model(config.model_copy(update={"evaluation": evaluation}), folder) as config:
+        return asyncio.run(play(config))
+
+
+@contextmanager
+def _with_model(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
+    """The configuration with this model, checked, for as long as the model is used."""
     check_rewarded(config)
     config = resolve_dtype(config)
     compute_in_full_float32()
@@ -53,7 +82,7 @@ def play_held_out(config: RunConfig, folder: Path) -> list[Scored]:
         config = config.model_copy(update={"model": model})
         check_lengths(config, describe_folder(model))
         check_engine(config)
-        return asyncio.run(_play(config))
+        yield config
 
 
 @contextmanager
@@ -69,6 +98,19 @@ def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
 
 
 async def _play(config: RunConfig) -> list[Scored]:
+    async with _playing(config) as (producer, processor, environments):
+        num_rows, prompts = held_out_prompts(config, processor)
+        rows = _Rows(config, processor, num_rows, prompts)
+        live = max(1, config.environment.capacity // config.evaluation.group_size)
+        # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.
+        parts = [live] if environments.in_rounds or live == 1 else [live - live // 2, live // 2]
+        await _all([rows.play(producer, rows_at_once) for rows_at_once in parts])
+        return rows.scored()
+
+
+@asynccontextmanager
+async def _playing(config: RunConfig) -> AsyncIterator[tuple[GroupProducer, PromptProcessor, Environments]]:
+    """What plays tickets, started, with its engine and environments."""
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
     assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
@@ -77,16 +119,9 @@ async def _play(config: RunConfig) -> list[Scored]:
         await rewards.start()
         await pool.start()
         processor.show_tools(tools_of(pool, config.environment))
-        num_rows, prompts = held_out_prompts(config, processor)
         await engine.start()
         environments = environments_of(pool, config)
-        producer = GroupProducer(engine, rewards, processor, "eval", environments)
-        rows = _Rows(config, processor, num_rows, prompts)
-        live = max(1, config.environment.capacity // config.evaluation.group_size)
-        # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.
-        parts = [live] if environments.in_rounds or live == 1 else [live - live // 2, live // 2]
-        await _all([rows.play(producer, rows_at_once) for rows_at_once in parts])
-        return rows.scored()
+        yield GroupProducer(engine, rewards, processor, "eval", environments), processor, environments
     except EngineDied as died:
         raise BadStateError(f"the engine died: {died}") from died
     finally:
@@ -110,10 +145,9 @@ class _Rows:
     """The rows of an evaluation, and what has come of them."""
 
     def __init__(self, config: RunConfig, processor: PromptProcessor, number: int, prompts: Iterator[RenderedPrompt]):
-        self._config = config
         self._processor = processor
         self._left = enumerate(prompts)
-        self._stop_token_ids = stop_token_ids(config.model, processor.tokenizer)
+        self._ticket = partial(_ticket, config, processor, stop_token_ids(config.model, processor.tokenizer))
         self._scored: dict[int, list[Scored]] = {}
         """By ticket."""
         self._health = EnvironmentHealth("then evaluate again")
@@ -138,17 +172,6 @@ class _Rows:
         """All of them in the order of the rows."""
         return [one for _, of_row in sorted(self._scored.items()) for one in of_row]
 
-    def _ticket(self, index: int, rendered: RenderedPrompt) -> Ticket:
-        return evaluation_ticket(
-            self._config,
-            rendered.prompt,
-            index,
-            ticket_id=EVALUATION_IDS + index,
-            version=0,
-            stop_token_ids=self._stop_token_ids,
-            banned_token_ids=self._processor.placeholder_ids,
-        )
-
     def _of_group(self, ticket: Ticket, group: Group) -> list[Scored]:
         found: list[Scored] = []
         for index, record in enumerate(group.trajectories):
@@ -162,6 +185,20 @@ class _Rows:
             raise BadStateError(f"row {ticket.prompt.row_id}: {failed.error_message}")
         score = Score("error", failed.error_kind, failed.error_message)
         return [Scored(_sample(ticket, ""), score)] * ticket.group_size
+
+
+def _ticket(
+    config: RunConfig, processor: PromptProcessor, stops: tuple[int, ...], index: int, rendered: RenderedPrompt
+) -> Ticket:
+    return evaluation_ticket(
+        config,
+        rendered.prompt,
+        index,
+        ticket_id=EVALUATION_IDS + index,
+        version=0,
+        stop_token_ids=stops,
+        banned_token_ids=processor.placeholder_ids,
+    )
 
 
 def _sample(ticket: Ticket, completion: str) -> RewardSample:

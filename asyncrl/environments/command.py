@@ -25,7 +25,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     env = commands.add_parser("env", help="environments of several turns: play one, estimate a baseline, write rows")
     kinds = env.add_subparsers(required=True, metavar="COMMAND")
     for name, handler, help in (
-        ("try", _try, "play one episode in the terminal: by hand, or --policy oracle"),
+        ("try", _try, "play one episode in the terminal: by hand, --policy oracle, or --model FOLDER"),
         ("baseline", _baseline, "mean reward of one of the environment's own policies over many episodes"),
         ("rows", _rows, "write a data set of the environment's rows, as Parquet"),
     ):
@@ -44,6 +44,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         if name == "try":
             row = "row of the YAML file's data.train_files, from 0; it is row 0 where the environment makes none"
             one.add_argument("--row", type=int, metavar="N", help=row)
+            model = "a Hugging Face or PEFT folder plays, by the engine and limits of a run and evaluation.temperature"
+            one.add_argument("--model", type=Path, metavar="FOLDER", help=model)
         if name == "baseline":
             one.add_argument("--episodes", type=int, default=400)
 
@@ -77,6 +79,10 @@ def _try(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
+    if arguments.model is not None:
+        from asyncrl.launch.played_by_model import try_model
+
+        return try_model(arguments, config, loaded)
     start = _start(arguments, loaded)
     turns = play.typed_turns()
     if arguments.policy:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.suggest import did_you_mean
@@ -34,6 +34,12 @@ from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
 from asyncrl.plugins import one_line
+from protocol.messages import TextPart
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompts import RenderedPrompt
+    from asyncrl.environments.recording import Decode
+    from protocol.messages import Group, ObservedMessage
 
 T = TypeVar("T")
 Policy = Callable[[Start, random.Random], Iterator[str]]
@@ -341,6 +347,34 @@ class Terminal:
                 print(f"  {kind}: {self._image(part)}")
             case _:
                 print(f"  {kind}: {part}")
+
+    def prompt(self, rendered: RenderedPrompt) -> None:
+        images = iter(rendered.prompt.image_hashes)
+        for message in rendered.prompt.messages:
+            for part in message.content:
+                self(message.role, part.text if isinstance(part, TextPart) else rendered.blobs[next(images)])
+
+    def trajectory(self, group: Group, decode: Decode) -> None:
+        """The first one of a group that a model has played."""
+        record = group.trajectories[0]
+        self._observed(group, group.opening)
+        for number, turn in enumerate(record.turns):
+            self("turn", number)
+            self("policy", decode(group.token_ids[turn.start : turn.end]))
+            for call in turn.calls:
+                print(f"    call {call.name} {call.arguments}{f': {call.error}' if call.error else ''}")
+            if turn.reward is not None:
+                print(f"    reward {turn.reward:g}   {turn.info}".rstrip())
+            self._observed(group, turn.observation)
+        if record.reward is None:
+            print(f"end: {record.error_kind}: {record.error_message}   no reward: a run leaves such a trajectory out")
+        else:
+            print(f"end: {record.end}   reward {record.reward:g} in {len(record.turns)} turns")
+
+    def _observed(self, group: Group, messages: Sequence[ObservedMessage]) -> None:
+        for message in messages:
+            for part in message.content:
+                self(message.role, part.text if isinstance(part, TextPart) else bytes(group.blobs[part.content_hash]))
 
     def _again(self, data: bytes) -> str:
         return f"[image {self._images.index(data)}]"

@@ -89,11 +89,17 @@ def check_model(config: RunConfig) -> dict[str, Any]:
     return described
 
 
-def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
+def known_positions(described: Mapping[str, Any]) -> int | None:
+    """Most tokens of a sample that a model knows, by its config.json; None where it does not say."""
     text = described.get("text_config") or described
     positions = text.get("max_position_embeddings") or described.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
+
+
+def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
+    positions = known_positions(described)
     longest = config.data.max_prompt_length + config.longest_completion
-    if isinstance(positions, int) and longest > positions:
+    if positions is not None and longest > positions:
         raise UserError(
             f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length"
             f"{' or evaluation.limits.tokens' * bool(config.evaluation.limits.tokens)}), but the model "

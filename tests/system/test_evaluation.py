@@ -112,3 +112,32 @@ def test_the_hf_engine_plays_a_folder_and_an_adapter(
     write_adapter_folder(tmp_path / "adapter", spec_of(config), made_up_adapter(config, 1).items())
     assert evaluate(*words, "model.lora.rank=4", "--model", f"{tmp_path}/adapter")[0] == 0
     assert (tmp_path / "out").read_text() != base
+
+
+MAKES_ROWS = """
+    @classmethod
+    def make_row(cls, index, split):
+        return {"prompt": f"Which one? {index}"}
+"""
+
+
+def test_a_model_plays_one_episode_in_the_terminal(
+    make_config: Callable[..., RunConfig],
+    evaluate: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a run's engine and limits, of a run's configuration; a class alone is played by `hf`."""
+    (tmp_path / "service.py").write_text(ENVIRONMENT + MAKES_ROWS)
+    words = ["--model", make_config().model.path, "--seed", "3"]
+    run, cls = (
+        ["env", "try", f"{tmp_path}/config.yaml", *words],
+        ["env", "try", f"{tmp_path}/service.py:Service", *words],
+    )
+    assert main(run) == 0
+    turn = "--- turn 0\n  policy: 7\n    reward 1\nend: done   reward 1 in 1 turns\n"
+    assert capsys.readouterr().out == f"  user: Which one? 3\n{turn}"
+    assert main([*run, "config.lost=1"]) == 1
+    assert "ConnectionRefusedError: search:8080" in capsys.readouterr().out.splitlines()[-1]
+    assert main([*cls, "limits.tokens_per_turn=2"]) == 0, "a model of random weights does not end its turn"
+    assert capsys.readouterr().out.endswith("end: cut   reward 0 in 1 turns\n")

@@ -1,0 +1,73 @@
+"""`asyncrl env try --model FOLDER`: one episode that a model plays, as a run would let it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from pathlib import Path
+
+from asyncrl.config import yaml_text
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.environments import play
+from asyncrl.environments.loading import LoadedEnvironment
+from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import known_positions
+from asyncrl.models.folder import describe_folder
+from rollout_server.evaluation import play_row
+
+
+def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loaded: LoadedEnvironment) -> int:
+    """Play and print it; the exit code is 1 where the environment loses it. Raises UserError."""
+    if arguments.policy:
+        raise UserError("--policy and --model both say who plays: leave one out")
+    logging.getLogger("rollout_server").setLevel(logging.CRITICAL)  # what goes wrong is said at the end
+    config = _run_config(arguments, environment)
+    renderer = PromptRenderer(config.data)
+    if arguments.row is None and hasattr(loaded.cls, "make_row"):
+        row = {"answer": "", **play.make_row(loaded, arguments.seed, arguments.split)}
+        rendered = renderer.render(row, f"{arguments.split}:{arguments.seed}")
+    else:
+        rows, number = open_train(config.data), arguments.row or 0
+        if not 0 <= number < len(rows):
+            raise UserError(f"there is no row {number}: data.train_files has rows 0 to {len(rows) - 1}")
+        rendered = renderer.render(rows[number], rows.row_id(number))
+    group, decode = play_row(config, arguments.model, rendered)
+    show = play.Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
+    show.prompt(rendered)
+    show.trajectory(group, decode)
+    return 1 if group.trajectories[0].reward is None else 0
+
+
+def _run_config(arguments: argparse.Namespace, environment: EnvironmentConfig) -> RunConfig:
+    """The configuration of a run with this environment: the file's own, or for a class the usual one."""
+    if arguments.name.endswith((".yaml", ".yml")):
+        words = [f"environment.{word.removeprefix('environment.')}" for word in arguments.overrides]
+        return load_config(Path(arguments.name), [*words, f"trainer.seed={arguments.seed}"])
+    if arguments.row is not None:
+        raise UserError(f"--row is one of data.train_files, and {arguments.name} is no YAML file")
+    section = environment.model_dump(mode="json", exclude_unset=True)
+    data: dict[str, object] = {"train_files": ["rows of the environment.parquet"]}
+    if positions := known_positions(describe_folder(ModelConfig(path=str(arguments.model)))):
+        tokens = min(environment.limits.tokens, positions // 2)
+        per_turn = min(environment.limits.tokens_per_turn, tokens)
+        section["limits"] = environment.limits.model_dump() | {"tokens": tokens, "tokens_per_turn": per_turn}
+        data["max_prompt_length"] = positions - tokens
+    values = {
+        "run_dir": tempfile.gettempdir(),
+        "model": {"path": str(arguments.model)},
+        "data": data,
+        "batch": {"group_size": 2},
+        "environment": section,
+        "reward": {"functions": []},
+        "trainer": {"seed": arguments.seed},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "usual.yaml"
+        file.write_text(yaml_text.write(values))
+        return load_config(file)
