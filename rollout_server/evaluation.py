@@ -35,7 +35,7 @@ from asyncrl.tools.evaluate import Progress, Scored
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.conversation import Environments
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import EngineDied
+from rollout_server.engines.base import EngineDied, InferenceEngine
 from rollout_server.environments import environments_of, make_pool
 from rollout_server.group_producer import GroupProducer
 
@@ -55,7 +55,8 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
     begin."""
 
     async def play(config: RunConfig) -> tuple[Group, Decode]:
-        async with _playing(config) as (producer, processor, _):
+        async with _playing(config) as (engine, producer, processor, _):
+            await engine.start()
             stops = stop_token_ids(config.model, processor.tokenizer)
             ticket = _ticket(config, processor, stops, 0, rendered)
             blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
@@ -98,8 +99,9 @@ def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
 
 
 async def _play(config: RunConfig) -> list[Scored]:
-    async with _playing(config) as (producer, processor, environments):
+    async with _playing(config) as (engine, producer, processor, environments):
         num_rows, prompts = held_out_prompts(config, processor)
+        await engine.start()
         rows = _Rows(config, processor, num_rows, prompts)
         live = max(1, config.environment.capacity // config.evaluation.group_size)
         # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.
@@ -109,8 +111,10 @@ async def _play(config: RunConfig) -> list[Scored]:
 
 
 @asynccontextmanager
-async def _playing(config: RunConfig) -> AsyncIterator[tuple[GroupProducer, PromptProcessor, Environments]]:
-    """What plays tickets, started, with its engine and environments."""
+async def _playing(
+    config: RunConfig,
+) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
+    """What plays tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
     assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
@@ -119,9 +123,8 @@ async def _playing(config: RunConfig) -> AsyncIterator[tuple[GroupProducer, Prom
         await rewards.start()
         await pool.start()
         processor.show_tools(tools_of(pool, config.environment))
-        await engine.start()
         environments = environments_of(pool, config)
-        yield GroupProducer(engine, rewards, processor, "eval", environments), processor, environments
+        yield engine, GroupProducer(engine, rewards, processor, "eval", environments), processor, environments
     except EngineDied as died:
         raise BadStateError(f"the engine died: {died}") from died
     finally:

@@ -51,18 +51,18 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
-    from asyncrl.environments.settings import load_environment, override
+    from asyncrl.environments.settings import is_file, load_environment, override
 
-    if arguments.name.endswith((".yaml", ".yml")):
+    if is_file(arguments.name):
         return load_environment(Path(arguments.name), arguments.overrides)
     return override({"name": arguments.name}, arguments.overrides)
 
 
 def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
     from asyncrl.environments import play
-    from asyncrl.environments.settings import load_data
+    from asyncrl.environments.settings import is_file, load_data
 
-    data = load_data(Path(arguments.name)) if arguments.name.endswith((".yaml", ".yml")) else None
+    data = load_data(Path(arguments.name)) if is_file(arguments.name) else None
     if arguments.row is not None and data is None:
         raise UserError(
             f"--row is one of data.train_files, and {arguments.name} is no YAML file with the section `data`"

@@ -164,17 +164,22 @@ def start_of(loaded: LoadedEnvironment, row: dict[str, Any], seed: int) -> Start
     return Start(row=row, messages=messages, seed=seed, config=loaded.config)
 
 
-def start_of_data(loaded: LoadedEnvironment, data: DataConfig, number: int, seed: int) -> Start:
-    """What an episode of a run begins with at this row of `data.train_files`: prompt, images, columns. Raises
-    UserError."""
+def row_of_data(data: DataConfig, number: int) -> RenderedPrompt:
+    """This row of `data.train_files`. Raises UserError."""
     from asyncrl.data.dataset import open_train
     from asyncrl.data.prompts import PromptRenderer
-    from asyncrl.models.bridge import start_of as start_of_prompt
 
     rows = open_train(data)
     if not 0 <= number < len(rows):
         raise UserError(f"there is no row {number}: data.train_files has rows 0 to {len(rows) - 1}")
-    rendered = PromptRenderer(data).render(rows[number], rows.row_id(number))
+    return PromptRenderer(data).render(rows[number], rows.row_id(number))
+
+
+def start_of_data(loaded: LoadedEnvironment, data: DataConfig, number: int, seed: int) -> Start:
+    """What an episode of a run begins with at this row: prompt, images, columns. Raises UserError."""
+    from asyncrl.models.bridge import start_of as start_of_prompt
+
+    rendered = row_of_data(data, number)
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
     return replace(start_of_prompt(rendered.prompt, images, seed), config=loaded.config)
 

@@ -130,6 +130,11 @@ def read_environment(values: dict[str, Any], where: str = "environment") -> Envi
         raise UserError("; ".join(_problem(detail, where) for detail in error.errors())) from None
 
 
+def is_file(name: str) -> bool:
+    """Whether it names a YAML file, and no class."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def load_environment(path: Path, overrides: list[str]) -> EnvironmentConfig:
     """The section `environment` of a YAML file, or the whole file, with `key=value` on top. Raises UserError."""
     values = _read(path)

@@ -11,11 +11,10 @@ from asyncrl.config import yaml_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
-from asyncrl.environments.settings import EnvironmentConfig
+from asyncrl.environments.settings import EnvironmentConfig, is_file
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import known_positions
 from asyncrl.models.folder import describe_folder
@@ -28,15 +27,11 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
         raise UserError("--policy and --model both say who plays: leave one out")
     logging.getLogger("rollout_server").setLevel(logging.CRITICAL)  # what goes wrong is said at the end
     config = _run_config(arguments, environment)
-    renderer = PromptRenderer(config.data)
     if arguments.row is None and hasattr(loaded.cls, "make_row"):
         row = {"answer": "", **play.make_row(loaded, arguments.seed, arguments.split)}
-        rendered = renderer.render(row, f"{arguments.split}:{arguments.seed}")
+        rendered = PromptRenderer(config.data).render(row, f"{arguments.split}:{arguments.seed}")
     else:
-        rows, number = open_train(config.data), arguments.row or 0
-        if not 0 <= number < len(rows):
-            raise UserError(f"there is no row {number}: data.train_files has rows 0 to {len(rows) - 1}")
-        rendered = renderer.render(rows[number], rows.row_id(number))
+        rendered = play.row_of_data(config.data, arguments.row or 0)
     group, decode = play_row(config, arguments.model, rendered)
     show = play.Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
     show.prompt(rendered)
@@ -46,7 +41,7 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
 
 def _run_config(arguments: argparse.Namespace, environment: EnvironmentConfig) -> RunConfig:
     """The configuration of a run with this environment: the file's own, or for a class the usual one."""
-    if arguments.name.endswith((".yaml", ".yml")):
+    if is_file(arguments.name):
         words = [f"environment.{word.removeprefix('environment.')}" for word in arguments.overrides]
         return load_config(Path(arguments.name), [*words, f"trainer.seed={arguments.seed}"])
     if arguments.row is not None:

@@ -7,7 +7,9 @@ length are one call here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,10 +22,20 @@ BY_LENGTH = "asyncrl_by_length_as_flash"
 """Name under which transformers finds it. With `flash` in it a tower gives one call all lengths (transformers 5.19)."""
 MOST_SEQUENCES = 32_768
 """Of one call: kernels of a GPU count them in 16 bits."""
-Layout = list[tuple[int, torch.Tensor]]
-"""Lengths, and the places [n, length] of the sequences that have them."""
 _LAYOUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By the tensor of bounds, which all layers of a pass share."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the calls of attention are, and what they take."""
+
+    lengths: list[int]
+    """Of the sequences of each call."""
+    places: list[torch.Tensor]
+    """Tokens [n * length] of each call; none where there is one call, of all in their order."""
+    back: torch.Tensor | None
+    """[T] where each token is in what the calls give, one behind the other."""
 
 
 def attend_by_length(model: nn.Module) -> None:
@@ -54,30 +66,32 @@ def vision_attention(
 ) -> tuple[torch.Tensor, None]:
     """query, key, value [1, H, T, D], bounds [sequences + 1] of what attends to itself -> [1, T, H, D]."""
     assert attention_mask is None
-    layout = _layout(cu_seq_lens_q, query.device)
-    parts: list[torch.Tensor] = []
-    for length, places in layout:
-        whole = len(layout) == 1  # nothing to gather
-        sequences = (
-            (each[0] if whole else each[0].index_select(1, places)).unflatten(1, (-1, length)).transpose(0, 1)
-            for each in (query, key, value)
-        )
+    if cu_seq_lens_q not in _LAYOUTS:
+        _LAYOUTS[cu_seq_lens_q] = _layout(cu_seq_lens_q, query.device)
+    layout: _Layout = _LAYOUTS[cu_seq_lens_q]
+
+    def attend(length: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """[H, n * length, D] each -> [n * length, H, D]"""
+        sequences = (each.unflatten(1, (-1, length)).transpose(0, 1) for each in tensors)
         out = F.scaled_dot_product_attention(*sequences, dropout_p=dropout, scale=scaling)  # [n, H, length, D]
-        parts.append(out.transpose(1, 2).flatten(0, 1))
-    if len(parts) == 1:
-        return parts[0][None], None
-    back = torch.cat([places for _, places in layout]).argsort()
-    return torch.cat(parts).index_select(0, back)[None], None
+        return out.transpose(1, 2).flatten(0, 1)
+
+    tensors = query[0], key[0], value[0]
+    if layout.back is None:
+        return attend(layout.lengths[0], tensors)[None], None
+    calls = zip(layout.lengths, layout.places, strict=True)
+    parts = [attend(length, [each.index_select(1, places) for each in tensors]) for length, places in calls]
+    return torch.cat(parts).index_select(0, layout.back)[None], None
 
 
-def _layout(bounds: torch.Tensor, device: torch.device) -> Layout:
-    if bounds not in _LAYOUTS:
-        ends = bounds.tolist()
-        sequences = sorted((end - begin, begin) for begin, end in pairwise(ends) if end > begin)
-        layout: Layout = []
-        for length, group in groupby(sequences, key=lambda sequence: sequence[0]):
-            begins = torch.tensor([begin for _, begin in group])
-            for some in begins.split(MOST_SEQUENCES):
-                layout.append((length, (some[:, None] + torch.arange(length)).flatten().to(device)))
-        _LAYOUTS[bounds] = layout
-    return _LAYOUTS[bounds]
+def _layout(bounds: torch.Tensor, device: torch.device) -> _Layout:
+    sequences = sorted((end - begin, begin) for begin, end in pairwise(bounds.tolist()) if end > begin)
+    lengths: list[int] = []
+    places: list[torch.Tensor] = []
+    for length, group in groupby(sequences, key=lambda sequence: sequence[0]):
+        for begins in torch.tensor([begin for _, begin in group]).split(MOST_SEQUENCES):
+            lengths.append(length)
+            places.append((begins[:, None] + torch.arange(length)).flatten())
+    if len(lengths) == 1:
+        return _Layout(lengths, [], None)
+    return _Layout(lengths, [each.to(device) for each in places], torch.cat(places).argsort().to(device))

@@ -207,11 +207,9 @@ def _truncated(run: RecordedRun) -> Iterator[Finding]:
         return
     ends = {limit: sum(run.values(f"env/ends/{limit}")) for limit in get_args(Limit) if limit}
     if limits := sorted((name for name, count in ends.items() if count), key=lambda name: -ends[name]):
-        counts = ", ".join(f"{name} {ends[name]:,.0f}" for name in limits)
+        value = f"{share(part)} ({', '.join(f'{name} {ends[name]:,.0f}' for name in limits)})"
         advice = f"Raise environment.limits.{limits[0]}, or reward an early end."
-        yield Finding(
-            "info", "Many trajectories end at a limit of the environment", f"{share(part)} ({counts})", advice
-        )
+        yield Finding("info", "Many trajectories end at a limit of the environment", value, advice)
         return
     advice = "Raise data.max_response_length, or reward brevity: what is cut off cannot be right."
     yield Finding("info", "Many completions hit the length limit", share(part), advice)

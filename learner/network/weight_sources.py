@@ -121,8 +121,6 @@ class _Tree:
     """Servers that may have room for another child, by speed, those that joined first at the front."""
     expected: set[str] = field(default_factory=set)
     """Fast servers that had a version before, and have not asked for this one."""
-    fast_places: int = 0
-    """Free places behind fast servers."""
     least_s: dict[int | None, float] = field(default_factory=dict)
     """Of the transfers from the learner, by the version whose differences they are."""
     from_learner: Counter[int | None] = field(default_factory=Counter)
@@ -266,7 +264,8 @@ class WeightSources:
         """Whether a server that may be slow waits for fast ones: each that has not asked yet finds a place first."""
         if node.speed == FAST or not tree.expected or time.monotonic() - node.asked_at > WAITS_S:
             return False
-        return tree.fast_places <= len(tree.expected)
+        fast = (each for each in tree.nodes.values() if each.speed == FAST and each.endpoint)
+        return sum(self._fan_out - len(each.children) for each in fast) <= len(tree.expected)
 
     def _join(self, tree: _Tree, version: int, server_id: str, request: SourceRequest, keys: Collection[str]) -> _Node:
         """The server's node. It is new where the server is, or another process of its name."""
@@ -280,8 +279,6 @@ class WeightSources:
             speed = self._link(server_id).speed
             node = tree.nodes[server_id] = _Node(endpoint, request.key, speed=speed, asked_at=time.monotonic())
             tree.expected.discard(server_id)
-            if speed == FAST and endpoint:
-                tree.fast_places += self._fan_out
         node.has_left = node.is_complete = False
         node.base = request.base
         return node
@@ -313,9 +310,7 @@ class WeightSources:
     def _release(self, tree: _Tree, server_id: str, node: _Node) -> None:
         """Free the place that a server has at its source."""
         if node.parent in tree.nodes:
-            source = tree.nodes[node.parent]
-            tree.fast_places += source.speed == FAST and server_id in source.children
-            source.children.discard(server_id)
+            tree.nodes[node.parent].children.discard(server_id)
             self._open(tree, node.parent)
 
     def _open(self, tree: _Tree, server_id: str) -> None:
@@ -349,7 +344,6 @@ class WeightSources:
                 source = tree.nodes[parent]
                 source.children.add(server_id)
                 source.fed.add(server_id)
-                tree.fast_places -= source.speed == FAST
                 source.fed_most = max(source.fed_most, len(source.children))
         self.named[named] += 1
 

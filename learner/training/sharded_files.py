@@ -77,7 +77,7 @@ class ShardedFiles:
         return self._write_state(self._weights(copies=copies), str(Path(name).with_suffix(".pt")))
 
     def _weights(self, *, copies: bool) -> dict[str, torch.Tensor | Part]:
-        """Of this rank, by their published names."""
+        """Weights, or this rank's parts of them, by their published names."""
         self.changed()
         return {n: kept(self.part_of(n, tensor), copies=copies) for n, tensor in published_parts(self._model)}
 

@@ -77,7 +77,7 @@ def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _sampled_share(step: Record) -> float:
-    """Of a step's tokens; what an environment showed is not sampled."""
+    """Share of a step's tokens that the policy sampled: an environment showed the others."""
     return 1.0 - (number(step.get("env/observed_share")) or 0.0)
 
 
