@@ -25,14 +25,19 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
     """Play and print it; the exit code is 1 where the environment loses it. Raises UserError."""
     if arguments.policy:
         raise UserError("--policy and --model both say who plays: leave one out")
-    logging.getLogger("rollout_server").setLevel(logging.CRITICAL)  # what goes wrong is said at the end
     config = _run_config(arguments, environment)
     if arguments.row is None and hasattr(loaded.cls, "make_row"):
         row = {"answer": "", **play.make_row(loaded, arguments.seed, arguments.split)}
         rendered = PromptRenderer(config.data).render(row, f"{arguments.split}:{arguments.seed}")
     else:
         rendered = play.row_of_data(config.data, arguments.row or 0)
-    group, decode = play_row(config, arguments.model, rendered)
+    log = logging.getLogger("rollout_server")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what goes wrong is said at the end
+    try:
+        group, decode = play_row(config, arguments.model, rendered)
+    finally:
+        log.setLevel(level)
     show = play.Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
     show.prompt(rendered)
     show.trajectory(group, decode)

@@ -74,8 +74,9 @@ class ScriptedEngine:
         pass
 
     async def interrupt(self, request_ids: Collection[int]) -> None:
-        await asyncio.sleep(0)  # one that has just been made begins: cancelled before that it would have no result
         mine = [task for request_id in request_ids for task in self._tasks.get(request_id, ())]
+        await asyncio.sleep(0)  # all of these have begun then: cancelled before that they would have no result
+        mine = [task for task in mine if not task.done()]
         self._interrupted.update(mine)
         for task in mine:
             task.cancel()

@@ -190,6 +190,23 @@ def test_a_ticket_that_the_engine_has_not_seen_is_given_back_as_it_came(
     ]
 
 
+def test_scripted_sequences_that_begin_while_they_are_interrupted_go_on(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
+) -> None:
+    config = make_config(rollout={"engine": "scripted", "engine_args": {"mean_length": 12}})
+    request = request_for(config, prompts[0], 0, tokens=20, size=2, stop_token_ids=(STOP,))
+
+    async def scenario() -> list[Completion]:
+        engine = ScriptedEngine(config, PromptProcessor(config.model))
+        interrupting = asyncio.create_task(engine.interrupt([request.request_id]))
+        sampling = asyncio.create_task(complete_all(engine, [request]))
+        await interrupting
+        return await sampling
+
+    done = asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert [completion.finish_reason is not None for completion in done] == [True, True]
+
+
 @pytest.mark.parametrize("parts", [((0, 2), (1, 3)), ((3,), (0, 1, 2))])
 def test_a_divided_group_is_the_group_that_one_server_would_have_sampled(
     make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], parts: tuple[tuple[int, ...], ...]
