@@ -153,7 +153,13 @@ def in_one_process(config: RunConfig) -> RunConfig:
     if not learner.is_divided:
         return config
     stage = type(learner).model_fields["zero_stage"].default
-    alone = {"engine": "torch", "num_processes": 1, "zero_stage": stage, "cpu_offload": False}
+    alone = {
+        "engine": "torch",
+        "num_processes": 1,
+        "zero_stage": stage,
+        "cpu_offload": False,
+        "checkpoint_format": "portable",
+    }
     return config.model_copy(update={"learner": learner.model_copy(update=alone)})
 
 

@@ -71,6 +71,17 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             f"learner.zero_stage is {learner.zero_stage}, but learner.engine is {learner.engine}, which has no stages. "
             "Set learner.engine=deepspeed, or leave learner.zero_stage out (2)"
         )
+    if learner.checkpoint_format == "deepspeed":
+        if learner.engine != "deepspeed":
+            yield (
+                f"learner.checkpoint_format is deepspeed, but learner.engine is {learner.engine}. Set "
+                "learner.engine=deepspeed or learner.checkpoint_format=portable"
+            )
+        if config.trainer.save_async:
+            yield (
+                "learner.checkpoint_format is deepspeed, whose files are written by all ranks together, and "
+                "trainer.save_async is true. Set trainer.save_async=false or learner.checkpoint_format=portable"
+            )
     if not learner.is_divided:
         if learner.num_processes > 1:
             yield (

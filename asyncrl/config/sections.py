@@ -17,6 +17,7 @@ PARTS = ("vision_tower", "connector", "language_model")
 _ENDPOINT = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]/]+):\d{1,5}")
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
+CheckpointFormat = Literal["portable", "deepspeed"]
 
 
 class Section(BaseModel):
@@ -468,6 +469,10 @@ class LearnerConfig(Section):
     zero_stage: Literal[1, 2, 3] = 2
     """deepspeed: what is divided over num_processes: 1 AdamW's state with its masters, 2 gradients, too, 3 the weights,
     too."""
+    checkpoint_format: CheckpointFormat = "portable"
+    """Masters and moments in a checkpoint: `portable`, which any engine on any number of ranks continues from, or
+    `deepspeed`, DeepSpeed's own files for its tools, from which the same zero_stage on as many ranks goes on. Those are
+    not written while training goes on (trainer.save_async=false)."""
     num_processes: int = Field(default=1, gt=0)
     """Ranks: processes that train together, each on a GPU of its own, or on the CPU. The learner starts them on its
     machine; under torchrun its processes are the ranks."""

@@ -98,6 +98,8 @@ def trainer(
             if saving:
                 saving.wait(config.learner.wait_timeout_s)
             saving = _save(training, order)
+            if not order.values["copies"]:  # what is written is what is here, and ranks may write by collectives
+                saving.wait(config.learner.wait_timeout_s)
         else:
             _obey(training, order)
 

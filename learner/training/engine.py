@@ -242,19 +242,20 @@ class TorchEngine:
     def files(self, *, copies: bool) -> Write:
         """Master weights, optimiser and schedule as they are now; the model, or its adapter, is written beside them.
 
-        Any number of ranks reads them, and a process without ranks.
+        Any number of ranks reads them, and a process without ranks, unless learner.checkpoint_format is deepspeed.
         """
         self._sleeper.check_awake()
         self.sharding.changed()
-        return self.sharding.state_files(self.updates.state(), ENGINE_FILE, copies=copies)
+        return self.updates.files(ENGINE_FILE, copies=copies)
 
     def load(self, folder: Path) -> None:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
 
-        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
+        Raises UserError where the checkpoint's weights had another dtype, other parts a learning rate of their own, or
+        where it is in DeepSpeed's format for another placement.
         """
         self.sharding.changed()
-        self.updates.load_state(self.sharding.read_state(folder / ENGINE_FILE), folder)
+        self.updates.load(folder / ENGINE_FILE)
 
     def sleep(self) -> int:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""

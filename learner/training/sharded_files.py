@@ -38,8 +38,8 @@ class ShardedFiles:
         """Remember the model as it was loaded: it is whole now."""
         self._model = model
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self._is_adapted = is_adapted(model)
-        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not self._is_adapted else None
+        self.is_adapted = is_adapted(model)
+        self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not self.is_adapted else None
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # for the threads that write
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.config.sections import OptimConfig, Optimizer
+from asyncrl.errors import UserError
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.optimizers import check_same_moments, make_optimizer
 from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.train_engine import Write
 
 
 class Updates(Protocol):
@@ -48,14 +50,15 @@ class Updates(Protocol):
         """Tensors beside the model's: masters and moments."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Masters, moments and the schedule, for `Sharding.state_files`."""
+    def files(self, name: str, *, copies: bool) -> Write:
+        """Masters, moments and the schedule as they are now, in a file of that name and what lies beside it."""
         ...
 
-    def load_state(self, state: dict[str, Any], folder: Path) -> None:
-        """Restore them; learning rate, decay and betas are those of our settings. `folder` is the checkpoint's.
+    def load(self, file: Path) -> None:
+        """Restore them; learning rate, decay and betas are those of our settings.
 
-        Raises UserError where its weights had another dtype, or other parts a learning rate of their own.
+        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own,
+        or where it is in a form that is not for this placement.
         """
         ...
 
@@ -74,6 +77,10 @@ class Parts(Protocol):
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that was read from a file, as `like`, a parameter of its shape, is divided."""
         ...
+
+    def state_files(self, state: Any, name: str, *, copies: bool) -> Write: ...
+
+    def read_state(self, file: Path) -> Any: ...
 
 
 class MasterUpdates:
@@ -139,15 +146,18 @@ class MasterUpdates:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def state(self) -> dict[str, Any]:
-        return {
+    def files(self, name: str, *, copies: bool) -> Write:
+        state = {
             "masters": self.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": schedule_state(self.schedule),
             **({"loss_scale": self._scale.state_dict()} if self._scale else {}),
         }
+        return self._parts.state_files(state, name, copies=copies)
 
-    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+    def load(self, file: Path) -> None:
+        state, folder = self._parts.read_state(file), file.parent
+        check_portable(state, folder)
         self.masters.load_state_dict(state.get("masters", {}), folder)
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]
@@ -172,6 +182,24 @@ class MasterUpdates:
             for number, values in state["state"].items()
         }
         return {**state, "state": changed}
+
+
+def check_portable(state: Mapping[str, Any], folder: Path, here: tuple[int, int] | None = None) -> None:
+    """Raise UserError for a checkpoint in DeepSpeed's own format, unless it is of the stage and number of ranks
+    `here`."""
+    found = state.get("deepspeed")
+    if found is None or (found["stage"], found["ranks"]) == here:
+        return
+    settings = (
+        f"learner.engine=deepspeed learner.zero_stage={found['stage']} learner.num_processes={found['ranks']} "
+        "learner.checkpoint_format=portable"
+    )
+    raise UserError(
+        f"{folder} is in DeepSpeed's own format, of {found['ranks']} rank{'s' * (found['ranks'] > 1)} at stage "
+        f"{found['stage']}, from which only these go on. Resume once with {settings}: any engine goes on from the "
+        f"next checkpoint. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
+        "model.path=TARGET"
+    )
 
 
 def make_schedule(

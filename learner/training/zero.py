@@ -42,7 +42,7 @@ class ZeroWhole(ShardedFiles):
 
     def shard(self, model: Any) -> None:
         self.take(model)
-        if not self._is_adapted:
+        if not self.is_adapted:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(model.dtype)

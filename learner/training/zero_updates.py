@@ -7,12 +7,13 @@ without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.sections import OptimConfig
 from asyncrl.errors import BadStateError
@@ -23,10 +24,13 @@ from learner.training.optimizers import check_same_moments
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part
-from learner.training.updates import make_schedule, schedule_state
+from learner.training.train_engine import Write
+from learner.training.updates import check_portable, make_schedule, schedule_state
 from learner.training.zero_engine import ZeroEngine, ZeroSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OWN_SUFFIX = ".deepspeed"
+"""Of the folder with DeepSpeed's own files, beside what they lack."""
 
 
 class ZeroUpdates:
@@ -45,6 +49,7 @@ class ZeroUpdates:
     ):
         """`files` are the model's, which knows it as it was loaded."""
         self._optim, self._total_updates, self._ranks = optim, total_updates, ranks
+        self._settings, self._files = settings, files
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dtypes = {name: files.dtypes[name] for name in self._trained}
         groups, self._in_file = _groups(self._trained, optim)
@@ -164,7 +169,22 @@ class ZeroUpdates:
             return Part(torch.empty(0), 0, parameter.shape)
         return Part(fragment.get_hp_fragment(moment).detach(), fragment.lp_fragment_address.start, parameter.shape)
 
-    def state(self) -> dict[str, Any]:
+    def files(self, name: str, *, copies: bool) -> Write:
+        if self._settings.checkpoint_format == "portable":
+            return self._files.state_files(self._state(), name, copies=copies)
+        assert not copies, "the configuration refuses trainer.save_async with DeepSpeed's own format"
+        here = {"stage": self._settings.stage, "ranks": self._ranks.size}
+        state = self._state()
+        record = tree_map_only((torch.Tensor, Part), lambda _: None, state) | {"deepspeed": here}
+
+        def write(folder: Path) -> None:
+            self.engine.save((folder / name).with_suffix(OWN_SUFFIX), without_frozen=self._files.is_adapted)
+            if self._ranks.leads:
+                torch.save(record, folder / name)
+
+        return write
+
+    def _state(self) -> dict[str, Any]:
         """As torch's optimiser has it, whose state is numbered by the places of parameters in the groups of
         `parameter_groups`."""
         masters = {n: self.part(p) for n, p in self._rounded().items()}
@@ -178,21 +198,37 @@ class ZeroUpdates:
         optimizer = {"state": state, "param_groups": self._in_file.param_groups}
         return {"masters": masters, "optimizer": optimizer, "schedule": schedule_state(self.schedule)}
 
-    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+    def load(self, file: Path) -> None:
+        state, folder = self._files.read_state(file), file.parent
+        check_portable(state, folder, (self._settings.stage, self._ranks.size))
         masters, optimizer = state.get("masters", {}), state["optimizer"]
         check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
         check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
         check_same_moments(optimizer, "adamw", folder)
+        if "deepspeed" in state:
+            self._load_own(file.with_suffix(OWN_SUFFIX))
+        else:
+            self._fill(masters, optimizer["state"])
+        self.schedule = make_schedule(self._optimizer, self._optim, self._total_updates, made=state["schedule"])
+
+    def _load_own(self, folder: Path) -> None:
+        """Read DeepSpeed's files, but for settings, which a resume may have changed."""
+        ours = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self.engine.load(folder)
+        for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
+            group.update(settings)
+        self._zero.clip_grad = self._optim.max_grad_norm
+
+    def _fill(self, masters: Mapping[str, Any], moments: Mapping[int, Any]) -> None:
         for name, master in masters.items():
             self.part(self._trained[name]).fill(master)
         self.forget_moments()
-        for number, saved in optimizer["state"].items():
+        for number, saved in moments.items():
             parameter = self._trained[self._in_file.names[number]]
             for moment in MOMENTS:
                 self.part(parameter, moment).fill(saved[moment])
             for step in self._steps(parameter):
                 step.fill_(max(float(step), float(saved["step"])))  # one of each group, whose parameters step together
-        self.schedule = make_schedule(self._optimizer, self._optim, self._total_updates, made=state["schedule"])
 
     def _rounded(self) -> dict[str, torch.Tensor]:
         """Trained parameters that were loaded as 16 bits."""

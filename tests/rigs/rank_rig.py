@@ -137,10 +137,11 @@ def take_steps(
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")
-        engine.files(copies=True)(folder)
+        copies = config.learner.checkpoint_format == "portable"
+        engine.files(copies=copies)(folder)
         for role in (critic, reference):
             if role:
-                role.files(copies=True)(folder / role.role)
+                role.files(copies=copies)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
     return {"metrics": metrics, "tower passes": towers}

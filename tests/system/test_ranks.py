@@ -207,10 +207,11 @@ def check_run_with_a_killed_rank(
     make_config: MakeConfig, tmp_path: Path, learner: Mapping[str, Any], *, steps: int, at: Callable[[Path], bool]
 ) -> None:
     """Kill rank 1 once that is so of the run: each sample is trained once, and one process goes on from the last
-    checkpoint."""
+    checkpoint, which a step makes portable where it is not."""
+    portable = learner.get("checkpoint_format", "portable") == "portable"
     config = make_config(
         learner={**learner, "max_staleness": 1},
-        trainer={"max_steps": steps, "save_freq": 2, "samples_per_step": 1},
+        trainer={"max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
         launch={"restart_delay_s": 0.1},
         network={"timeout_s": 10.0},
     )
@@ -231,8 +232,14 @@ def check_run_with_a_killed_rank(
     assert len({ticket for _, ticket in rows}) == len(rows) == steps * config.batch.prompts_per_step
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    if not portable:
+        steps += 1
+        converted = ("learner.checkpoint_format=portable", f"trainer.max_steps={steps}")
+        again = start_command("train", str(run / "config.yaml"), "--resume", *converted, log=log)
+        assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
     # Without ranks, from the same checkpoint.
     alone = (
+        "learner.checkpoint_format=portable",
         "learner.engine=torch",
         "learner.zero_stage=2",
         "learner.num_processes=1",

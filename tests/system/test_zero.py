@@ -16,6 +16,7 @@ from asyncrl.config.schema import RunConfig
 from learner.checkpoint.storage import complete_checkpoints
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
+from learner.training.reference import AVERAGES_FILE
 from learner.training.state_file import named_values, read_whole_state
 from protocol.faults import SLOW_VARIABLE
 from tests.conftest import small_config
@@ -206,7 +207,10 @@ def test_any_engine_on_any_number_of_ranks_continues_with_the_same_bits(compared
 
 
 def check_same_checkpoint(one: Path, other: Path) -> None:
-    for file in ("engine.pt", "critic/engine.pt", "reference/averages.pt"):
+    """Compare models and states of all roles that the first has."""
+    states = [file.relative_to(one) for file in one.rglob("*.pt") if file.name in (ENGINE_FILE, AVERAGES_FILE)]
+    assert Path(ENGINE_FILE) in states
+    for file in states:
         mine, theirs = (dict(named_values(read_whole_state(folder / file))) for folder in (one, other))
         for name, value in mine.items():
             if isinstance(value, torch.Tensor):

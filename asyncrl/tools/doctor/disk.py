@@ -91,7 +91,8 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
     critic = model.critic.kept if model.critic else 0
     moving = model.reference if config.reference.moves else 0
-    checkpoint = _saved_weights(config, plan) + _optimiser_state(plan) + critic + moving
+    weights = _saved_weights(config, plan) * (2 if config.learner.checkpoint_format == "deepspeed" else 1)
+    checkpoint = weights + _optimiser_state(plan) + critic + moving
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
@@ -120,8 +121,8 @@ def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
 
 def _beside_model(config: RunConfig, plan: MemoryPlan) -> int:
     """Bytes of the ranks' parts of a checkpoint's `model/`, and of the file that they are put together in: both are
-    there until the folder is whole (learner/training/fsdp.py)."""
-    return 0 if config.learner.engine != "fsdp2" or config.model.lora.rank else 2 * _saved_weights(config, plan)
+    there until the folder is whole (learner/training/sharded_files.py)."""
+    return 0 if not config.learner.is_divided or config.model.lora.rank else 2 * _saved_weights(config, plan)
 
 
 def _optimiser_state(plan: MemoryPlan) -> int:

@@ -105,6 +105,8 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
         ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
         ({"learner": {"zero_stage": 3}}, r"zero_stage is 3, but learner.engine is torch"),
         ({"learner": {**FSDP2, "zero_stage": 1}}, r"zero_stage is 1, but learner.engine is fsdp2"),
+        ({"learner": {**FSDP2, "checkpoint_format": "deepspeed"}}, r"format is deepspeed, but learner.engine is fsdp2"),
+        ({"learner": {"engine": "deepspeed", "checkpoint_format": "deepspeed"}}, r"Set trainer.save_async=false"),
         ({"learner": FSDP2, "trainer": {"mode": "sync"}}, r"fsdp2, but trainer.mode is sync.* Set trainer.mode=async"),
         ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
         (
