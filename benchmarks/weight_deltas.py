@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 
-from protocol.transfer import CHUNK_BYTES
+from protocol.download import CHUNK_BYTES
 from protocol.weight_deltas import pack, unpack
 
 DTYPES = ((torch.bfloat16, torch.int16), (torch.float32, torch.int32))

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from protocol.download import CHUNK_BYTES
 from protocol.errors import ProtocolError
 from protocol.messages import Chunk, ChunkRequest
-from protocol.transfer import CHUNK_BYTES
 from protocol.weight_deltas import element_bytes, pack
 from protocol.weight_file import THREADS
 from protocol.weights import Publication

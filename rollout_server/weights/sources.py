@@ -11,11 +11,12 @@ from asyncrl.config.schema import RunConfig
 from protocol.codec import MIB, Limits
 from protocol.curve import read_server_keys
 from protocol.curve_auth import HandshakeRejected
+from protocol.download import Download, SourceFailed
 from protocol.endpoints import BindError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, Error, Source, SourceFailure, SourceRequest, WeightManifest
 from protocol.sockets import BadMessage, ServerSocket
-from protocol.transfer import RETRY_S, Download, SourceFailed
+from protocol.transfer import RETRY_S, pull
 from rollout_server.weights.relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class WeightSources:
     async def _from_learner(self, socket: ServerSocket, download: Download) -> None:
         before = download.received_bytes
         try:
-            await download.pull(socket, timeout_s=self._config.network.timeout_s)
+            await pull(download, socket, timeout_s=self._config.network.timeout_s)
         finally:
             self.received_bytes["learner"] += download.received_bytes - before
 
@@ -119,7 +120,8 @@ class WeightSources:
         before, socket = download.received_bytes, None
         try:
             socket = self._dial(source)
-            await download.pull(
+            await pull(
+                download,
                 socket,
                 timeout_s=self._config.network.timeout_s,
                 relay=source.server_id,

@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncrl.config.schema import RunConfig
 from learner.network.weight_deltas import WeightDeltas
+from protocol.download import CHUNK_BYTES
 from protocol.messages import (
     Chunk,
     ChunkRequest,
@@ -27,7 +28,7 @@ from protocol.messages import (
     WeightsFromServer,
 )
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import CHUNK_BYTES, answer_chunk_request
+from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication, Tensor
 from rollout_server.weights.sources import WeightSources
 

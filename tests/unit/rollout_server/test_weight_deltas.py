@@ -13,9 +13,9 @@ import zmq
 
 from asyncrl.config.schema import RunConfig
 from protocol.curve import make_keys, read_server_keys
+from protocol.download import CHUNK_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, Error, Source
-from protocol.transfer import CHUNK_BYTES
 from protocol.weight_deltas import MOST_SHARE, pack, unpack
 from protocol.weights import Tensor
 from tests.rigs.weight_fleet import Learner, Server, contents, fleet

@@ -12,6 +12,7 @@ import zmq
 
 from asyncrl.config.schema import RunConfig
 from protocol.curve import make_keys, read_server_keys
+from protocol.download import CHUNK_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     Chunk,
@@ -20,7 +21,6 @@ from protocol.messages import (
     Source,
 )
 from protocol.sockets import ServerSocket
-from protocol.transfer import CHUNK_BYTES
 from rollout_server.weights import relay as relay_module
 from rollout_server.weights.relay import Relay
 from tests.rigs.weight_fleet import Learner, Server, contents, fleet
