@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from learner.network.weight_sources import FAILED_S, MOST_FAILURES, WAITS_S, WeightSources
+from learner.network.weight_sources import FAILED_S, MOST_FAILURES, WeightSources
+from learner.network.weight_tree import WAITS_S
 from protocol.errors import ErrorCode
 from protocol.messages import Error, Source, SourceFailure, SourceRequest, WeightsLoaded
 from protocol.weights import Publication, Tensor
@@ -96,7 +97,7 @@ class Fleet:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("learner.network.weight_sources.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
 
 
