@@ -10,7 +10,8 @@ Reading order:
 6. `settings.py`          the section `environment`; `loading.py` makes a class of it, ready to begin episodes
 7. `pool.py`              `EnvironmentPool.begin(start) -> Episode`, the part that a rollout server uses
 8. `worker_host.py`       a worker process seen from the pool; `worker.py` inside of it
-9. `play.py`              episodes in this process, for the terminal; `command.py` is `asyncrl env`
+9. `play.py`              episodes in this process, by `played_history.py`; `terminal.py` shows them, and
+   `command.py` is `asyncrl env`
 10. `gymnasium_adapter.py`, `mcp_adapter.py`  environments of others
 11. `builtin_tools.py`     tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
 

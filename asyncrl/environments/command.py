@@ -76,6 +76,7 @@ def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
 def _try(arguments: argparse.Namespace) -> int:
     from asyncrl.environments import play
     from asyncrl.environments.call_formats import example_call
+    from asyncrl.environments.terminal import Terminal, typed_turns
 
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
@@ -84,7 +85,7 @@ def _try(arguments: argparse.Namespace) -> int:
 
         return try_model(arguments, config, loaded)
     start = _start(arguments, loaded)
-    turns = play.typed_turns()
+    turns = typed_turns()
     if arguments.policy:
         turns = play.policy_of(loaded, arguments.policy)(start, random.Random(arguments.seed))
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-env-"))
@@ -93,7 +94,7 @@ def _try(arguments: argparse.Namespace) -> int:
         print(f"  tool {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}")
     if loaded.tools:
         print(f"  a call: {example_call(loaded.call_format, loaded.schemas)}")
-    show = play.Terminal(folder, arguments.unit)
+    show = Terminal(folder, arguments.unit)
     for message in start.messages:
         show(message["role"], message["content"])
     for image in start.images:

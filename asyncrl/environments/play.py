@@ -11,7 +11,6 @@ import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.sections import DataConfig
@@ -20,31 +19,23 @@ from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
-from asyncrl.environments.observation import (
-    THINKING_BEGINS,
-    THINKING_ENDS,
-    Observation,
-    PastTurn,
-    check_history,
-    images_left_out,
-    without_images,
-)
+from asyncrl.environments.observation import Observation
+from asyncrl.environments.played_history import Past, PlayedHistory
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
 from asyncrl.plugins import one_line
-from protocol.messages import TextPart
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RenderedPrompt
-    from asyncrl.environments.recording import Decode
-    from protocol.messages import Group, ObservedMessage
 
 T = TypeVar("T")
 Policy = Callable[[Start, random.Random], Iterator[str]]
 """The text of each turn. Oracles know the start; none sees observations."""
 Show = Callable[[str, Any], None]
+AGAIN_S = 1.0
+"""Seconds until plain code that has swallowed an interruption is interrupted again."""
 
 
 @dataclass
@@ -65,65 +56,6 @@ class Played:
     info: dict[str, Any] = field(default_factory=dict)
     close_error: str = ""
     """What went wrong in the environment's `close`; the rewards count."""
-
-
-AGAIN_S = 1.0
-"""Seconds until plain code that has swallowed an interruption is interrupted again."""
-Past = tuple[str, Observation]
-"""A turn that a later one sees, and what was shown behind it."""
-_NOTHING = Observation(())
-
-
-class PlayedHistory:
-    """What later turns see of earlier ones, in words: of tokens, and where they divide a text, a run alone knows.
-
-    As `asyncrl.models.history.History` does for a run; the newest turn's observation is not in it.
-    """
-
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
-        self._said: list[Past] = []
-        """All turns by their number."""
-        self._turns: list[Past] = []
-        """Those that later turns see, as the environment has them."""
-        self._seen: list[Past] = []
-        """The segment that the last turn was taken in, with that turn."""
-
-    def follow(self, text: str, observation: Observation, edited: Sequence[PastTurn]) -> tuple[Past, ...]:
-        """The history that the next turn sees before `observation`, where a new segment begins with it; empty where the
-        segment only grows. Raises UserError for an edited history that cannot be."""
-        self._said.append((text, _NOTHING))
-        self._seen.append((text, _NOTHING))
-        turns = [*self._turns, (text, _NOTHING)]
-        if edited:
-            shown = [each for _, each in self._said]
-            check_history(edited, shown, {image for each in shown for image in each.images})
-            turns = [self._edited(past) for past in edited]
-        *before, (last, _) = turns
-        left_out = images_left_out([each for _, each in before], observation, self._config.keep_images)
-        rewritten: list[Past] = []
-        for said, each in before:
-            gone = min(left_out, len(each.images))
-            left_out -= gone
-            rewritten.append((self._as_context(said), without_images(each, gone)))
-        rewritten.append((self._as_context(last), _NOTHING))
-        begins_segment = rewritten != self._seen
-        if begins_segment:
-            self._seen = rewritten[:]
-        for row in (self._said, self._seen):
-            row[-1] = (row[-1][0], observation)
-        self._turns = [*before, (last, observation)]
-        return tuple(rewritten) if begins_segment else ()
-
-    def _edited(self, past: PastTurn) -> Past:
-        text, shown = (past.text, _NOTHING) if past.turn is None else self._said[past.turn]
-        return text, shown if past.shown is None else past.shown
-
-    def _as_context(self, text: str) -> str:
-        begun, tag, rest = text.rpartition(THINKING_ENDS)
-        if self._config.history != "strip_thinking" or not tag:
-            return text
-        return rest.lstrip() if THINKING_BEGINS in begun else tag + rest
 
 
 def open_environment(config: EnvironmentConfig, unit: int) -> LoadedEnvironment:
@@ -318,98 +250,3 @@ def baseline(
 def _mean(name: str, values: Sequence[float]) -> str:
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return f"{name:<12} {statistics.fmean(values):.4f} ± {error:.4f}"
-
-
-class Terminal:
-    """Prints an episode; images are files in `folder`, which are named where they stand."""
-
-    def __init__(self, folder: Path, unit: int) -> None:
-        self._folder = folder
-        self._unit = unit
-        self._images: list[bytes] = []
-        """Those so far, by their numbers."""
-
-    def __call__(self, kind: str, part: Any) -> None:
-        match kind:
-            case "turn":
-                print(f"--- turn {part}")
-            case "action":
-                for call in part.calls:
-                    print(f"    call {call.error or f'{call.name} {call.arguments}'}")
-                if not part.calls:
-                    print("    no call")
-            case "reward":
-                print(f"    reward {part.reward:g}{', done' if part.done else ''}   {_plain(part.info)}")
-            case "history":
-                print("    the history is rewritten, and a new segment begins: behind the prompt the next turn sees")
-                for text, shown in part:
-                    print(f"    | policy: {text}")
-                    for message in shown.messages:
-                        parts = (self._again(each) if isinstance(each, bytes) else each for each in message.parts)
-                        print(f"    | {message.role}: {' '.join(parts)}")
-                print("    and then")
-            case _ if isinstance(part, bytes):
-                print(f"  {kind}: {self._image(part)}")
-            case _:
-                print(f"  {kind}: {part}")
-
-    def prompt(self, rendered: RenderedPrompt) -> None:
-        images = iter(rendered.prompt.image_hashes)
-        for message in rendered.prompt.messages:
-            for part in message.content:
-                self(message.role, part.text if isinstance(part, TextPart) else rendered.blobs[next(images)])
-
-    def trajectory(self, group: Group, decode: Decode) -> None:
-        """The first one of a group that a model has played."""
-        record = group.trajectories[0]
-        self._observed(group, group.opening)
-        for number, turn in enumerate(record.turns):
-            self("turn", number)
-            self("policy", decode(group.token_ids[turn.start : turn.end]))
-            for call in turn.calls:
-                print(f"    call {call.name} {call.arguments}{f': {call.error}' if call.error else ''}")
-            if turn.reward is not None:
-                print(f"    reward {turn.reward:g}   {turn.info}".rstrip())
-            self._observed(group, turn.observation)
-        if record.reward is None:
-            print(f"end: {record.error_kind}: {record.error_message}   no reward: a run leaves such a trajectory out")
-        else:
-            print(f"end: {record.end}   reward {record.reward:g} in {len(record.turns)} turns")
-
-    def _observed(self, group: Group, messages: Sequence[ObservedMessage]) -> None:
-        for message in messages:
-            for part in message.content:
-                self(message.role, part.text if isinstance(part, TextPart) else bytes(group.blobs[part.content_hash]))
-
-    def _again(self, data: bytes) -> str:
-        return f"[image {self._images.index(data)}]"
-
-    def _image(self, data: bytes) -> str:
-        from asyncrl.data.images import image_size
-
-        width, height = image_size(data, "an image")
-        suffix = "png" if data.startswith(b"\x89PNG") else "jpg"
-        number = len(self._images)
-        self._images.append(data)
-        path = self._folder / f"{number:03d}.{suffix}"
-        path.write_bytes(data)
-        tokens = round(width / self._unit) * round(height / self._unit)
-        return f"[image {number}: {width} x {height}, about {tokens} tokens, {path}]"
-
-
-def _plain(info: dict[str, Any]) -> str:
-    shown = [f"{key}={value}" for key, value in info.items() if key != "calls"]
-    return " ".join(shown)
-
-
-def typed_turns() -> Iterator[str]:
-    """Turns from the terminal, until its end. A line that ends with a backslash goes on in the next."""
-    lines: list[str] = []
-    while True:
-        try:
-            lines.append(input(". " if lines else "> "))
-        except EOFError:
-            return
-        if not lines[-1].endswith("\\"):
-            yield "\n".join(line.removesuffix("\\") for line in lines)
-            lines = []

@@ -15,6 +15,7 @@ from asyncrl.data.prompts import PromptRenderer
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.environments.settings import EnvironmentConfig, is_file
+from asyncrl.environments.terminal import Terminal
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import known_positions
 from asyncrl.models.folder import describe_folder
@@ -38,7 +39,7 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
         group, decode = play_row(config, arguments.model, rendered)
     finally:
         log.setLevel(level)
-    show = play.Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
+    show = Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
     show.prompt(rendered)
     show.trajectory(group, decode)
     return 1 if group.trajectories[0].reward is None else 0

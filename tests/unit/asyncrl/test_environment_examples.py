@@ -20,6 +20,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.environments.settings import EnvironmentConfig, override
+from asyncrl.environments.terminal import typed_turns
 from tests.rigs.tiny import ROOT
 
 pytest.importorskip("sklearn", reason="the scans of digits come with scikit-learn")
@@ -80,7 +81,7 @@ def test_maps_are_solvable_in_one_part_only_and_the_random_policy_is_computed_ex
 
 def test_turns_are_typed_as_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('{"code": "a\\nb"}\nfirst\\\nsecond\n'))
-    assert list(play.typed_turns()) == ['{"code": "a\\nb"}', "first\nsecond"]
+    assert list(typed_turns()) == ['{"code": "a\\nb"}', "first\nsecond"]
 
 
 def test_the_command_plays_estimates_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import build_tokenizer
 from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Part, PastTurn, without_images
-from asyncrl.environments.play import PlayedHistory
+from asyncrl.environments.played_history import PlayedHistory
 from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
