@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.command import command
-from asyncrl.run_folder.checkpoints import CHECKPOINTS, checkpoint_folders
+from asyncrl.launch.command import become, command
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
-    from asyncrl.launch.inputs import Side
 
 RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
@@ -55,7 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_runs(commands)
+    _add_models(commands)
+    _add_tools(commands)
+    return parser
 
+
+def _add_runs(commands: argparse._SubParsersAction) -> None:
+    """Add the commands that train, whole or one part on a machine, and those that make what training begins with."""
     for name, handler, help in (
         ("train", _train, "run a rollout server and a learner on this machine, and watch them"),
         ("sync", _sync, "train, with learner and rollout server taking turns on one device"),
@@ -91,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
+
+
+def _add_models(commands: argparse._SubParsersAction) -> None:
+    """Add the commands around a model: scores, environments, the demo's, and a run's as a folder."""
     evaluate = _command(
         commands, "eval", _eval, "score a model folder on data.val_files: plain transformers, or the run's environment"
     )
@@ -115,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
+
+
+def _add_tools(commands: argparse._SubParsersAction) -> None:
+    """Add the commands that look at a run, or at what one needs."""
     # Without a prefix of options all words are arguments, and asyncrl.tools.inspect reads them itself.
     inspect = commands.add_parser("inspect", help="look at any sample of a run", prefix_chars="\0", add_help=False)
     inspect.add_argument("words", nargs="*")
@@ -158,7 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     imported.set_defaults(handler=_import_config)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
-    return parser
 
 
 def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser:
@@ -186,68 +194,15 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 def _train(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     if arguments.dry_run:
-        return _dry_run(config)
+        from asyncrl.launch.inputs import dry_run
+
+        dry_run(config)
+        return ExitCode.FINISHED
     from asyncrl.launch.train import train
+    from asyncrl.run_folder.contents import is_to_resume
 
-    resume = _is_to_resume(arguments, config)
+    resume = is_to_resume(config, arguments.config, resume=arguments.resume, unattended=arguments.unattended)
     return ExitCode.FINISHED if resume is None else train(config, resume=resume)
-
-
-def _dry_run(config: RunConfig) -> int:
-    """Explain the configuration, and refuse what `train` would refuse of it on any machine; devices that this one has
-    not are a note."""
-    import asyncio
-
-    from asyncrl.config.explain import explain
-    from asyncrl.launch.inputs import check_devices, check_references
-    from asyncrl.rewards.pool import try_loading
-
-    with _uncollected():
-        check_references(config, "learner", "rollout_server")
-        asyncio.run(try_loading(config.reward))
-        from asyncrl.models.lean_imports import import_processors
-
-        import_processors()
-        from asyncrl.models.prompt_rows import preview_rows
-
-        seen, num_rows = preview_rows(config)
-        print(explain(config, num_rows))
-        print(seen)
-        if config.batch.tokens_per_microbatch == "auto":
-            from asyncrl.tools.memory_plan.token_choice import gpu_bytes, settle_tokens
-
-            print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
-        try:
-            check_devices(config, ("learner", "rollout_server"))
-        except UserError as problem:
-            print(f"note: this machine cannot train it: {problem}")
-    return 0
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from looking through all of torch's and transformers' objects while they are imported:
-    an eighth of the time of a command that is short."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _is_to_resume(arguments: argparse.Namespace, config: RunConfig) -> bool | None:
-    """None where an unattended start finds that the run is finished, and has said so."""
-    if not arguments.unattended:
-        return arguments.resume
-    if arguments.resume:
-        raise UserError("--unattended decides by itself whether to --resume: give one of the two")
-    from asyncrl.run_folder.contents import describe_finished, next_attempt
-
-    attempt = next_attempt(config)
-    if attempt == "nothing":
-        print(describe_finished(config, arguments.config))
-        return None
-    return attempt == "continue"
 
 
 def _sync(arguments: argparse.Namespace) -> int:
@@ -256,18 +211,9 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from asyncrl.launch.inputs import check_sft_inputs
-    from asyncrl.run_folder.contents import check_run_dir
-    from asyncrl.run_folder.lock import refuse_busy
-    from learner.ranks.environment import rank_of_service
+    from asyncrl.launch.one_service import sft
 
-    config = _load(arguments)
-    if rank_of_service() == 0:
-        with _telling_ranks(config):
-            refuse_busy(config.run_path)
-            check_run_dir(config, resume=False)
-            check_sft_inputs(config)
-    _exec_module("learner.sft", "--config", str(arguments.config), *arguments.overrides)
+    sft(arguments.config, arguments.overrides)
 
 
 def _compose(arguments: argparse.Namespace) -> int:
@@ -283,9 +229,9 @@ def _compose(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    _check(arguments, "rollout_server")
-    flags = ["--unattended"] if arguments.unattended else []
-    _exec_module("rollout_server", "--config", str(arguments.config), *flags, *arguments.overrides)
+    from asyncrl.launch.one_service import rollout
+
+    rollout(arguments.config, arguments.overrides, unattended=arguments.unattended)
 
 
 def _pool(arguments: argparse.Namespace) -> int:
@@ -298,58 +244,14 @@ def _pool(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    from learner.ranks.environment import rank_of_service
+    from asyncrl.launch.one_service import learn
 
-    config = _load(arguments)
-    if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
-        with _telling_ranks(config):
-            _check(arguments, "learner")
-    resume = _is_to_resume(arguments, config)
-    if resume is None:
-        return ExitCode.FINISHED
-    flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
-    _exec_module("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
-
-
-@contextmanager
-def _telling_ranks(config: RunConfig) -> Iterator[None]:
-    """Tell ranks that torchrun has started what keeps this one, rank 0, from its start."""
-    try:
-        yield
-    except UserError as error:
-        from learner.ranks.environment import rank_environment
-
-        environment = rank_environment(config)
-        if not environment.is_given:
-            raise
-        from learner.ranks.processes import telling_given_ranks
-
-        with telling_given_ranks(config, environment):
-            raise error
-
-
-def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
-    """Report mistakes before anything heavy is loaded."""
-    from asyncrl.launch.inputs import check_inputs
-
-    config = _load(arguments)
-    if side == "learner":
-        from learner.ranks.environment import with_given_ranks
-
-        config = with_given_ranks(config)
-    check_inputs(config, side)
-    return config
-
-
-def _exec_module(module: str, *arguments: str) -> NoReturn:
-    """Replace this process: signals and the exit code are the service's own."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    learn(arguments.config, arguments.overrides, resume=arguments.resume, unattended=arguments.unattended)
+    return ExitCode.FINISHED
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.evaluate import component_means, conversation_lines, score_held_out, summarise, write_scored
+    from asyncrl.tools.evaluate import describe_scores, score_held_out, write_scored
 
     config = _load(arguments)
     if arguments.out and not arguments.out.absolute().parent.is_dir():
@@ -364,13 +266,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
     if arguments.out:
         write_scored(scored, arguments.out)
-    scores, size = summarise(config, scored), config.evaluation.group_size
-    found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
-    found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
-    print("   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"]))
-    if means := component_means(scored):
-        print("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
-    print("".join(f"{line}\n" for line in conversation_lines(scored)), end="")
+    print(describe_scores(config, scored))
     return 0
 
 
@@ -384,24 +280,19 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    checkpoints = checkpoint_folders(arguments.run_dir)
-    if not checkpoints:
-        raise UserError(f"there is no checkpoint in {arguments.run_dir / CHECKPOINTS}")
-    step = max(checkpoints) if arguments.checkpoint is None else arguments.checkpoint
-    if step not in checkpoints:
-        raise UserError(
-            f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(checkpoints)}"
-        )
+    from asyncrl.run_folder.checkpoints import find_checkpoint
+
+    checkpoint = find_checkpoint(arguments.run_dir, arguments.checkpoint)
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
     from asyncrl.models.export import export_checkpoint
 
-    print(export_checkpoint(arguments.run_dir, checkpoints[step], arguments.target, keep_adapter=arguments.adapter))
+    print(export_checkpoint(arguments.run_dir, checkpoint, arguments.target, keep_adapter=arguments.adapter))
     return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    _exec_module("asyncrl.tools.inspect", *arguments.words)
+    become("asyncrl.tools.inspect", *arguments.words)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -412,7 +303,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    _exec_module("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
+    become("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -426,7 +317,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         from asyncrl.tools.memory_plan.table import print_memory_table
 
         return print_memory_table(Path(arguments.plan), overrides)
-    with _uncollected():
+    from asyncrl.models.lean_imports import uncollected
+
+    with uncollected():
         from asyncrl.tools.doctor.examine import examine
 
         return examine(Path(first) if first else None, overrides, quick=arguments.quick, as_json=arguments.json)

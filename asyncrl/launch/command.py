@@ -1,4 +1,7 @@
-"""The frame of a command: errors as a line and an exit code, and a quiet end where its reader has gone (`| head`)."""
+"""The frame of a command: errors as a line and an exit code, and a quiet end where its reader has gone (`| head`).
+
+A command may also leave its process to a module of ours (`become`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
 
@@ -42,3 +45,10 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             return READER_GONE
 
     return framed
+
+
+def become(module: str, *arguments: str) -> NoReturn:
+    """Replace this process: signals and the exit code are the module's own."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

@@ -4,6 +4,7 @@ leaves no run directory behind. Torch is only imported where devices, a plan or 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +46,32 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
         plan = check_plan(config)  # both halves, whichever side starts here: its numbers are one run's
         if plan is not None and "learner" in sides:
             check_shared_memory(plan)
+
+
+def dry_run(config: RunConfig) -> None:
+    """Explain the configuration, and refuse what `train` would refuse of it on any machine; devices that this one has
+    not are a note. Raises UserError."""
+    from asyncrl.config.explain import explain
+    from asyncrl.models.lean_imports import import_processors, uncollected
+    from asyncrl.rewards.pool import try_loading
+
+    with uncollected():
+        check_references(config, "learner", "rollout_server")
+        asyncio.run(try_loading(config.reward))
+        import_processors()
+        from asyncrl.models.prompt_rows import preview_rows
+
+        seen, num_rows = preview_rows(config)
+        print(explain(config, num_rows))
+        print(seen)
+        if config.batch.tokens_per_microbatch == "auto":
+            from asyncrl.tools.memory_plan.token_choice import gpu_bytes, settle_tokens
+
+            print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
+        try:
+            check_devices(config, ("learner", "rollout_server"))
+        except UserError as problem:
+            print(f"note: this machine cannot train it: {problem}")
 
 
 def check_references(config: RunConfig, *sides: Side) -> None:

@@ -5,6 +5,7 @@ use of them, but for `import_peft`. What has been imported already stays as it i
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,17 @@ def import_processors() -> None:
     with _stand_ins(models):
         import transformers.models.auto.auto_factory
         import transformers.processing_utils  # noqa: F401
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking through all of torch's and transformers' objects while they are imported:
+    an eighth of the time of a command that is short."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

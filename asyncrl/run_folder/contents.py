@@ -52,6 +52,20 @@ def is_resumable(run_path: Path) -> bool:
     return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
 
 
+def is_to_resume(config: RunConfig, file: Path, *, resume: bool, unattended: bool) -> bool | None:
+    """Whether a start continues the run: as `resume` says, or for an unattended one as the directory does. None where
+    such a one finds that the run is finished, and has said so."""
+    if not unattended:
+        return resume
+    if resume:
+        raise UserError("--unattended decides by itself whether to --resume: give one of the two")
+    attempt = next_attempt(config)
+    if attempt == "nothing":
+        print(_describe_finished(config, file))
+        return None
+    return attempt == "continue"
+
+
 def next_attempt(config: RunConfig) -> Literal["begin", "continue", "nothing"]:
     """Choose begin, continue (after a crash, an interruption or a full disk) or nothing for an unattended start.
 
@@ -64,7 +78,7 @@ def next_attempt(config: RunConfig) -> Literal["begin", "continue", "nothing"]:
     return "continue" if is_resumable(config.run_path) else "begin"
 
 
-def describe_finished(config: RunConfig, file: Path) -> str:
+def _describe_finished(config: RunConfig, file: Path) -> str:
     """Say that there is nothing to do. A finished run is not continued by a machine, whatever `file` says."""
     text, step = f"the run in {config.run_dir} is finished", read_status(config.run_path).get("step")
     if isinstance(step, int) and config.trainer.max_steps > step:

@@ -104,13 +104,24 @@ def summarise(config: RunConfig, scored: Sequence[Scored]) -> EvaluationScores:
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
 
 
-def component_means(scored: Sequence[Scored]) -> dict[str, float]:
+def describe_scores(config: RunConfig, scored: Sequence[Scored]) -> str:
+    """What `asyncrl eval` prints. Raises as `summarise` does."""
+    scores, size = summarise(config, scored), config.evaluation.group_size
+    found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
+    found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
+    lines = ["   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])]
+    if means := _component_means(scored):
+        lines.append("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+    return "\n".join([*lines, *_conversation_lines(scored)])
+
+
+def _component_means(scored: Sequence[Scored]) -> dict[str, float]:
     """Mean of each component over the completions that have a score."""
     known = [item.score.components for item in scored if item.score.reward is not None]
     return {name: fmean(components[name] for components in known) for name in (known[0] if known else ())}
 
 
-def conversation_lines(scored: Sequence[Scored]) -> list[str]:
+def _conversation_lines(scored: Sequence[Scored]) -> list[str]:
     """Means of turns and calls, and counts of ends and errors, for people; none where nothing was a conversation."""
     records = [item.record for item in scored if item.record is not None]
     if not records:

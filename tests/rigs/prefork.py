@@ -160,8 +160,8 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
     if module == "asyncrl":
         launcher: Any = importlib.import_module("asyncrl.launch.processes")
         launcher.subprocess = SimpleNamespace(Popen=_launch, DEVNULL=None, STDOUT=None)
-        command: Any = importlib.import_module("asyncrl.cli")
-        command._exec_module = lambda module, *words: os._exit(_run_module(module, words))
+        system: Any = os
+        system.execv = lambda _, words: os._exit(_run_module(words[2], words[3:]))
         if arguments[0] == "demo":
             stages: Any = importlib.import_module("asyncrl.demo.prepare")
             stages.subprocess = SimpleNamespace(call=_call)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import cli
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
@@ -58,7 +57,7 @@ def test_its_learner_knows_that_nobody_watches_it(
     file.write_text(dump_config(config))
     if begun:
         _begun(config)
-    monkeypatch.setattr(cli, "_exec_module", lambda *arguments: became.extend(arguments))
+    monkeypatch.setattr("asyncrl.launch.one_service.become", lambda *arguments: became.extend(arguments))
     asyncrl(["learn", str(file), "--unattended"])
     assert became == ["learner", "--config", str(file), *(["--resume"] if begun else []), "--unattended"]
 

@@ -1,0 +1,69 @@
+"""`asyncrl learn`, `rollout` and `sft`: everything cheap is checked, and then this process becomes the one service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.command import become
+from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
+
+
+def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: bool) -> None:
+    """Become the learner. Returns where an unattended start finds that the run is finished. Raises UserError."""
+    config = load_config(file, overrides)
+    if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
+        with _telling_ranks(config):
+            from asyncrl.launch.inputs import check_inputs
+
+            check_inputs(with_given_ranks(config), "learner")
+    from asyncrl.run_folder.contents import is_to_resume
+
+    resumes = is_to_resume(config, file, resume=resume, unattended=unattended)
+    if resumes is not None:
+        flags = [*(["--resume"] if resumes else []), *(["--unattended"] if unattended else [])]
+        become("learner", "--config", str(file), *flags, *overrides)
+
+
+def rollout(file: Path, overrides: Sequence[str], *, unattended: bool) -> NoReturn:
+    """Become a rollout server. Raises UserError."""
+    config = load_config(file, overrides)
+    from asyncrl.launch.inputs import check_inputs
+
+    check_inputs(config, "rollout_server")
+    become("rollout_server", "--config", str(file), *(["--unattended"] if unattended else []), *overrides)
+
+
+def sft(file: Path, overrides: Sequence[str]) -> NoReturn:
+    """Become the supervised warm start. Raises UserError."""
+    config = load_config(file, overrides)
+    if rank_of_service() == 0:
+        with _telling_ranks(config):
+            from asyncrl.launch.inputs import check_sft_inputs
+            from asyncrl.run_folder.contents import check_run_dir
+            from asyncrl.run_folder.lock import refuse_busy
+
+            refuse_busy(config.run_path)
+            check_run_dir(config, resume=False)
+            check_sft_inputs(config)
+    become("learner.sft", "--config", str(file), *overrides)
+
+
+@contextmanager
+def _telling_ranks(config: RunConfig) -> Iterator[None]:
+    """Tell ranks that torchrun has started what keeps this one, rank 0, from its start."""
+    try:
+        yield
+    except UserError as error:
+        environment = rank_environment(config)
+        if not environment.is_given:
+            raise
+        from learner.ranks.processes import telling_given_ranks
+
+        with telling_given_ranks(config, environment):
+            raise error
