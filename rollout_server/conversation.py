@@ -14,15 +14,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Protocol
 
 import numpy as np
 
 from asyncrl.data.images import content_hash
-from asyncrl.environments.interface import Start
-from asyncrl.environments.observation import Message, Observation, Part, StepResult
+from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
@@ -30,7 +28,7 @@ from asyncrl.models.bridge import TurnBridge, start_of
 from asyncrl.models.history import History, Shown
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.row_survey import overlong_opening
-from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.models.rows import joined_row
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score
@@ -44,9 +42,6 @@ from protocol.messages import (
     Prompt,
     Sampling,
     Ticket,
-    TrajectoryRecord,
-    TrajectoryStatus,
-    Turn,
 )
 from rollout_server.engines.base import (
     Completion,
@@ -56,139 +51,11 @@ from rollout_server.engines.base import (
     Parking,
     VideoFrames,
 )
+from rollout_server.environments import Environments
 from rollout_server.rounds import AtOnce, Rounds
+from rollout_server.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-class Environment(Protocol):
-    """One trajectory's side of an environment. What it raises is a failure of the environment: a status, never a 0."""
-
-    async def reset(self, start: Start, /) -> Observation | None:
-        """Begin, and say what it opens with: the same bytes for all trajectories of a ticket."""
-        ...
-
-    async def step(self, text: str, /) -> StepResult:
-        """The answer to a turn, of which `text` is what was sampled, without special tokens."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Environments:
-    """Source of environments for trajectories."""
-
-    make: Callable[[], Environment]
-    capacity: float = inf
-    """Most of them at a time."""
-    trajectory_s: float = inf
-    """Seconds of a trajectory after which it takes no further turn."""
-    prompt_tokens: float = inf
-    """Most tokens of a prompt with what the environment opens with (`data.max_prompt_length`)."""
-    text_tokens: float = inf
-    """Most tokens of the text of one observation; what is cut off is said in its place."""
-    retries: int = 0
-    """Further tries of a trajectory whose environment has failed, with the same start and the same first turn."""
-    zero_over_limit: bool = False
-    """Whether a trajectory that a limit ended is scored with 0."""
-    in_rounds: bool = False
-    """Whether all trajectories of a batch of tickets take their turns together, so that a run repeats bit for bit."""
-
-
-@dataclass
-class _Trajectory:
-    """One trajectory so far: turns, and the columns of sampled and observed tokens."""
-
-    index: int
-    environment: Environment | None
-    """None when it is closed."""
-    parking: Parking = field(default_factory=Parking)
-    turns: list[Turn] = field(default_factory=list)
-    pieces: list[EncodedPrompt] = field(default_factory=list)
-    """Of all segments."""
-    context: int = 0
-    """Tokens at their end with which a new segment has begun, until a turn follows."""
-    images: list[bytes] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
-    kv_versions: list[np.ndarray] = field(default_factory=list)
-    has_kv_versions: bool = False
-    text: str = ""
-    """What the last turn says."""
-    limit: Limit = ""
-    failure: tuple[str, str] | None = None
-    """Kind and message where its environment has failed."""
-    environment_s: float = 0.0
-
-    @property
-    def length(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.pieces)
-
-    def add_turn(self, sampled: Completion) -> None:
-        start = self.length
-        self.pieces.append(sampled_piece(sampled.token_ids))
-        self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason, context=self.context))
-        self.logprobs.append(sampled.logprobs)
-        self.versions.append(sampled.versions)
-        self.kv_versions.append(sampled.versions if sampled.kv_versions is None else sampled.kv_versions)
-        self.has_kv_versions |= sampled.kv_versions is not None
-
-    def describe_turn(self, **changes: object) -> None:
-        """Say more of the last turn."""
-        self.turns[-1] = self.turns[-1].model_copy(update=changes)
-
-    def add_observation(self, observation: Observation, shown: Shown) -> None:
-        self.describe_turn(observation=recorded(observation, shown.pieces[-1].image_grids))
-        self.pieces += shown.pieces
-        self.context = shown.context
-        self.images += observation.images
-        self.logprobs.append(np.zeros(shown.num_tokens, np.float32))
-        for column in (self.versions, self.kv_versions):
-            column.append(np.full(shown.num_tokens, column[-1][-1], np.int32))
-
-    async def close(self) -> None:
-        """Close the environment, once; what goes wrong there concerns nobody but the log. No turn follows."""
-        self.parking.close()
-        environment, self.environment = self.environment, None
-        try:
-            if environment is not None:
-                await environment.close()
-        except Exception as error:
-            logger.warning("an environment could not be closed: %s", error)
-
-    def begin_anew(self, environment: Environment) -> None:
-        """Forget all turns, for another try."""
-        self.environment, self.failure, self.limit, self.has_kv_versions = environment, None, "", False
-        self.context = 0
-        self.parking = Parking()
-        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
-            column.clear()
-
-    def record(self, score: Score, *, zero_over_limit: bool) -> TrajectoryRecord:
-        """A failed environment or reward is a status with its kind; it is never a score of 0."""
-        finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
-        if self.failure is not None:
-            status, (kind, message) = TrajectoryStatus.ERROR, self.failure
-            score = Score("error", kind, message)
-        elif score.status != "ok":
-            status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
-        else:
-            is_cut = finish_reason is FinishReason.LENGTH or bool(self.limit)
-            status = TrajectoryStatus.TRUNCATED if is_cut else TrajectoryStatus.FINISHED
-        reward = score.reward
-        if reward is not None:
-            reward = 0.0 if self.limit and zero_over_limit else reward + sum(turn.reward or 0.0 for turn in self.turns)
-        return TrajectoryRecord(
-            status=status,
-            finish_reason=finish_reason,
-            limit=self.limit,
-            error_kind=score.error_kind,
-            error_message=score.error_message,
-            rewards=score.components,
-            reward=reward,
-            turns=tuple(self.turns),
-        )
 
 
 @dataclass(frozen=True)
@@ -214,15 +81,15 @@ class _Ticket:
         room = min(self.limits.tokens_per_turn, self.ticket.sampling.max_new_tokens - length)
         return self.ticket.sampling.model_copy(update={"max_new_tokens": room})
 
-    def first_turns(self, trajectories: Sequence[_Trajectory]) -> GenerationRequest:
+    def first_turns(self, trajectories: Sequence[Trajectory]) -> GenerationRequest:
         return replace(self.first, parking=tuple(self._parking(trajectory) for trajectory in trajectories))
 
-    def _parking(self, trajectory: _Trajectory) -> Parking:
+    def _parking(self, trajectory: Trajectory) -> Parking:
         """The trajectory's place, open unless the turn to be sampled is the last one allowed."""
         trajectory.parking.is_open = len(trajectory.turns) + 1 < self.limits.turns
         return trajectory.parking
 
-    def later_turn(self, trajectory: _Trajectory, history: History) -> GenerationRequest:
+    def later_turn(self, trajectory: Trajectory, history: History) -> GenerationRequest:
         """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
         order = self.ticket.order(trajectory.index)
         prompt = self.first.prompt
@@ -266,7 +133,7 @@ class ConversationProducer:
     async def produce(self, ticket: Ticket, blobs: Mapping[str, memoryview], turns: AtOnce) -> Group:
         """Raises what makes the group impossible: its environments do not begin, or its requests cannot be sampled."""
         async with self._places(ticket.group_size):
-            trajectories = [_Trajectory(index, self._environments.make()) for index in range(ticket.group_size)]
+            trajectories = [Trajectory(index, self._environments.make()) for index in range(ticket.group_size)]
             try:
                 with turns.taking_part(ticket.group_size) as leave:
                     opened = await self._open(ticket, blobs, trajectories, turns)
@@ -298,7 +165,7 @@ class ConversationProducer:
     # --- the beginning --------------------------------------------------------------------------
 
     async def _open(
-        self, ticket: Ticket, blobs: Mapping[str, memoryview], trajectories: Sequence[_Trajectory], turns: AtOnce
+        self, ticket: Ticket, blobs: Mapping[str, memoryview], trajectories: Sequence[Trajectory], turns: AtOnce
     ) -> _Ticket:
         started_at = time.monotonic()
         assert ticket.conversation is not None, "GroupProducer takes tickets of one turn"
@@ -351,7 +218,7 @@ class ConversationProducer:
 
     # --- turns ----------------------------------------------------------------------------------
 
-    async def _talk_all(self, opened: _Ticket, trajectories: Sequence[_Trajectory], leave: Callable[[], None]) -> None:
+    async def _talk_all(self, opened: _Ticket, trajectories: Sequence[Trajectory], leave: Callable[[], None]) -> None:
         talks: list[asyncio.Task[None]] = []
         try:
             async for item in opened.turns.sample(opened.first_turns(trajectories)):
@@ -365,7 +232,7 @@ class ConversationProducer:
                 talk.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
 
-    async def _talk(self, opened: _Ticket, trajectory: _Trajectory, first: Completion) -> None:
+    async def _talk(self, opened: _Ticket, trajectory: Trajectory, first: Completion) -> None:
         """Take turns with the environment; where it fails, again from the first turn on."""
         await self._take_turns(opened, trajectory, first)
         for _ in range(self._environments.retries):
@@ -374,7 +241,7 @@ class ConversationProducer:
             await self._take_turns(opened, trajectory, first)
         await trajectory.close()
 
-    async def _begins_anew(self, opened: _Ticket, trajectory: _Trajectory) -> bool:
+    async def _begins_anew(self, opened: _Ticket, trajectory: Trajectory) -> bool:
         """Whether another environment has opened for a trajectory as the first one did."""
         await trajectory.close()
         environment = self._environments.make()
@@ -392,7 +259,7 @@ class ConversationProducer:
         trajectory.begin_anew(environment)
         return True
 
-    async def _take_turns(self, opened: _Ticket, trajectory: _Trajectory, turn: Completion) -> None:
+    async def _take_turns(self, opened: _Ticket, trajectory: Trajectory, turn: Completion) -> None:
         """Take turns until policy, environment or a limit ends them."""
         history = History(opened.bridge, opened.limits, pixels=self._engine.takes_pixels)
         while True:
@@ -412,7 +279,7 @@ class ConversationProducer:
             turn = sampled
 
     async def _answer(
-        self, opened: _Ticket, trajectory: _Trajectory, history: History
+        self, opened: _Ticket, trajectory: Trajectory, history: History
     ) -> tuple[Observation, Shown] | None:
         """What the environment shows after a turn, and its tokens; None where the trajectory has ended."""
         began = time.monotonic()
@@ -446,7 +313,7 @@ class ConversationProducer:
             trajectory.describe_turn(history=recorded_history(edited, before))
         return None if trajectory.limit else (observation, shown)
 
-    def _fails(self, opened: _Ticket, trajectory: _Trajectory, kind: str, message: str) -> None:
+    def _fails(self, opened: _Ticket, trajectory: Trajectory, kind: str, message: str) -> None:
         """Note, and log, that the environment has lost a trajectory."""
         trajectory.failure = kind, message
         logger.warning("row %s: %s: %s", opened.prompt.row_id, kind, message)
@@ -467,7 +334,7 @@ class ConversationProducer:
             messages.append(Message(message.role, tuple(parts)))
         return Observation(tuple(messages))
 
-    def _limit(self, opened: _Ticket, trajectory: _Trajectory, observation: Observation, tokens: int) -> Limit:
+    def _limit(self, opened: _Ticket, trajectory: Trajectory, observation: Observation, tokens: int) -> Limit:
         """The limit that keeps an observation out. It is added as a whole or not at all."""
         if len(trajectory.turns) >= opened.limits.turns:
             return "turns"
@@ -479,12 +346,12 @@ class ConversationProducer:
 
     # --- the end --------------------------------------------------------------------------------
 
-    async def _score(self, opened: _Ticket, trajectories: Sequence[_Trajectory]) -> dict[int, Score]:
+    async def _score(self, opened: _Ticket, trajectories: Sequence[Trajectory]) -> dict[int, Score]:
         """Scores of the trajectories whose environments have not failed, by index: of what the last turn says."""
         whole = [trajectory for trajectory in trajectories if trajectory.failure is None]
         scoring = self._rewards.group(len(whole))
 
-        async def score(place: int, trajectory: _Trajectory) -> Score:
+        async def score(place: int, trajectory: Trajectory) -> Score:
             sample = sample_of(
                 opened.prompt,
                 trajectory.text,
@@ -501,7 +368,7 @@ class ConversationProducer:
     def _group(
         self,
         opened: _Ticket,
-        trajectories: Sequence[_Trajectory],
+        trajectories: Sequence[Trajectory],
         scores: Mapping[int, Score],
         generated_at: float,
     ) -> Group:

@@ -1,6 +1,11 @@
-"""The configured environment of a rollout server: processes of its pool, one episode for each trajectory."""
+"""Environments of trajectories: what one does, where they come from, and those of the run's pool, an episode each."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
@@ -8,7 +13,41 @@ from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.prompt_processor import image_rule
-from rollout_server.conversation import Environments
+
+
+class Environment(Protocol):
+    """One trajectory's side of an environment. What it raises is a failure of the environment: a status, never a 0."""
+
+    async def reset(self, start: Start, /) -> Observation | None:
+        """Begin, and say what it opens with: the same bytes for all trajectories of a ticket."""
+        ...
+
+    async def step(self, text: str, /) -> StepResult:
+        """The answer to a turn, of which `text` is what was sampled, without special tokens."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Source of environments for trajectories."""
+
+    make: Callable[[], Environment]
+    capacity: float = inf
+    """Most of them at a time."""
+    trajectory_s: float = inf
+    """Seconds of a trajectory after which it takes no further turn."""
+    prompt_tokens: float = inf
+    """Most tokens of a prompt with what the environment opens with (`data.max_prompt_length`)."""
+    text_tokens: float = inf
+    """Most tokens of the text of one observation; what is cut off is said in its place."""
+    retries: int = 0
+    """Further tries of a trajectory whose environment has failed, with the same start and the same first turn."""
+    zero_over_limit: bool = False
+    """Whether a trajectory that a limit ended is scored with 0."""
+    in_rounds: bool = False
+    """Whether all trajectories of a batch of tickets take their turns together, so that a run repeats bit for bit."""
 
 
 class PooledEnvironment:

@@ -33,10 +33,9 @@ from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded
 from asyncrl.tools.evaluate import Progress, Scored
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
-from rollout_server.conversation import Environments
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, InferenceEngine
-from rollout_server.environments import environments_of, make_pool
+from rollout_server.environments import Environments, environments_of, make_pool
 from rollout_server.group_producer import GroupProducer
 
 

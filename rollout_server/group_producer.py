@@ -33,7 +33,7 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.conversation import ConversationProducer, Environments
+from rollout_server.conversation import ConversationProducer
 from rollout_server.engines.base import (
     Completion,
     EngineDied,
@@ -44,6 +44,7 @@ from rollout_server.engines.base import (
     VideoFrames,
     kv_versions_column,
 )
+from rollout_server.environments import Environments
 from rollout_server.rounds import AtOnce
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Trainer
 from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
-from rollout_server.conversation import Environments
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.environments import Environments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.journal_groups import issue_and_add, throwaway_journal
 from tests.rigs.pictures import picture

@@ -21,8 +21,8 @@ from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.training.trainer import Trainer
 from protocol.messages import Group, TicketFailed
-from rollout_server.conversation import Environments
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
+from rollout_server.environments import Environments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.pictures import picture
 from tests.rigs.policies import Weights, gaps, moved

@@ -31,7 +31,7 @@ from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Group
-from rollout_server.conversation import Environments
+from rollout_server.environments import Environments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.pictures import picture
