@@ -18,8 +18,7 @@ import numpy as np
 import zmq
 
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptFacts
-from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.codec import encode
 from protocol.messages import (
     ChatMessage,

@@ -27,9 +27,10 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, describe_model, model_folder
 from asyncrl.models.image_grids import ImageGrids, limit_pixels, named_grids
+from asyncrl.models.prompt_media import media_arguments, video_hash
 from asyncrl.models.tiled_images import FAMILIES, grids_of
 from asyncrl.models.tool_prompt import ToolPrompt
-from protocol.messages import Prompt, Video
+from protocol.messages import Prompt
 
 PLACEHOLDER_ID_NAMES = (
     "image_token_id",
@@ -462,67 +463,6 @@ class PromptProcessor:
         while self._cache_left < 0 and self._cache:
             _, oldest = self._cache.popitem(last=False)
             self._cache_left += oldest.nbytes
-
-
-def media_arguments(prompts: Sequence[Prompt], blobs: Mapping[str, bytes]) -> dict[str, Any]:
-    """Arguments of a Hugging Face processor for the images and videos of prompts, in their order.
-
-    Frames are given as they are: the processor picks none of them out.
-    """
-    images = [
-        decode_image(blobs[digest], where=f"row {prompt.row_id}")
-        for prompt in prompts
-        for digest in prompt.image_hashes
-    ]
-    videos = [
-        (video, _frames(video, blobs, f"row {prompt.row_id}, video {number}"))
-        for prompt in prompts
-        for number, video in enumerate(prompt.videos)
-    ]
-    arguments: dict[str, Any] = {"images": images} if images else {}
-    if videos:
-        arguments |= {
-            "videos": [frames for _, frames in videos],
-            "do_sample_frames": False,
-            "video_metadata": [
-                {"total_num_frames": len(frames), "fps": video.fps, "frames_indices": list(range(len(frames)))}
-                for video, frames in videos
-            ],
-        }
-    return arguments
-
-
-def _frames(video: Video, blobs: Mapping[str, bytes], where: str) -> np.ndarray:
-    """[frames, height, width, 3] uint8"""
-    frames = [decode_image(blobs[digest], where=f"{where}, frame {i}") for i, digest in enumerate(video.frame_hashes)]
-    sizes = sorted({frame.size for frame in frames})
-    if len(sizes) > 1:
-        raise UserError(
-            f"{where}: its frames have several sizes: {', '.join(f'{w} x {h}' for w, h in sizes[:3])} pixels. "
-            "Scale the frames of one video to one size"
-        )
-    return np.stack([np.asarray(frame) for frame in frames])
-
-
-def video_hash(frame_hashes: Sequence[str]) -> str:
-    """SHA-256 of the frames' content hashes in order: of number, order and content."""
-    return hashlib.sha256("".join(frame_hashes).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class PromptFacts:
-    token_ids: np.ndarray
-    """[P] int32, image placeholders expanded."""
-    image_grids: np.ndarray
-    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
-    image_hashes: tuple[str, ...]
-    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[videos, 3] int32"""
-    video_hashes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, prompt: MeasuredPrompt) -> PromptFacts:
-        return cls(prompt.token_ids, prompt.image_grids, prompt.image_hashes, prompt.video_grids, prompt.video_hashes)
 
 
 def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:

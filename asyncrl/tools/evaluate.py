@@ -28,7 +28,8 @@ from asyncrl.models.held_out import held_out_prompts
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
+from asyncrl.models.prompt_media import media_arguments
 from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of

@@ -12,10 +12,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.held_out import ticket_seed
-from asyncrl.models.processing import MeasuredPrompt, PromptFacts
+from asyncrl.models.processing import MeasuredPrompt
 from asyncrl.models.published import fingerprint_of
 from asyncrl.rewards.score import Score
-from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine

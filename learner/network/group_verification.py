@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 
 from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptFacts
 from learner.network.turn_verification import turn_problems
+from learner.tickets.ticket import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, TicketKind, printable
 

@@ -14,7 +14,7 @@ from asyncrl.environments.recording import observation_of
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptFacts
+from asyncrl.models.processing import MeasuredPrompt
 from protocol.codec import Frame, Limits, encode
 from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind
 
@@ -24,6 +24,24 @@ _PARTIAL_FRAMES = 5
 """Columns of a partial rollout."""
 _BLOB_ENTRY_BYTES = 128
 """Header bytes for each image: its hash and where its frame is."""
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What the prompt of a group that comes back is compared with."""
+
+    token_ids: np.ndarray
+    """[P] int32, image placeholders expanded."""
+    image_grids: np.ndarray
+    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
+    image_hashes: tuple[str, ...]
+    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[videos, 3] int32"""
+    video_hashes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, prompt: MeasuredPrompt) -> PromptFacts:
+        return cls(prompt.token_ids, prompt.image_grids, prompt.image_hashes, prompt.video_grids, prompt.video_hashes)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
-from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
+from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
 from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
 from learner.tickets.demonstrations import Demonstrations, check_targets
-from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64

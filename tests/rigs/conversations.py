@@ -13,8 +13,8 @@ from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.recording import recorded
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptFacts, PromptProcessor
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from asyncrl.models.processing import PromptProcessor
+from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import (
     ConversationLimits,

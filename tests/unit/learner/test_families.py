@@ -16,7 +16,8 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.parts import part_of
-from asyncrl.models.processing import PromptProcessor, media_arguments
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.prompt_media import media_arguments
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
