@@ -104,7 +104,8 @@ def two_devices(config: RunSections) -> str:
 
 
 def _sync_problems(config: RunSections) -> Iterator[str]:
-    """Check sync mode: staleness 0, one server, one device, no device channel, base weights kept for adapters.
+    """Check sync mode: staleness 0, one server on the learner's devices, no device channel, base weights kept for
+    adapters.
 
     Whether `auto` is the other side's device may depend on the machine: asyncrl/launch/inputs.py checks it."""
     learner, rollout = config.learner, config.rollout
@@ -113,14 +114,15 @@ def _sync_problems(config: RunSections) -> Iterator[str]:
             f"trainer.mode is sync and learner.max_staleness is {learner.max_staleness}: taking turns, the server only "
             "has the learner's own version. Set learner.max_staleness=0, or trainer.mode=async"
         )
-    for name, why in (
-        ("servers", "the learner shares its device with one server"),
-        ("tensor_parallel_size", "there is one device"),
+    ranks = learner.num_processes
+    for name, most, why in (
+        ("servers", 1, "the learner shares its device with one server"),
+        ("tensor_parallel_size", ranks, "there is one device" if ranks == 1 else f"the ranks have {ranks} devices"),
     ):
-        if getattr(rollout, name) != 1:
+        if getattr(rollout, name) > most:
             yield (
-                f"trainer.mode is sync and rollout.{name} is {getattr(rollout, name)}: {why}. Set rollout.{name}=1, or "
-                "trainer.mode=async"
+                f"trainer.mode is sync and rollout.{name} is {getattr(rollout, name)}: {why}. Set rollout.{name}={most}"
+                ", or trainer.mode=async"
             )
     if not same_device(config, cuda=False):
         yield two_devices(config)

@@ -95,9 +95,8 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             f"{learner.engine}, which has parts of them. Set learner.engine=torch or learner.optimizer=adamw"
         )
     problems = {
-        "trainer.mode is sync, which moves whole models off the device. Set trainer.mode=async": (
-            config.trainer.mode == "sync"
-        ),
+        "trainer.mode is sync, and buffers of gradients would stay on the device. Set trainer.mode=async or "
+        "learner.engine=fsdp2": learner.engine == "deepspeed" and config.trainer.mode == "sync",
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
         "learner that is one process. Set rollout.weights_channel=auto": (
             config.rollout.weights_channel in DEVICE_CHANNELS

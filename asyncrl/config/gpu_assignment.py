@@ -42,7 +42,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     """Assign `count` GPUs. The learner's comes first; servers that find too few of the others share GPUs evenly.
 
     A device that is named with its number is taken as it is, by all servers. In sync mode, and for cuda_ipc, all
-    processes are on one GPU. The GPU of a reward model is left to it where there are others.
+    processes are on the learner's GPUs. The GPU of a reward model is left to it where there are others.
     """
     rollout, kept = config.rollout, reward_gpus(config)
     learner_works, servers_work = (
@@ -54,7 +54,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     named = () if rollout_named is None else tuple(range(rollout_named, rollout_named + width))
     free = [gpu for gpu in range(count) if gpu not in named and gpu not in kept]
     if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
-        free = list(named)
+        free = list(named) or free
     wanted = [gpu for gpu in (learner_named, *free) if gpu is not None][: config.learner.num_processes] or [0]
     mine = tuple(wanted) if learner_works else ()
     if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":

@@ -1,16 +1,18 @@
 """Offload tensors from a device (sleep) and restore them bit for bit (wake).
 
 The tensor objects stay, emptied: an optimiser, tied modules, all that refers to one sees it whole again after waking.
+Where libraries keep views of what they have divided, the memory behind them is emptied, and the views stay.
 From a GPU the contents go to pinned host memory. Where the device is the CPU, its memory is the host's: they go to a
 file without a name, which the kernel removes with the process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,11 @@ class SpillFile:
     def put(self, offset: int, flat: torch.Tensor) -> None:
         """`flat` is [N] uint8 on the device."""
         self._file.seek(offset)
-        self._file.write(flat.numpy().data)
+        self._file.write(_bytes_of(flat))
 
     def get(self, offset: int, flat: torch.Tensor) -> None:
         self._file.seek(offset)
-        if self._file.readinto(flat.numpy().data) != flat.nbytes:
+        if self._file.readinto(_bytes_of(flat)) != flat.nbytes:
             raise BadStateError(f"the file of sleeping tensors in {self._folder} is cut off")
 
     def finish(self) -> None:
@@ -91,13 +93,71 @@ class HostMemory:
             torch.cuda.synchronize(self._device)  # the owner's, which need not be the current one
 
 
+class _Tensor:
+    """A tensor whose memory nobody else refers to."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+        self._like = torch.empty_like(tensor, device="meta")
+        self.nbytes = tensor.nbytes
+        self.name = f"{tensor.dtype}{tuple(tensor.shape)}"
+
+    def flat(self) -> torch.Tensor:
+        return _flat(self._tensor)
+
+    def empty(self) -> None:
+        self._tensor.data = torch.empty(0, dtype=self._tensor.dtype, device=self._tensor.device)
+
+    def allocate(self, device: torch.device) -> None:
+        self._whole = torch.empty_like(self._like, device=device)
+
+    def restore(self, fill: Callable[[torch.Tensor], None]) -> None:
+        flat = _flat(self._whole)
+        fill(flat)
+        if not self._whole.is_contiguous():
+            self._whole.copy_(flat.view(self._whole.dtype).view(self._whole.shape))
+
+    def finish(self) -> None:
+        self._tensor.data = self._whole
+        del self._whole
+
+    def abandon(self) -> None:
+        self.__dict__.pop("_whole", None)
+
+
+class _Memory:
+    """The memory behind any number of tensors, which all see it come and go."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._storage = tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self.name = f"{self.nbytes} bytes of {tensor.dtype}"
+        self._flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
+
+    def flat(self) -> torch.Tensor:
+        return self._flat
+
+    def empty(self) -> None:
+        self._storage.resize_(0)
+
+    def allocate(self, device: torch.device) -> None:
+        self._storage.resize_(self.nbytes)
+
+    def restore(self, fill: Callable[[torch.Tensor], None]) -> None:
+        fill(self._flat)
+
+    def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        self._storage.resize_(0)
+
+
 @dataclass
 class _Sleeping:
-    """An offloaded tensor: its metadata, store offset and bit sum."""
+    """Something offloaded, its place in the store and bit sum."""
 
-    tensor: torch.Tensor
-    like: torch.Tensor
-    """Its shape, dtype and strides, on torch's meta device."""
+    what: _Tensor | _Memory
     offset: int
     """Offset in the store; -1 if the contents were forgotten."""
     bit_sum: int = 0
@@ -106,10 +166,20 @@ class _Sleeping:
 class Sleeper:
     """Offloads and restores the tensors of one owner, all together."""
 
-    def __init__(self, owner: str, device: torch.device, folder: Path, store: HostMemory | None = None):
-        """`folder`: place of the spill file if the device is the CPU and no `store` is given."""
+    def __init__(
+        self,
+        owner: str,
+        device: torch.device,
+        folder: Path,
+        store: HostMemory | None = None,
+        *,
+        has_views: bool = False,
+    ):
+        """`folder`: place of the spill file if the device is the CPU and no `store` is given. `has_views`: others keep
+        views of the tensors."""
         self.owner = owner
         self.device = device
+        self._has_views = has_views
         self._store = store or (SpillFile(folder) if device.type == "cpu" else HostMemory(device, pinned=True))
         self._sleeping: list[_Sleeping] = []
 
@@ -131,22 +201,28 @@ class Sleeper:
         forgotten = {id(tensor) for tensor in forget}
         sleeping: list[_Sleeping] = []
         end = 0
-        for tensor in {id(tensor): tensor for tensor in tensors if self._is_here(tensor)}.values():
+        here = (tensor for tensor in tensors if self._is_here(tensor))
+        for tensor in {self._identity(tensor): tensor for tensor in here}.values():
             keeps = id(tensor) not in forgotten
-            sleeping.append(_Sleeping(tensor, torch.empty_like(tensor, device="meta"), end if keeps else -1))
-            end += -(-tensor.nbytes // 64) * 64 if keeps else 0
+            emptied = self._has_views and tensor.untyped_storage().resizable()
+            what = _Memory(tensor) if emptied else _Tensor(tensor)
+            sleeping.append(_Sleeping(what, end if keeps else -1))
+            end += -(-what.nbytes // 64) * 64 if keeps else 0
         self._store.reserve(end)
         for item in sleeping:
             if item.offset >= 0:
-                flat = _flat(item.tensor)
+                flat = item.what.flat()
                 item.bit_sum = _bit_sum(flat)
                 self._store.put(item.offset, flat)
         self._store.finish()
         for item in sleeping:
-            item.tensor.data = torch.empty(0, dtype=item.tensor.dtype, device=self.device)
+            item.what.empty()
         self._sleeping = sleeping
         free_caches(self.device)
-        return sum(item.like.nbytes for item in sleeping)
+        return sum(item.what.nbytes for item in sleeping)
+
+    def _identity(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr() if self._has_views else id(tensor)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
@@ -158,38 +234,40 @@ class Sleeper:
         Raises BadStateError when the device has no room, or a tensor is not what it was.
         """
         free_caches(self.device)
-        needed = sum(item.like.nbytes for item in self._sleeping)
-        fresh: list[torch.Tensor] = []
+        needed = sum(item.what.nbytes for item in self._sleeping)
+        got = 0
         try:
             for item in self._sleeping:
-                fresh.append(torch.empty_like(item.like, device=self.device))
-            for number, (item, whole) in enumerate(zip(self._sleeping, fresh, strict=True), 1):
+                item.what.allocate(self.device)
+                got += item.what.nbytes
+            for number, item in enumerate(self._sleeping, 1):
                 if item.offset >= 0:
-                    self._restore(item, whole, f"tensor {number} of {len(fresh)}")
+                    self._restore(item, f"tensor {number} of {len(self._sleeping)}")
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
-            got = sum(whole.nbytes for whole in fresh)
-            fresh.clear()
+            for item in self._sleeping:
+                item.what.abandon()
             raise no_room_to_wake(self.owner, self.device, needed, got, free_bytes(self.device)) from problem
-        for item, whole in zip(self._sleeping, fresh, strict=True):
-            item.tensor.data = whole
+        for item in self._sleeping:
+            item.what.finish()
         self._sleeping = []
         return needed
 
-    def _restore(self, item: _Sleeping, whole: torch.Tensor, name: str) -> None:
-        """Fill the new tensor with the kept contents, and compare their bit sum."""
-        flat = _flat(whole)
-        self._store.get(item.offset, flat)
-        self._store.finish()
-        found = _bit_sum(flat)
-        if found != item.bit_sum:
-            raise BadStateError(
-                f"{self.owner} woke up damaged: {name}, {whole.dtype}{tuple(whole.shape)}, went to sleep with bit sum "
-                f"{item.bit_sum} and came back with {found}"
-            )
-        if not whole.is_contiguous():
-            whole.copy_(flat.view(whole.dtype).view(whole.shape))
+    def _restore(self, item: _Sleeping, name: str) -> None:
+        """Fill it with the kept contents, and compare their bit sum."""
+
+        def fill(flat: torch.Tensor) -> None:
+            self._store.get(item.offset, flat)
+            self._store.finish()
+            found = _bit_sum(flat)
+            if found != item.bit_sum:
+                raise BadStateError(
+                    f"{self.owner} woke up damaged: {name}, {item.what.name}, went to sleep with bit sum "
+                    f"{item.bit_sum} and came back with {found}"
+                )
+
+        item.what.restore(fill)
 
 
 def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:
@@ -211,6 +289,11 @@ def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]], into: dict[str, int]) 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """[N] uint8, row by row: a view, or a copy where the tensor's memory has another order."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(flat: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a tensor of the CPU. As an array of NumPy it could not be emptied any more."""
+    return (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
 
 
 def _bit_sum(flat: torch.Tensor) -> int:

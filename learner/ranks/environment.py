@@ -71,6 +71,12 @@ def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.enviro
             f"RANK is {rank} and WORLD_SIZE {given}, without {missing}: the ranks cannot find each other. Start them "
             "by torchrun, or set rank 0's address and a free port of its machine in all of them"
         )
+    here = _number(variables, "LOCAL_WORLD_SIZE", given)
+    if config.trainer.mode == "sync" and here != given:
+        raise UserError(
+            f"trainer.mode is sync, and torchrun started {here} of {given} ranks on this machine: learner and rollout "
+            "server take turns on the devices of one. Start all ranks here, or set trainer.mode=async"
+        )
     return RankEnvironment(rank, given, _number(variables, "LOCAL_RANK", rank), is_given=True)
 
 

@@ -25,6 +25,7 @@ from learner.ranks.reasons import REASONS, Reasons
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.engine import TorchEngine
 from learner.training.trainer import Trainer
+from protocol.device_lock import read_tenure, use_device_for
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,10 @@ def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store
     order = orders.take()
     if order.kind == "end":
         return
+    if config.trainer.mode == "sync":
+        tenure = read_tenure(config.run_path)
+        assert tenure is not None, "rank 0 takes the device before it gives orders"
+        use_device_for(tenure.pid, config.run_path)
     ranks = join(config, store, environment, orders, check)
     logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
     with begin(config, processor, ranks, order.values) as obey:
@@ -123,6 +128,8 @@ def _obey(training: Trainer, order: Order) -> None:
 
     calls: dict[str, Callable[[], object]] = {
         "learn": lambda: training.learn(sent()),
+        "sleep": engine.sleep,
+        "wake": engine.wake,
         "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.microbatch_tokens),
         **engine_calls(engine, training.processor, order),
     }

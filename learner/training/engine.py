@@ -59,7 +59,7 @@ class TorchEngine:
         """The adapter that is trained and published; None: the model itself."""
         self.device = ranks.own(resolve_device(config.learner.device, "learner.device"))
         self.sharding = make_sharding(config.learner, self.device, ranks)
-        self._sleeper = Sleeper(OWNER, self.device, config.run_path)
+        self._sleeper = Sleeper(OWNER, self.device, config.run_path, has_views=config.learner.is_divided)
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
         self.features: VisionFeatures | None = None
@@ -258,10 +258,13 @@ class TorchEngine:
         self.updates.load(folder / ENGINE_FILE)
 
     def sleep(self) -> int:
-        """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""
+        """Take parameters, gradients, masters and optimiser state off the device, on all ranks. Returns the bytes that
+        left this one's."""
         self._sleeper.check_awake()
-        self._before = self._fixed_logprobs()
-        return self._sleeper.sleep(self._tensors()) + sum(engine.sleep() for engine in self.companions)
+        self._ranks.announce("sleep")
+        moved = sum(engine.fall_asleep() for engine in (self, *self.companions))
+        self._ranks.agree(None)  # all devices are free
+        return moved
 
     def wake(self) -> int:
         """Bring them back, bit for bit. Returns the bytes: 0 where it is awake already.
@@ -270,9 +273,23 @@ class TorchEngine:
         """
         if not self._sleeper.is_asleep:
             return 0
+        self._ranks.announce("wake")
+        return sum(engine.wake_up() for engine in (self, *self.companions))
+
+    def fall_asleep(self) -> int:
+        """The same of this engine alone."""
+        self._before = self._fixed_logprobs()
+        self.sharding.changed()
+        return self._sleeper.sleep(self._in_memory())
+
+    def wake_up(self) -> int:
         moved = self._sleeper.wake()
         check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
-        return moved + sum(engine.wake() for engine in self.companions)
+        return moved
+
+    def _in_memory(self) -> Iterator[torch.Tensor]:
+        """What this rank has of `_tensors`."""
+        return map(self.sharding.in_memory, self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Every large tensor: parameters, buffers, gradients, master weights, optimiser state."""

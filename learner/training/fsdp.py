@@ -84,6 +84,9 @@ class FullySharded(ShardedFiles):
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
+    def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         self.changed()
         names = {id(weight): name for name, weight in self._model.state_dict(keep_vars=True).items()}

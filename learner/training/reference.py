@@ -117,12 +117,12 @@ class Reference(TorchEngine):
                     mine.lerp_(policys.to(mine.device), 1 - ema)
                 self.masters.round_into_parameters()
 
-    def sleep(self) -> int:
-        """Sleep with the policy: nothing to do where it is in host memory between its uses."""
-        return 0 if self._settings.offload else super().sleep()
+    def fall_asleep(self) -> int:
+        """With the policy: nothing to do where it is in host memory between its uses."""
+        return 0 if self._settings.offload else super().fall_asleep()
 
-    def wake(self) -> int:
-        return 0 if self._settings.offload else super().wake()
+    def wake_up(self) -> int:
+        return 0 if self._settings.offload else super().wake_up()
 
     def files(self, *, copies: bool) -> Write:
         """Its weights, and the moving averages that they are the rounded values of."""

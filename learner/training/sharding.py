@@ -54,6 +54,10 @@ class Sharding(Protocol):
         """What this rank has of a parameter."""
         ...
 
+    def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has of a parameter, or of a tensor that is divided like one, in memory that is its own."""
+        ...
+
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         """Whole weights of one of the model's layers, copied where it is in parts, as they compute; without
         gradient."""
@@ -118,6 +122,9 @@ class OneDevice:
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
+
+    def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         return {name: weight.detach() for name, weight in layer.named_parameters()}

@@ -68,6 +68,7 @@ def main(folder: Path) -> None:
             Path(start) if start else None,
             poisoned=name in rig.get("poisoned", []),
             idle=rig.get("idle", False),
+            sleeps=name in rig.get("sleeping", []),
         )
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
@@ -88,10 +89,12 @@ def take_steps(
     *,
     poisoned: bool = False,
     idle: bool = False,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Metrics and each rank's passes through vision towers, by steps; weights before and after each, and a checkpoint
     of the last, are in `folder`. `start`: such a folder, of as many steps. `poisoned`: the last rank has gradients that
-    are not finite. `idle`: no step is made."""
+    are not finite. `idle`: no step is made. `sleeps`: after each step what is on the device leaves it,
+    and comes back."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = create_engine(config, config.learner.optim, steps, ranks)
@@ -116,6 +119,7 @@ def take_steps(
     towers: list[list[float]] = []
     step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
     processor = PromptProcessor(config.model)
+    engine.companions = tuple(role for role in (critic, reference) if role)
     batch = made_up_batch(config, processor)
     metrics: list[dict[str, float]] = []
     _save_weights(engine.published_state(), folder / "0.safetensors", ranks)
@@ -123,6 +127,11 @@ def take_steps(
     for version in range(first, first + steps * (not idle)):
         try:
             metrics.append(step(batch, version))
+            if sleeps:
+                moved = engine.sleep()
+                asleep = (t for role in (engine, *engine.companions) for t in role._in_memory())
+                assert not any(tensor.untyped_storage().nbytes() for tensor in asleep)
+                assert engine.wake() == moved > 0
             towers.append([sum(row) for row in ranks.gather([counted["passes"] for counted in passes])])
         except NotFiniteError as error:
             folder.mkdir(exist_ok=True)

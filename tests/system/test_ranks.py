@@ -204,14 +204,20 @@ def test_a_rank_that_is_killed_costs_nothing(make_config: MakeConfig, tmp_path: 
 
 
 def check_run_with_a_killed_rank(
-    make_config: MakeConfig, tmp_path: Path, learner: Mapping[str, Any], *, steps: int, at: Callable[[Path], bool]
+    make_config: MakeConfig,
+    tmp_path: Path,
+    learner: Mapping[str, Any],
+    *,
+    steps: int,
+    at: Callable[[Path], bool],
+    trainer: Mapping[str, Any] | None = None,
 ) -> None:
     """Kill rank 1 once that is so of the run: each sample is trained once, and one process goes on from the last
     checkpoint, which a step makes portable where it is not."""
     portable = learner.get("checkpoint_format", "portable") == "portable"
     config = make_config(
-        learner={**learner, "max_staleness": 1},
-        trainer={"max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
+        learner={"max_staleness": 1, **learner},
+        trainer={**(trainer or {}), "max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
         launch={"restart_delay_s": 0.1},
         network={"timeout_s": 10.0},
     )

@@ -309,7 +309,7 @@ def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small:
         engine = HFEngine(config, bans_nothing)
         await engine.start()
         await engine.sleep()
-        kept = sum(item.like.nbytes for item in engine._sleeper._sleeping if item.offset >= 0)
+        kept = sum(item.what.nbytes for item in engine._sleeper._sleeping if item.offset >= 0)
         await engine.close()
         return kept
 

@@ -180,13 +180,16 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
     own = {"learner.device": "cuda"} if ":" in learner.device else {}
     gpus = min(len(visible_gpus()) or MOST_RANKS, MOST_RANKS)
     counts = [ranks for ranks in (2, 4, 8) if learner.num_processes < ranks <= gpus]
-    divided = plan
+    wide = "rollout.tensor_parallel_size"
+    widens = config.trainer.mode == "sync" and config.rollout.engine == "vllm"  # on the devices of all ranks
+    divided, change = plan, {}
     for ranks in counts:
-        divided = _make_other(divided, {**engine, **own, "learner.num_processes": ranks})
+        change = {**engine, **own, "learner.num_processes": ranks, **({wide: ranks} if widens else {})}
+        divided = _make_other(divided, change)
         if not divided.excess:
             break
     if counts:
-        yield {**engine, **own, "learner.num_processes": divided.config.learner.num_processes}
+        yield change
 
 
 def _text(change: Change) -> str:

@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import resolve_dtype, visible_gpus
 from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, Phase, allocator, count
-from asyncrl.tools.memory_plan.rank_lines import host_lines_of_ranks, rank_lines
+from asyncrl.tools.memory_plan.rank_lines import host_lines_of_ranks, nccl_of_ranks, rank_lines
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.tools.numbers import GIB
 from protocol.weight_deltas import MOST_SHARE
@@ -83,7 +83,8 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     phases = [learning]
     if config.rollout.engine != "scripted":  # which has no model
         sampling = Phase("engine awake", (*_engine_lines(model, config), *_arriving_lines(model, config)))
-        contexts = [line for line in (*learning.lines, *sampling.lines) if line.name.startswith("context")]
+        everything = (*learning.lines, *sampling.lines)
+        contexts = [*(line for line in everything if line.name.startswith("context")), *nccl_of_ranks(config)]
         if sharing == "together":
             phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
         elif sharing == "apart":
@@ -301,7 +302,7 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     if offloads:
         why = "master weights, gradients and AdamW's moments (learner.cpu_offload)"
         yield Line("optimiser state, offloaded", sum(engine.offloaded for engine in engines), why)
-    if config.trainer.mode == "sync":
+    if config.trainer.mode == "sync" and not config.learner.is_divided:
         asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
         yield Line("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
     if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
@@ -327,7 +328,8 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     sharing = device_sharing(config)
     learner = arriving = 0
     if sharing == "turns":
-        learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
+        asleep = (*_context(config.learner.device, "learner"), *nccl_of_ranks(config))
+        learner = sum(line.nbytes for line in asleep)
     elif sharing == "together" or config.rollout.weights_channel in DEVICE_CHANNELS:
         model = rehearse(config)
         arriving = sum(line.nbytes for line in _arriving_lines(model, config))

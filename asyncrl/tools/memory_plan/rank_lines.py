@@ -11,12 +11,19 @@ from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, 
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
 from asyncrl.tools.memory_plan.zero_lines import zero_host_bytes, zero_lines
 
+GRADIENTS = "parts of the gradients"
+
 
 def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
     """Memory of one rank of a divided learner; all have as much."""
     yield from (zero_lines if config.learner.engine == "deepspeed" else _fsdp_lines)(model, config, what)
-    if config.learner.num_processes > 1 and config.learner.device != "cpu":
-        yield Line("NCCL of the ranks", NCCL_BYTES, "an estimate")
+    yield from nccl_of_ranks(config)
+
+
+def nccl_of_ranks(config: RunConfig) -> list[Line]:
+    """What a rank has on its GPU for the others, also asleep."""
+    on_gpus = config.learner.num_processes > 1 and config.learner.device != "cpu"
+    return [Line("NCCL of the ranks", NCCL_BYTES, "an estimate")] if on_gpus else []
 
 
 def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
@@ -46,7 +53,7 @@ def _part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[Li
     frozen = "" if model.trained == model.parameters else f", what is frozen in {config.model.dtype}"
     kind = f"1/{ranks} of {count(model.parameters)}: what is trained in float32{frozen}"
     yield Line("parts of the weights", model.divided.part(ranks), kind)
-    yield Line("parts of the gradients", trained, f"1/{ranks} of {count(model.trained)} that are trained, in float32")
+    yield Line(GRADIENTS, trained, f"1/{ranks} of {count(model.trained)} that are trained, in float32")
     yield Line("parts of AdamW's moments", 2 * trained, "two averages of each")
     if model.critic and model.critic.divided:
         critic = model.critic.divided
@@ -70,6 +77,9 @@ def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
         if config.learner.engine != "deepspeed":
             kept = ranks * sum(line.nbytes for line in _part_lines(model, config, ranks))
         yield Line("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
+    elif config.trainer.mode == "sync":
+        parts = (line.nbytes for line in _part_lines(model, config, ranks) if line.name != GRADIENTS)
+        yield Line("learner asleep", ranks * sum(parts), "weights and optimiser state of all ranks, pinned")
     engines = (model, model.critic) if model.critic else (model,)
     if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):
         why = f"for a while, as each of {ranks} ranks loads one whose files have another dtype or layout"

@@ -26,6 +26,7 @@ _SHARING = {
     "apart": "two devices",
 }
 _SERVERS_BESIDE_RANKS = {
+    "turns": "and a server on the same devices, in turns (trainer.mode=sync)",
     "together": "and servers on the ranks' devices at the same time",
     "apart": "and servers on other devices",
 }

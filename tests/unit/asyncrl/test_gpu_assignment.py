@@ -101,6 +101,18 @@ def test_the_services_see_what_they_were_assigned_from_the_users_own_list(
     assert (device_sharing(config), servers_per_gpu(config)) == ("apart", 1)
 
 
+def test_ranks_take_turns_on_their_gpus_with_one_server(make_config: MakeConfig) -> None:
+    config = make_config(
+        trainer={"mode": "sync"},
+        learner={"engine": "fsdp2", "num_processes": 2, "device": "cuda"},
+        rollout={"engine": "vllm", "tensor_parallel_size": 2, "device": "cuda"},
+    )
+    assigned = check_assignment(config, ["0", "1", "2"])
+    assert (assigned.learner, assigned.servers) == ((0, 1), ((0, 1),))
+    with pytest.raises(UserError, match="num_processes is 2, and there are 1 GPU"):
+        check_assignment(config, ["0"])
+
+
 def test_a_launch_on_too_few_gpus_is_refused_before_anything_is_written(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

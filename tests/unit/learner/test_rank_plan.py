@@ -107,7 +107,10 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
         ({"learner": {**FSDP2, "zero_stage": 1}}, r"zero_stage is 1, but learner.engine is fsdp2"),
         ({"learner": {**FSDP2, "checkpoint_format": "deepspeed"}}, r"format is deepspeed, but learner.engine is fsdp2"),
         ({"learner": {"engine": "deepspeed", "checkpoint_format": "deepspeed"}}, r"Set trainer.save_async=false"),
-        ({"learner": FSDP2, "trainer": {"mode": "sync"}}, r"fsdp2, but trainer.mode is sync.* Set trainer.mode=async"),
+        (
+            {"learner": FSDP2, "trainer": {"mode": "sync"}, "rollout": {"engine": "vllm", "tensor_parallel_size": 3}},
+            r"the ranks have 2 devices. Set rollout.tensor_parallel_size=2",
+        ),
         ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
         (
             {"learner": FSDP2, "reference": {"offload": True}, "algorithm": {"kl_loss_coef": 0.1}},
@@ -138,6 +141,13 @@ UNDER_TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
+
+
+def test_ranks_that_take_turns_are_on_one_machine(make_config: MakeConfig) -> None:
+    config = make_config(learner={"engine": "fsdp2"}, trainer={"mode": "sync"})
+    assert rank_environment(config, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).size == 4
+    with pytest.raises(UserError, match=r"torchrun started 2 of 4 ranks on this machine.*trainer.mode=async"):
+        rank_environment(config, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_torchrun_says_how_many_ranks_there_are(make_config: MakeConfig) -> None:
