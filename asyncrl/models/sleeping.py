@@ -98,7 +98,7 @@ class _Tensor:
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
-        self._like = torch.empty_like(tensor, device="meta")
+        self._like = self._whole = torch.empty_like(tensor, device="meta")
         self.nbytes = tensor.nbytes
         self.name = f"{tensor.dtype}{tuple(tensor.shape)}"
 
@@ -119,10 +119,9 @@ class _Tensor:
 
     def finish(self) -> None:
         self._tensor.data = self._whole
-        del self._whole
 
     def abandon(self) -> None:
-        self.__dict__.pop("_whole", None)
+        self._whole = self._like
 
 
 class _Memory:
