@@ -88,6 +88,10 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     pool.add_argument(
         "--processes", type=int, default=64, metavar="N", help="most at a time, of all servers; default: 64"
     )
+    pool.add_argument("--metrics-port", type=int, metavar="PORT", help="answer GET /metrics there; default: nowhere")
+    pool.add_argument(
+        "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="of that port; anyone there reads the metrics"
+    )
     pool.set_defaults(handler=_pool)
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
@@ -237,8 +241,14 @@ def _rollout(arguments: argparse.Namespace) -> int:
 def _pool(arguments: argparse.Namespace) -> int:
     from asyncrl.pools.command import serve
 
+    port = arguments.metrics_port
     serve(
-        arguments.host, arguments.port, arguments.keys_dir, insecure=arguments.insecure, processes=arguments.processes
+        arguments.host,
+        arguments.port,
+        arguments.keys_dir,
+        insecure=arguments.insecure,
+        processes=arguments.processes,
+        metrics=None if port is None else (arguments.metrics_host, port),
     )
     return ExitCode.FINISHED
 

@@ -17,16 +17,27 @@ from protocol.endpoints import BindError, InsecureBindError, endpoint_of
 logger = logging.getLogger(__name__)
 
 
-def serve(host: str, port: int, keys_dir: Path | None, *, insecure: bool, processes: int) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises UserError where it cannot listen."""
+def serve(
+    host: str,
+    port: int,
+    keys_dir: Path | None,
+    *,
+    insecure: bool,
+    processes: int,
+    metrics: tuple[str, int] | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; `metrics` are host and port of a Prometheus endpoint. Raises UserError where it
+    cannot listen."""
     if processes < 1:
         raise UserError(f"--processes is {processes}: at least one is needed")
     if not 0 <= port <= 65535:
         raise UserError(f"--port is {port}, which is no port: 0 (a free one) to 65535")
-    asyncio.run(_serve(endpoint_of(host, port), keys_dir, insecure=insecure, processes=processes))
+    asyncio.run(_serve(endpoint_of(host, port), keys_dir, insecure=insecure, processes=processes, metrics=metrics))
 
 
-async def _serve(endpoint: str, keys_dir: Path | None, *, insecure: bool, processes: int) -> None:
+async def _serve(
+    endpoint: str, keys_dir: Path | None, *, insecure: bool, processes: int, metrics: tuple[str, int] | None
+) -> None:
     try:
         keys = read_learner_keys(keys_dir, POOL_SECRET) if keys_dir else None
         pool = PoolHost(endpoint, keys, insecure=insecure, processes=processes)
@@ -38,6 +49,8 @@ async def _serve(endpoint: str, keys_dir: Path | None, *, insecure: bool, proces
     except (BindError, KeyFileError) as error:
         raise UserError(str(error)) from error
     configure_logging("pool")
+    if metrics is not None:
+        pool.metrics.serve(*metrics)
     logger.info("listening at %s, for %d processes, %s", pool.endpoint, processes, "with keys" if keys else "no keys")
     task, loop = asyncio.create_task(pool.run()), asyncio.get_running_loop()
     asked_by: list[signal.Signals] = []

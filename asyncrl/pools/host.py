@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
+from asyncrl.pools.metric_table import METRICS
 from asyncrl.rewards.worker_process import WorkerProcess
+from asyncrl.telemetry.metric_set import MetricSet
 from protocol.curve import LearnerKeys
 from protocol.curve_auth import CurveAuthenticator
 from protocol.endpoints import BindError
@@ -59,6 +61,7 @@ MOST_ASKED = 1024
 class _Carried:
     """A process of a peer; None until it has a place and runs."""
 
+    kind: WorkerKind
     task: asyncio.Task[None] | None = None
     process: WorkerProcess | None = None
 
@@ -101,6 +104,9 @@ class PoolHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalls = Stalls(LOOK_EVERY_S + SLOWEST_TURN_S)
         self._dropped_bytes = 0
+        self.metrics = MetricSet(METRICS, "pool")
+        self.metrics["places"].set(processes)
+        self.metrics.before_scrape(self._read)
 
     async def run(self) -> None:
         """Serve until cancelled; then no process is left."""
@@ -117,7 +123,19 @@ class PoolHost:
                 self._authenticator.close()
                 self._authenticator = None
             self._socket.close()
+            self.metrics.close()
             self._close_context()
+
+    def _read(self) -> None:
+        """Set what changes all the time; on the endpoint's thread."""
+        peers = list(self._peers.values())
+        carried = [each for peer in peers for each in list(peer.processes.values())]
+        self.metrics["servers"].set(len(peers))
+        for kind in KINDS:
+            mine = [each.process is not None for each in carried if each.kind == kind]
+            for state, count in (("running", sum(mine)), ("waiting", len(mine) - sum(mine))):
+                self.metrics["processes"].labels(kind=kind, state=state).set(count)
+        self.metrics["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._stalls.looked_at))
 
     def _work(self) -> None:
         """Take what has arrived, and look who is silent."""
@@ -129,10 +147,12 @@ class PoolHost:
             if isinstance(received, Received):
                 self._take(received)
             elif isinstance(received, Muted):
+                self.metrics["refused_total"].inc()
                 logger.warning("a peer is ignored: %s", received.reason)
                 if received.identity in self._peers:
                     self._drop(self._peers[received.identity], "it sent too much")
             else:
+                self.metrics["refused_total"].inc()
                 logger.warning("a message could not be used: %s", received.error)
         if self._authenticator is not None:
             self._authenticator.take_rejections()  # which logs them
@@ -167,6 +187,7 @@ class PoolHost:
             carried = peer.processes.get(message.process)
             if carried is not None and carried.process is not None:  # else it has ended, and the peer is told so
                 carried.process.write(bytes(message.data))
+                self.metrics["carried_bytes_total"].labels(direction="to").inc(len(message.data))
                 if carried.process.unread_bytes > MOST_UNREAD_BYTES and carried.task is not None:
                     logger.warning("%s: process %d reads nothing, and is killed", peer.hello.server_id, message.process)
                     carried.task.cancel()
@@ -203,23 +224,24 @@ class PoolHost:
             reason = f"{MOST_ASKED} processes have been asked for by one peer"
             self._socket.send(peer.identity, ProcessEnded(process=message.process, reason=reason))
             return
-        carried = peer.processes[message.process] = _Carried()
-        carried.task = asyncio.create_task(self._carry(peer, message.process, message.kind, carried))
+        carried = peer.processes[message.process] = _Carried(message.kind)
+        carried.task = asyncio.create_task(self._carry(peer, message.process, carried))
         self._tasks.add(carried.task)
         carried.task.add_done_callback(self._tasks.discard)
 
-    async def _carry(self, peer: _Peer, number: int, kind: WorkerKind, carried: _Carried) -> None:
+    async def _carry(self, peer: _Peer, number: int, carried: _Carried) -> None:
         """Run one process until it ends, or this task is cancelled."""
-        reason = "it was stopped"
+        reason, how, kind = "it was stopped", "stopped", carried.kind
         try:
             try:
                 async with asyncio.timeout(PLACE_WAIT_S):
                     await self._places.acquire()
             except TimeoutError:
+                how = "without a place"
                 reason = f"all {self._most} processes of the pool have been in use for {PLACE_WAIT_S:g} s (--processes)"
                 return
             try:
-                reason = await self._run(peer, number, kind, carried)
+                reason, how = await self._run(peer, number, carried), "by itself"
             finally:
                 try:
                     if carried.process is not None:
@@ -229,21 +251,24 @@ class PoolHost:
         except asyncio.CancelledError:
             pass  # a peer has asked for it, or has gone
         except OSError as error:
-            reason = f"it could not be started: {error}"
+            reason, how = f"it could not be started: {error}", "not started"
         finally:
+            self.metrics["ended_total"].labels(kind=kind, how=how).inc()
             peer.processes.pop(number, None)
             if self._peers.get(peer.identity) is peer:
                 self._socket.send(peer.identity, ProcessEnded(process=number, reason=reason))
                 self._look_again()
             logger.info("%s: %s process %d ended: %s", peer.hello.server_id, kind, number, reason)
 
-    async def _run(self, peer: _Peer, number: int, kind: WorkerKind, carried: _Carried) -> str:
+    async def _run(self, peer: _Peer, number: int, carried: _Carried) -> str:
         """Carry until the process ends; returns how."""
-        process = await WorkerProcess.begin(self._count_dropped, KINDS[kind])
+        process = await WorkerProcess.begin(self._count_dropped, KINDS[carried.kind])
         carried.process = process
-        logger.info("%s: %s process %d is pid %d", peer.hello.server_id, kind, number, process.pid)
+        self.metrics["started_total"].labels(kind=carried.kind).inc()
+        logger.info("%s: %s process %d is pid %d", peer.hello.server_id, carried.kind, number, process.pid)
         await self._send(peer, ProcessStarted(process=number, pid=process.pid))
         while data := await process.read():
+            self.metrics["carried_bytes_total"].labels(direction="from").inc(len(data))
             await self._send(peer, ProcessData(process=number, data=memoryview(data)))
         return await process.how_it_ended()
 
@@ -274,6 +299,7 @@ class PoolHost:
 
     def _count_dropped(self, nbytes: int) -> None:
         self._dropped_bytes += nbytes
+        self.metrics["output_dropped_bytes_total"].inc(nbytes)
         logger.warning("processes printed more than is shown: %d bytes so far were dropped", self._dropped_bytes)
 
     def _close_context(self) -> None:

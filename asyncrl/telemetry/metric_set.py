@@ -115,7 +115,7 @@ class MetricSet:
     `Histogram`.
     """
 
-    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"], run: str = ""):
+    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout", "pool"], run: str = ""):
         """`run` names the run: a label of every series that the endpoint shows, so that two runs on one Prometheus
         never blend."""
         self.registry = CollectorRegistry()
@@ -168,14 +168,16 @@ class MetricSet:
 
     def serve(self, host: str, port: int) -> int:
         """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
-        key = f"telemetry.{self._service}_port"
+        port_of, host_of = f"telemetry.{self._service}_port", "telemetry.host"
+        if self._service == "pool":
+            port_of, host_of = "--metrics-port", "--metrics-host"
         shown = _OfOneRun(self.registry, self._run) if self._run else self.registry
         try:
             server, thread = start_http_server(port, addr=host, registry=shown)
         except OSError as error:
             raise UserError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
-                f"Set {key} to a free port, or telemetry.host to an address of this machine"
+                f"Set {port_of} to a free port, or {host_of} to an address of this machine"
             ) from error
         self._endpoint = (server, thread)
         bound = cast(int, server.server_port)

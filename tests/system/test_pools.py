@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import zmq
+from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.cli import main
 from asyncrl.config.run_sections import NetworkConfig
@@ -29,6 +31,7 @@ from asyncrl.journal.reader import JournalReader
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.tools.health import find_problems
 from protocol.codec import encode
 from protocol.curve import make_keys, make_pool_keys
 from protocol.errors import ErrorCode
@@ -49,6 +52,7 @@ from protocol.sockets import BadMessage, ServerSocket
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import mutate
 from tests.rigs.pool_hosts import PoolProcess, pool_process
+from tests.rigs.ports import own_port
 from tests.rigs.small_runs import failure_of, logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start, with_ports, write_config
@@ -102,6 +106,37 @@ def test_scores_are_those_of_local_processes_and_failures_are_counted_alike(tmp_
         assert there[1]["reward_crash"] == 2
         wait_until(lambda: not host.workers(), "the workers of a peer that said goodbye to end")
         assert "noise of a child" in host.log.read_text()
+
+
+def test_the_endpoint_says_what_runs_and_what_has_ended(tmp_path: Path) -> None:
+    port = own_port()
+    url = f"http://127.0.0.1:{port}/metrics"
+
+    def scraped() -> dict[str, float]:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {
+            " ".join([sample.name.removeprefix("asyncrl_pool_"), *sample.labels.values()]): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    async def scenario(pool: RewardPool) -> None:
+        await score(pool, "fine")
+        found = await asyncio.to_thread(scraped)
+        assert [found[name] for name in ("servers", "places", "processes reward running")] == [1, 3, 1]
+        assert found["carried_bytes_total to"] > 40_000, "the image among them"
+        assert find_problems(url) == []
+        await score(pool, "kill9")
+        await score(pool, "fine")
+
+    with pool_process(tmp_path, "--metrics-port", str(port), "--processes", "3") as host:
+        scoring(rewards(host.endpoint), scenario)
+        wait_until(lambda: not host.workers(), "the workers of a peer that said goodbye to end")
+        found = scraped()
+        assert found["servers"] == found["processes reward running"] == 0
+        assert found["started_total reward"] == 2
+        assert (found["ended_total by itself reward"], found["ended_total stopped reward"]) == (1, 1)
 
 
 def test_an_episode_with_images_is_that_of_a_local_process(tmp_path: Path) -> None:
