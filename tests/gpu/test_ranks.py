@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -69,16 +69,35 @@ def test_ranks_of_two_torchruns_train_as_one_process_does(
     assert all(torch.isfinite(tensor).all() for tensor in last.values())
 
 
-def run(config: RunConfig, folder: Path, ranks: int) -> list[dict[str, Any]]:
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_ranks_take_turns_with_a_server_on_their_device(
+    make_config: Callable[..., RunConfig], tmp_path: Path, device: str
+) -> None:
+    """Started by hand: torchrun would say that they are on two machines, which no lock spans."""
+    learning = {**FSDP2, "device": device, "max_staleness": 0}
+    config = small(make_config, learner=learning, trainer={"max_steps": STEPS, "mode": "sync"})
+    config = with_ports(config.model_copy(update={"run_dir": str(tmp_path / "run")}))
+    lines = run(config, tmp_path, ranks=2, by_torchrun=False)
+    assert_every_prompt_trained_once(Path(config.run_dir), STEPS)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["sleep_bytes/learner"] > 0 and line["sleep_bytes/rollout"] > 0 for line in lines[1:])
+    assert all(line["mismatch_kl_k3"] < 1e-6 for line in lines)
+
+
+def run(config: RunConfig, folder: Path, ranks: int, *, by_torchrun: bool = True) -> list[dict[str, Any]]:
     """Run it to its end, with a server on the same device. Returns the metrics of its steps."""
     file = write_config(config, folder)
     python, learn = [sys.executable, "-m"], ["asyncrl", "learn", str(file), "--unattended"]
-    commands = {"server": [*python, "rollout_server", "--config", str(file)]}
-    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
+    port = str(own_port())
+    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    processes = [start("server", [*python, "rollout_server", "--config", str(file)], folder)]
     for rank in range(ranks):
         torchrun = [*python, "torch.distributed.run", *place, f"--node-rank={rank}"]
-        commands[f"rank-{rank}"] = [*(torchrun if ranks > 1 else python[:1]), "-m", *learn]
-    processes = [start(name, command, folder) for name, command in commands.items()]
+        command = [*(torchrun if ranks > 1 and by_torchrun else python[:1]), "-m", *learn]
+        joined = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_PORT": port}
+        given = {} if ranks == 1 or by_torchrun else {**joined, "MASTER_ADDR": "127.0.0.1"}
+        processes.append(start(f"rank-{rank}", command, folder, given))
     try:
         codes = [process.wait(timeout=DEADLINE_S) for process in processes]
         assert codes == [0] * len(codes), "\n".join(log.read_text()[-4000:] for log in folder.glob("*.log"))
@@ -89,8 +108,8 @@ def run(config: RunConfig, folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(name: str, command: Sequence[str], folder: Path) -> Popen[bytes]:
+def start(name: str, command: Sequence[str], folder: Path, given: Mapping[str, str] | None = None) -> Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo", **(given or {})}
     with (folder / f"{name}.log").open("wb") as output:
         return Popen(command, env=environment, stdout=output, stderr=STDOUT)
