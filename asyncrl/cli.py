@@ -15,6 +15,7 @@ from asyncrl.launch.command import become, command
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
 
+SYNC = "trainer.mode=sync"
 RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 OVERRIDES = (
@@ -59,7 +60,7 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     """Add the commands that train, whole or one part on a machine, and those that make what training begins with."""
     for name, handler, help in (
         ("train", _train, "run a rollout server and a learner on this machine, and watch them"),
-        ("sync", _sync, "train, with learner and rollout server taking turns on one device"),
+        ("sync", _sync, "train, with learner and rollout server taking turns on one device, or on those of its ranks"),
     ):
         train = _command(commands, name, handler, help)
         train.add_argument("--resume", action="store_true", help=RESUME)
@@ -210,7 +211,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    arguments.overrides.append("trainer.mode=sync")
+    if other := [word for word in arguments.overrides if word.startswith("trainer.mode=") and word != SYNC]:
+        raise UserError(f"`asyncrl sync` is {SYNC}, and {other[-1]} is given. Use `asyncrl train` for that")
+    arguments.overrides.append(SYNC)
     return _train(arguments)
 
 

@@ -40,9 +40,13 @@ from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.resume import TOOLS, check_initial_model, recorded_updates, update_settings
 from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter
+from learner.training.state_file import is_portable
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+OF_RANK_1 = "rank_tokens/1"
+"""A number in the record of a step that several ranks have made."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class ReplayableRun:
     metrics: dict[int, dict[str, float | None]]
     """Lines of metrics.jsonl by step."""
     checkpoints: dict[int, Path]
+
+    @property
+    def starts(self) -> list[int]:
+        """Steps of the checkpoints from which one process makes steps again."""
+        return [number for number, folder in self.checkpoints.items() if is_portable(folder)]
 
     @classmethod
     def open(cls, run_dir: Path, step: int, overrides: Sequence[str]) -> ReplayableRun:
@@ -70,7 +79,7 @@ class ReplayableRun:
         checkpoints = complete_checkpoints(run_dir)
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
-            begin = begin_before(step, checkpoints)
+            begin = begin_before(step, (number for number, folder in checkpoints.items() if is_portable(folder)))
             words = _settings_of(journal, _load(run_dir, ()), begin, step)
             own, config = _load(run_dir, words), _load(run_dir, [*words, *overrides])
             _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))
@@ -87,13 +96,13 @@ class ReplayableRun:
             newest = next((number for number in sorted(whole, reverse=True) if self._has(number, whole)), "none")
             raise UserError(
                 f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
-                f"no line of it, or groups of a step since step {begin_before(step, self.checkpoints)} are not kept "
+                f"no line of it, or groups of a step since step {begin_before(step, self.starts)} are not kept "
                 f"any more (trainer.keep_samples_gib). The newest that can is {newest}"
             )
 
     def _has(self, step: int, whole: Collection[int]) -> bool:
         """Return whether the step is recorded, and the groups of it and of those before it are kept (`whole` steps)."""
-        steps = range(begin_before(step, self.checkpoints) + 1, step + 1)
+        steps = range(begin_before(step, self.starts) + 1, step + 1)
         return step in self.metrics and all(number in whole for number in steps)
 
 
@@ -166,7 +175,7 @@ def in_one_process(config: RunConfig) -> RunConfig:
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     """Make each step from the checkpoint to `step` again, and compare it. Raises UserError where groups are missing."""
     run.check(step)
-    start = begin_before(step, run.checkpoints)
+    start = begin_before(step, run.starts)
     torch.manual_seed(run.config.trainer.seed)  # as a learner does at its start
     checkpoint = run.checkpoints.get(start)
     state = read_state(checkpoint) if checkpoint else None
@@ -181,7 +190,9 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())
     size, device = config.batch.prompts_per_step, training.engine.device
-    is_exact = device.type == "cpu" and not run.config.learner.is_divided  # ranks add up in another order
+    again = (run.metrics.get(number, {}) for number in range(start + 1, step + 1))
+    by_ranks = run.config.learner.is_divided or any(OF_RANK_1 in line for line in again)
+    is_exact = device.type == "cpu" and not by_ranks  # they add up in another order
     tolerance = 0.0 if is_exact else TOLERANCE[config.model.dtype]
     while training.progress.step < step:
         number = training.progress.step + 1
@@ -222,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with closing(run.journal):
             compared = list(replay(run, parsed.step))
     *before, last = compared
-    start = begin_before(parsed.step, run.checkpoints)
+    start = begin_before(parsed.step, run.starts)
     beginning = f"the checkpoint of step {start}" if start else "the initial model"
     print(f"step {parsed.step} of {parsed.run_dir}, from {beginning}")
     differing = [c.step for c in before if not c.is_equal]

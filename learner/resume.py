@@ -31,6 +31,8 @@ from asyncrl.plugins import own_functions, read_source
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
+from learner.training.engine import ENGINE_FILE
+from learner.training.state_file import check_portable, is_portable
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,10 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
+    if checkpoint and not is_portable(checkpoint):
+        learner = config.learner
+        here = (learner.zero_stage, learner.num_processes) if learner.engine == "deepspeed" else None
+        check_portable(torch.load(checkpoint / ENGINE_FILE, weights_only=True), checkpoint, here)
     journal = open_journal(config, resources, config.last_step_not_needed(state.step if state else 0))
     if recorded := recorded_updates(journal):  # else its learner died before it had begun
         _check_update(journal, recorded[-1], update_settings(config), state.step if state else 0)

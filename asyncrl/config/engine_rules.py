@@ -84,9 +84,10 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             )
     if not learner.is_divided:
         if learner.num_processes > 1:
+            engines = "fsdp2" if config.trainer.mode == "sync" else "fsdp2 or deepspeed"
             yield (
                 f"learner.num_processes is {learner.num_processes}, but learner.engine is torch, which keeps the whole "
-                "model on one device. Set learner.engine=fsdp2 or deepspeed, or leave learner.num_processes out"
+                f"model on one device. Set learner.engine={engines}, or leave learner.num_processes out"
             )
         return
     if learner.optimizer != "adamw":
@@ -94,9 +95,12 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             f"learner.optimizer is {learner.optimizer}, which steps whole tensors, and learner.engine is "
             f"{learner.engine}, which has parts of them. Set learner.engine=torch or learner.optimizer=adamw"
         )
+    if learner.engine == "deepspeed" and config.trainer.mode == "sync":
+        yield (
+            "learner.engine is deepspeed, but trainer.mode is sync, and DeepSpeed's buffers would stay on the device. "
+            "Set learner.engine=fsdp2 or trainer.mode=async"
+        )
     problems = {
-        "trainer.mode is sync, and buffers of gradients would stay on the device. Set trainer.mode=async or "
-        "learner.engine=fsdp2": learner.engine == "deepspeed" and config.trainer.mode == "sync",
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
         "learner that is one process. Set rollout.weights_channel=auto": (
             config.rollout.weights_channel in DEVICE_CHANNELS

@@ -114,7 +114,8 @@ class SftConfig(Section):
 
 class TrainerConfig(Section):
     mode: Literal["async", "sync"] = "async"
-    """`sync`: learner and rollout server take turns on one device, at learner.max_staleness 0 (`asyncrl sync`)."""
+    """`sync`: learner and rollout server take turns on one device, or on those of its ranks, at learner.max_staleness 0
+    (`asyncrl sync`)."""
     max_steps: int = Field(default=0, ge=0)
     """Learner steps; 0 means total_epochs over the training rows."""
     total_epochs: int = Field(default=1, gt=0)

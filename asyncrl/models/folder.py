@@ -80,6 +80,13 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     return described
 
 
+def attention_heads(config: ModelConfig) -> int:
+    """Of the language model; 0 where the folder does not say."""
+    described = read_config(config)
+    heads = (described.get("text_config") or described).get("num_attention_heads") or 0
+    return heads if isinstance(heads, int) else 0
+
+
 def check_same_inputs(policy: ModelConfig, other: ModelConfig, setting: str) -> None:
     """Raise UserError unless the model of `other`, which `setting` names, reads what the policy's prompts are made of:
     it is of the same family and knows all token ids."""

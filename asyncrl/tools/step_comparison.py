@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Tolerances on a GPU, where sums have no fixed order: relative to the larger number, or to 1 if both are smaller."""
+"""Tolerances on a GPU and over ranks, where sums have another order each time: relative to the larger number, or to 1
+if both are smaller."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Comparison:
             lines += [f"  {d.name}: largest difference {d.size:.3g}, {d.verdict}" for d in worst]
         if self.tolerance:
             lines.append(
-                "on a GPU sums have no fixed order: what differs by up to "
+                "on a GPU, and over ranks, sums have another order each time: what differs by up to "
                 f"{self.tolerance:g} of the value counts as equal"
             )
         return "\n".join(lines)

@@ -200,15 +200,18 @@ def check_files(folder: Path) -> None:
     """Raises BadStateError naming the first file that is not what was written, or is missing."""
     try:
         expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text()), _checksums(folder)
-        changed = sorted(name for name, _ in expected.items() ^ actual.items())
+        changed = sorted(name for name in expected if expected[name] != actual.get(name))
         problem = f"{changed[0]} is not what was written (checksum), or is missing" if changed else ""
-    except (OSError, ValueError, AttributeError) as error:
-        problem = str(error)
+        added = sorted(actual.keys() - expected.keys())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        problem, added = str(error) or repr(error), []
     if problem:
         raise BadStateError(
             f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
             "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
         )
+    if added:
+        raise BadStateError(f"the checkpoint {folder} has a file that was not written with it: {added[0]}. Move it out")
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -13,6 +13,35 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
+from asyncrl.errors import UserError
+
+OWN_SUFFIX = ".deepspeed"
+"""Of the folder with DeepSpeed's own files, beside the file of what they lack."""
+
+
+def is_portable(checkpoint: Path) -> bool:
+    """Whether any engine goes on from a checkpoint: it is not in DeepSpeed's own format."""
+    return not any(checkpoint.glob(f"*{OWN_SUFFIX}"))
+
+
+def check_portable(state: Mapping[str, Any], folder: Path, here: tuple[int, int] | None = None) -> None:
+    """Raise UserError for a checkpoint in DeepSpeed's own format, unless it is of the stage and number of ranks
+    `here`."""
+    found = state.get("deepspeed")
+    if found is None or (found["stage"], found["ranks"]) == here:
+        return
+    settings = (
+        f"learner.engine=deepspeed learner.zero_stage={found['stage']} learner.num_processes={found['ranks']} "
+        "learner.checkpoint_format=portable"
+    )
+    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
+    raise UserError(
+        f"{folder} is in DeepSpeed's own format, of {ranks} at stage {found['stage']}, from which only these go on. "
+        f"Resume once, for one more step at least (trainer.max_steps), with {settings}: any engine goes on from the "
+        f"checkpoint after it. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
+        "model.path=TARGET"
+    )
+
 
 def named_values(state: Any) -> Iterator[tuple[str, Any]]:
     return ((_name(path), value) for path, value in tree_flatten_with_path(state)[0])

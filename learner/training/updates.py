@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.config.sections import OptimConfig, Optimizer
-from asyncrl.errors import UserError
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.optimizers import check_same_moments, make_optimizer
 from learner.training.parameter_groups import check_same_groups, parameter_groups
+from learner.training.state_file import check_portable
 from learner.training.train_engine import Write
 
 
@@ -182,24 +182,6 @@ class MasterUpdates:
             for number, values in state["state"].items()
         }
         return {**state, "state": changed}
-
-
-def check_portable(state: Mapping[str, Any], folder: Path, here: tuple[int, int] | None = None) -> None:
-    """Raise UserError for a checkpoint in DeepSpeed's own format, unless it is of the stage and number of ranks
-    `here`."""
-    found = state.get("deepspeed")
-    if found is None or (found["stage"], found["ranks"]) == here:
-        return
-    settings = (
-        f"learner.engine=deepspeed learner.zero_stage={found['stage']} learner.num_processes={found['ranks']} "
-        "learner.checkpoint_format=portable"
-    )
-    raise UserError(
-        f"{folder} is in DeepSpeed's own format, of {found['ranks']} rank{'s' * (found['ranks'] > 1)} at stage "
-        f"{found['stage']}, from which only these go on. Resume once with {settings}: any engine goes on from the "
-        f"next checkpoint. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
-        "model.path=TARGET"
-    )
 
 
 def make_schedule(

@@ -24,13 +24,12 @@ from learner.training.optimizers import check_same_moments
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part
+from learner.training.state_file import OWN_SUFFIX, check_portable
 from learner.training.train_engine import Write
-from learner.training.updates import check_portable, make_schedule, schedule_state
+from learner.training.updates import make_schedule, schedule_state
 from learner.training.zero_engine import ZeroEngine, ZeroSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OWN_SUFFIX = ".deepspeed"
-"""Of the folder with DeepSpeed's own files, beside what they lack."""
 
 
 class ZeroUpdates:

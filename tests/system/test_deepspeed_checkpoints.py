@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
-from learner.checkpoint.storage import complete_checkpoints
+from asyncrl.errors import BadStateError, UserError
+from learner import replay
+from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
-from learner.training.updates import check_portable
+from learner.training.state_file import OWN_SUFFIX, check_portable, is_portable
 from learner.training.zero_engine import OWN_TAG
-from learner.training.zero_updates import OWN_SUFFIX
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.system.test_bad_input import image_rows, write_rows
@@ -99,7 +99,18 @@ def test_another_placement_is_refused_with_the_way_to_it(made: tuple[Path, Any],
 
 
 def test_a_run_with_a_killed_rank_goes_on_from_it_and_makes_it_portable(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A replay of its steps begins where one process can, and knows that ranks have made them."""
     learner = {"engine": "deepspeed", "checkpoint_format": "deepspeed", "num_processes": 2, "optim": {"lr": 1e-3}}
-    check_run_with_a_killed_rank(make_config, tmp_path, learner, steps=4, at=lambda run: 2 in complete_checkpoints(run))
+    run = check_run_with_a_killed_rank(
+        make_config, tmp_path, learner, steps=4, at=lambda run: 2 in complete_checkpoints(run)
+    )
+    assert [is_portable(folder) for folder in complete_checkpoints(run).values()] == [True, True]
+    (run / "checkpoints" / "step-000006" / "notes.txt").write_text("mine")
+    with pytest.raises(BadStateError, match=r"not written with it: notes\.txt\. Move it out"):
+        read_state(run / "checkpoints" / "step-000006")
+    assert replay.main([str(run), "--step", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "from the initial model" in printed
+    assert "over ranks, sums have another order" in printed

@@ -211,9 +211,9 @@ def check_run_with_a_killed_rank(
     steps: int,
     at: Callable[[Path], bool],
     trainer: Mapping[str, Any] | None = None,
-) -> None:
+) -> Path:
     """Kill rank 1 once that is so of the run: each sample is trained once, and one process goes on from the last
-    checkpoint, which a step makes portable where it is not."""
+    checkpoint, which a step makes portable where it is not. Returns the run's directory."""
     portable = learner.get("checkpoint_format", "portable") == "portable"
     config = make_config(
         learner={"max_staleness": 1, **learner},
@@ -254,6 +254,7 @@ def check_run_with_a_killed_rank(
     again = start_command("train", str(run / "config.yaml"), "--resume", *alone, log=log)
     assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
     assert steps_of(run) == steps + 1
+    return run
 
 
 def steps_of(run: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from asyncrl.config.engine_rules import training_engine_problems
 from asyncrl.config.schema import RunConfig, why_not_offloaded
 from asyncrl.errors import UserError
 from asyncrl.models.devices import visible_gpus
+from asyncrl.models.folder import attention_heads
 from asyncrl.tools.memory_plan.plan import (
     MemoryPlan,
     changed,
@@ -32,6 +34,8 @@ Change = Mapping[str, object]
 MOST_RANKS = 8
 """Ranks that are proposed where the GPUs of the machine are not known."""
 _DIVIDING = ("learner.engine", "learner.num_processes")
+_TRAINING_LESS = ("model.lora.rank", "model.freeze_vision_tower")
+"""Settings that train fewer weights: combinations without them come first."""
 _OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes", "learner.zero_stage")
 """Settings that change nothing of what was measured of the model."""
 
@@ -101,10 +105,15 @@ def advice(plan: MemoryPlan) -> list[str]:
     for change, other in useful:
         left = size(other.excess) if other.excess else "0"
         lines.append(f"  {_text(change):<42} {size(plan.excess)} -> {left} too much")
-    on_one_device = [change for change, _ in useful if not any(key in change for key in _DIVIDING)]
     everything = [change for change, _ in useful]
+    on_one_device = [change for change in everything if not any(key in change for key in _DIVIDING)]
+    same_weights = [change for change in everything if not any(key in change for key in _TRAINING_LESS)]
     fitting = plan
-    for changes in (on_one_device, everything) if len(on_one_device) < len(everything) else (everything,):
+    tried_together: list[list[Change]] = []
+    for changes in ([c for c in on_one_device if c in same_weights], same_weights, on_one_device, everything):
+        if not changes or changes in tried_together:
+            continue
+        tried_together.append(changes)
         together, fitting = _combine(plan, changes)
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {size(fitting.peak)}"]
@@ -182,9 +191,10 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
     counts = [ranks for ranks in (2, 4, 8) if learner.num_processes < ranks <= gpus]
     wide = "rollout.tensor_parallel_size"
     widens = config.trainer.mode == "sync" and config.rollout.engine == "vllm"  # on the devices of all ranks
+    heads = attention_heads(config.model)
     divided, change = plan, {}
     for ranks in counts:
-        change = {**engine, **own, "learner.num_processes": ranks, **({wide: ranks} if widens else {})}
+        change = {**engine, **own, "learner.num_processes": ranks, **({wide: math.gcd(ranks, heads)} if widens else {})}
         divided = _make_other(divided, change)
         if not divided.excess:
             break

@@ -61,8 +61,8 @@ class MemoryPlan:
 
     @property
     def excess(self) -> int:
-        """Bytes over the budget, of all phases together."""
-        return sum(max(0, phase.nbytes - self.budget) for phase in self.phases)
+        """Bytes over the budget, of all phases together; 0 without one."""
+        return sum(max(0, phase.nbytes - self.budget) for phase in self.phases) if self.budget else 0
 
     @property
     def publications(self) -> int:

@@ -83,6 +83,8 @@ def _devices(plan: MemoryPlan) -> str:
 def _placement(plan: MemoryPlan) -> list[str]:
     """Where servers are planned for want of GPUs to see, and how to plan the other placement."""
     learner, rollout = plan.config.learner, plan.config.rollout
+    if learner.device in ("auto", "cuda") and 0 < len(visible_gpus()) < learner.num_processes:
+        return [f"NOTE: {learner.num_processes} ranks need a GPU each, and {len(visible_gpus())} are planned for"]
     is_open = learner.device in ("auto", "cuda") and rollout.device in ("auto", "cuda") and rollout.engine != "scripted"
     if not is_open or plan.sharing != "together" or visible_gpus():
         return []

@@ -65,6 +65,7 @@ def _templates() -> Environment:
         figure=figure,
         number=number,
         tenth="{:.1f}".format,
-        with_code=lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(_visible(words)))),
+        # Joined as plain text: Markup would escape the tags.
+        with_code=lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_visible(words))))),
     )
     return environment

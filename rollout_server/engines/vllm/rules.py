@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device, resolve_dtype
-from asyncrl.models.folder import read_config
+from asyncrl.models.folder import attention_heads, read_config
 from asyncrl.telemetry.environment import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
@@ -128,6 +129,12 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
         found.append(
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but this machine has {devices} "
             f"{'CUDA device(s)' if cuda else 'device (its CPU)'}. Set rollout.tensor_parallel_size={devices}"
+        )
+    heads, width = attention_heads(config.model), rollout.tensor_parallel_size
+    if heads % width:
+        found.append(
+            f"rollout.tensor_parallel_size is {width}, by which the model's {heads} attention heads cannot be divided. "
+            f"Set rollout.tensor_parallel_size={math.gcd(heads, width)}"
         )
     return found
 
