@@ -125,13 +125,13 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
     if rollout.quantization != "none":
         found += quantization_problems(config, cuda=cuda)
     devices = torch.cuda.device_count() if cuda else 1
-    if rollout.tensor_parallel_size > devices:
+    heads, width = attention_heads(config.model), rollout.tensor_parallel_size
+    if width > devices:
         found.append(
-            f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but this machine has {devices} "
+            f"rollout.tensor_parallel_size is {width}, but this machine has {devices} "
             f"{'CUDA device(s)' if cuda else 'device (its CPU)'}. Set rollout.tensor_parallel_size={devices}"
         )
-    heads, width = attention_heads(config.model), rollout.tensor_parallel_size
-    if heads % width:
+    elif heads % width:
         found.append(
             f"rollout.tensor_parallel_size is {width}, by which the model's {heads} attention heads cannot be divided. "
             f"Set rollout.tensor_parallel_size={math.gcd(heads, width)}"

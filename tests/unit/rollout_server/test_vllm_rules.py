@@ -125,6 +125,8 @@ def test_settings_that_would_break_the_contract_are_refused_with_the_fix(
         refused(rf"budget_gib is 24, and rollout.engine_args has {name}", engine_args={name: 0.9}, budget_gib=24)
     refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    refused(r"2 attention heads cannot be divided\. Set .*=2$", tensor_parallel_size=4, cuda=True)
     refused("dummy, random weights", "prefill", engine_args={"enable_chunked_prefill": 1, "load_format": "dummy"})
 
 
