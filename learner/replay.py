@@ -60,10 +60,8 @@ class ReplayableRun:
     """Lines of metrics.jsonl by step."""
     checkpoints: dict[int, Path]
 
-    @property
-    def starts(self) -> list[int]:
-        """Steps of the checkpoints from which one process makes steps again."""
-        return [number for number, folder in self.checkpoints.items() if is_portable(folder)]
+    starts: list[int]
+    """Steps of the checkpoints from which one process makes steps again."""
 
     @classmethod
     def open(cls, run_dir: Path, step: int, overrides: Sequence[str]) -> ReplayableRun:
@@ -77,16 +75,17 @@ class ReplayableRun:
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
         is_there(run_dir / CHECKPOINTS)  # an unreadable folder would look empty
         checkpoints = complete_checkpoints(run_dir)
+        starts = [number for number, folder in checkpoints.items() if is_portable(folder)]
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
-            begin = begin_before(step, (number for number, folder in checkpoints.items() if is_portable(folder)))
+            begin = begin_before(step, starts)
             words = _settings_of(journal, _load(run_dir, ()), begin, step)
             own, config = _load(run_dir, words), _load(run_dir, [*words, *overrides])
             _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))
         except UserError:
             journal.close()
             raise
-        return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
+        return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints, starts)
 
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""

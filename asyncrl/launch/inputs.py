@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
-from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes
+from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes, text_part
 from asyncrl.models.weight_files import check_weights
 from asyncrl.plugins import load, own_functions
 from asyncrl.rewards.spec import check_rewarded, check_rewards
@@ -118,7 +118,7 @@ def check_model(config: RunConfig) -> dict[str, Any]:
 
 def known_positions(described: Mapping[str, Any]) -> int | None:
     """Most tokens of a sample that a model knows, by its config.json; None where it does not say."""
-    text = described.get("text_config") or described
+    text = text_part(described)
     positions = text.get("max_position_embeddings") or described.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
 

@@ -80,10 +80,14 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     return described
 
 
+def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json, which for a plain language model is all of it."""
+    return described.get("text_config") or described
+
+
 def attention_heads(config: ModelConfig) -> int:
-    """Of the language model; 0 where the folder does not say."""
-    described = read_config(config)
-    heads = (described.get("text_config") or described).get("num_attention_heads") or 0
+    """Number of the language model's attention heads; 0 where the folder does not say."""
+    heads = text_part(read_config(config)).get("num_attention_heads") or 0
     return heads if isinstance(heads, int) else 0
 
 
@@ -95,7 +99,7 @@ def check_same_inputs(policy: ModelConfig, other: ModelConfig, setting: str) -> 
     ours, theirs = read_config(policy), read_config(other)
     keys = [key for key in ("model_type", "image_token_id", "video_token_id") if ours.get(key) != theirs.get(key)]
     problems = [f"{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in keys]
-    known, used = ((described.get("text_config") or described).get("vocab_size", 0) for described in (theirs, ours))
+    known, used = (text_part(described).get("vocab_size", 0) for described in (theirs, ours))
     if known < used:
         problems.append(f"vocab_size is {known} there and {used} here")
     if problems:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from asyncrl.pools.metric_table import METRICS
 from asyncrl.rewards.worker_process import WorkerProcess
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.curve import LearnerKeys
@@ -78,7 +77,9 @@ class _Peer:
 class PoolHost:
     """Made inside an event loop; `run()` serves until it is cancelled. Raises BindError where it cannot listen."""
 
-    def __init__(self, endpoint: str, keys: LearnerKeys | None, *, insecure: bool, processes: int) -> None:
+    def __init__(
+        self, endpoint: str, keys: LearnerKeys | None, *, insecure: bool, processes: int, metrics: MetricSet
+    ) -> None:
         """`processes`: most of them at a time, for all peers together."""
         self._context = zmq.Context()
         self._authenticator = CurveAuthenticator(self._context, keys) if keys else None
@@ -104,7 +105,7 @@ class PoolHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalls = Stalls(LOOK_EVERY_S + SLOWEST_TURN_S)
         self._dropped_bytes = 0
-        self.metrics = MetricSet(METRICS, "pool")
+        self.metrics = metrics
         self.metrics["places"].set(processes)
         self.metrics.before_scrape(self._read)
 
@@ -123,7 +124,6 @@ class PoolHost:
                 self._authenticator.close()
                 self._authenticator = None
             self._socket.close()
-            self.metrics.close()
             self._close_context()
 
     def _read(self) -> None:

@@ -166,11 +166,10 @@ class MetricSet:
         """
         self.registry.register(_LibraryMetrics(prefix))
 
-    def serve(self, host: str, port: int) -> int:
-        """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
-        port_of, host_of = f"telemetry.{self._service}_port", "telemetry.host"
-        if self._service == "pool":
-            port_of, host_of = "--metrics-port", "--metrics-host"
+    def serve(self, host: str, port: int, settings: tuple[str, str] | None = None) -> int:
+        """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system. `settings`
+        names what sets host and port: without it those of `telemetry`. Raises UserError where it cannot."""
+        host_of, port_of = settings or ("telemetry.host", f"telemetry.{self._service}_port")
         shown = _OfOneRun(self.registry, self._run) if self._run else self.registry
         try:
             server, thread = start_http_server(port, addr=host, registry=shown)

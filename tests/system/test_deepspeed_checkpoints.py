@@ -22,9 +22,8 @@ from learner.training.state_file import OWN_SUFFIX, check_portable, is_portable
 from learner.training.zero_engine import OWN_TAG
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
-from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_ranks import STEPS, check_run_with_a_killed_rank
-from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, OFFLOAD, SIZES, check_same_checkpoint
+from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +38,7 @@ def made(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathF
     """Steps of two ranks, saved in both formats; and as many behind them, saved as portable. Returns the folder and
     metrics."""
     folder = tmp_path_factory.mktemp("own")
-    rows = image_rows(folder, SIZES)
-    data = {**write_rows(folder, [rows[0], *rows]), "max_prompt_length": 400, "shuffle": False}
+    data = rows_of_sizes(folder)
 
     def make(case: str, stage: int, kind: str) -> RunConfig:
         engine = {"engine": "deepspeed", "zero_stage": stage, "checkpoint_format": kind, "optim": {"lr": 1e-3}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -449,6 +450,15 @@ def test_a_wrong_key_is_refused_with_the_reason(tmp_path: Path, theirs: str, mes
             scoring(rewards(host.endpoint), fine, stranger)
         assert not host.workers()
         scoring(rewards(host.endpoint), fine, NETWORK.model_copy(update={"keys_dir": str(keys)}))
+
+
+def test_a_taken_port_of_its_metrics_is_said_before_it_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["pool", "--port", "0", "--metrics-port", port]) == ExitCode.USER_ERROR
+    assert "Set --metrics-port to a free port" in capsys.readouterr().err
+    assert main(["pool", "--port", "0", "--metrics-port", "70000"]) == ExitCode.USER_ERROR
+    assert "--metrics-port is 70000" in capsys.readouterr().err
 
 
 def test_it_listens_beyond_loopback_only_with_keys(capsys: pytest.CaptureFixture[str]) -> None:

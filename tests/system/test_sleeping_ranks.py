@@ -17,10 +17,9 @@ from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
-from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_ranks import STEPS, check_run_with_a_killed_rank
 from tests.system.test_resume import assert_same_run, resume_config
-from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, SIZES, check_same_checkpoint
+from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, check_same_checkpoint, rows_of_sizes
 
 pytestmark = pytest.mark.slow
 SLEEPING = (FULL, CRITIC, ADAPTER)
@@ -30,8 +29,7 @@ RANKS: dict[str, Any] = {"engine": "fsdp2", "num_processes": 2}
 @pytest.fixture(scope="module")
 def slept(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slept")
-    rows = image_rows(folder, SIZES)
-    data = {**write_rows(folder, [rows[0], *rows]), "max_prompt_length": 400, "shuffle": False}
+    data = rows_of_sizes(folder)
     configs: dict[str, RunConfig] = {}
     for case in SLEEPING:
         learner = {**CASES[case].get("learner", {}), "engine": "fsdp2", "optim": {"lr": 1e-3}}

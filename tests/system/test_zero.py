@@ -85,6 +85,12 @@ POISONED = {
 }
 
 
+def rows_of_sizes(folder: Path) -> dict[str, Any]:
+    """The section `data` of rows with images of SIZES, in their order."""
+    rows = image_rows(folder, SIZES)
+    return {**write_rows(folder, [rows[0], *rows]), "max_prompt_length": 400, "shuffle": False}
+
+
 @dataclass(frozen=True)
 class Compared:
     folder: Path
@@ -106,8 +112,7 @@ class Compared:
 def compared(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """All cases, alone and on ranks, which are started once for each number of them."""
     folder = tmp_path_factory.mktemp("zero")
-    rows = image_rows(folder, SIZES)
-    data = {**write_rows(folder, [rows[0], *rows]), "max_prompt_length": 400, "shuffle": False}
+    data = rows_of_sizes(folder)
 
     def make(sections: dict[str, Any], **learner: Any) -> RunConfig:
         optim = {"lr": 1e-3, "weight_decay": 0.01}
