@@ -196,8 +196,8 @@ def pages() -> dict[str, str]:
         "A gauge is NaN as long as it has no value. Written by `scripts/make_docs.py` from the tables in code.\n\n"
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n\n"
-        "## Pool\n\n`asyncrl pool --metrics-port N` answers with them, without the label `run`: it may work for several "
-        "runs.\n\n"
+        "## Pool\n\n`asyncrl pool --metrics-port N` answers with them, without the label `run`: it may work for "
+        "several runs.\n\n"
         f"{document(POOL_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
