@@ -48,8 +48,8 @@ def small(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> 
     return make_config(**base)
 
 
-def assert_every_prompt_trained_once(run: Path, steps: int = STEPS) -> None:
+def assert_every_prompt_trained_once(run: Path, steps: int = STEPS, *, per_step: int = PER_STEP) -> None:
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
         rows = db.execute("SELECT position, step FROM consumption ORDER BY position").fetchall()
-    assert [position for position, _ in rows] == list(range(steps * PER_STEP))
-    assert sorted(step for _, step in rows) == sorted(list(range(1, steps + 1)) * PER_STEP)
+    assert [position for position, _ in rows] == list(range(steps * per_step))
+    assert sorted(step for _, step in rows) == sorted(list(range(1, steps + 1)) * per_step)

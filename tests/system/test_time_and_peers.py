@@ -146,15 +146,16 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
 def test_divided_groups_are_trained_once_though_a_server_dies_in_the_middle(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """Places for a group and a half: every second group of a server is divided with the other's."""
-    run = tmp_path / "run"
+    """Three groups in flight, and places for a group and a half on each server: what is issued while each has one group
+    is divided."""
+    run, steps = tmp_path / "run", 60
     config = with_ports(
         scripted(
             make_config,
             learner={"max_staleness": 2, "divide_groups": True},
-            trainer={"max_steps": 24},
+            trainer={"max_steps": steps},
             rollout={"max_concurrent_sequences": 6},
-            batch={"group_size": 4},
+            batch={"group_size": 4, "prompts_per_step": 1},
         )
     )
     file = write_config(config, run)
@@ -166,7 +167,7 @@ def test_divided_groups_are_trained_once_though_a_server_dies_in_the_middle(
         wait_until(lambda: counted(config, "learner", divided) > 0, "a divided group", run)
         dying.kill()
         assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
-    assert_every_prompt_trained_once(run, 24)
+    assert_every_prompt_trained_once(run, steps, per_step=1)
 
 
 def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
