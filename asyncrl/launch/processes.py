@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,11 @@ LOG_BYTES = 8 << 20
 """Size at which a log is moved to `<name>.log.1`, over an earlier one: a run's logs never fill its disk."""
 LAST_BYTES = 1 << 20
 """End of a log in which its last words are looked for."""
+_STARTED_AGAIN = "; it is started again"
+_ERROR_LINE = re.compile(
+    r"(?:[-\d]+ [:\d]+ .+? (?:ERROR|CRITICAL) +\S+: |error: |(?=[\w.]*(?:Error|Exception)\b))(?P<message>.+)"
+)
+"""A record of that level, the last line of a service, or of a traceback."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -56,7 +62,7 @@ class Service:
         with self.log.open("ab", buffering=0) as output:
             if again:
                 with contextlib.suppress(OSError):  # the disk may be full
-                    output.write(f"--- {self.ending()}; it is started again\n".encode())
+                    output.write(f"--- {self.ending()}{_STARTED_AGAIN}\n".encode())
             self.process = subprocess.Popen(
                 [*self.command, *(self.restart_arguments() if again else ())],
                 stdin=subprocess.DEVNULL,
@@ -120,13 +126,27 @@ class Service:
         name = signal.Signals(-self.code).name
         return f"{self.name} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
+    def last_error(self) -> str:
+        """The newest line of its log, since it was started last, that says what went wrong: logged as an error, or the
+        end of a traceback. Empty where there is none."""
+        said = ""
+        for line in self._log_lines():
+            if line.startswith("--- ") and line.endswith(_STARTED_AGAIN):
+                said = ""
+            elif found := _ERROR_LINE.match(line):
+                said = found["message"]
+        return said
+
     def last_words(self) -> str:
         """The end of its log: from the last `error:` line on if the exit code promises one, else LAST_LINES lines."""
-        ends = [_end_of(log, LAST_BYTES) for log in (self._rotated, self.log) if log.exists()]
-        lines = b"".join(ends).decode(errors="replace").splitlines()
+        lines = self._log_lines()
         errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         explained = self.code in (ExitCode.USER_ERROR, ExitCode.BAD_STATE) and errors
         return "\n".join(lines[errors[-1] :] if explained else lines[-LAST_LINES:])
+
+    def _log_lines(self) -> list[str]:
+        ends = [_end_of(log, LAST_BYTES) for log in (self._rotated, self.log) if log.exists()]
+        return b"".join(ends).decode(errors="replace").splitlines()
 
 
 def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus: Sequence[str] = ()) -> Service:

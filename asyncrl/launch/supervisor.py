@@ -19,6 +19,8 @@ STOP_S = 15.0
 """Time a service has to end after SIGTERM before it is killed."""
 POLL_S = 0.2
 LONGEST_DELAY_S = 60.0
+LONGEST_ERROR = 300
+"""Characters of a crash's reason in the line for the user; the log has all."""
 DEFAULT_POLICY = LaunchConfig()
 _FATAL = {
     ExitCode.USER_ERROR: ExitCode.USER_ERROR,
@@ -151,7 +153,9 @@ class Supervisor:
             return Outcome(ExitCode.CRASHED, failed=service, gave_up=True)
         delay = restart_delay_s(self._policy, attempt)
         self._due[service.name] = time.monotonic() + delay
-        self._notify(f"{service.ending()}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
+        error = service.last_error()[:LONGEST_ERROR] if service.code and service.code > 0 else ""  # not if killed
+        why = f" ({error})" if error else ""
+        self._notify(f"{service.ending()}{why}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
         return None
 
     def _wait_or_stop(self, *services: Service) -> None:

@@ -183,6 +183,20 @@ def test_a_learner_that_crashes_is_resumed_and_its_server_stays(counted: Make, t
     assert learner.log.read_text().count("it is started again") == 2
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("raise OSError('gone')", " (OSError: gone)"),
+        ("print('2026-11-26 10:00:00 learner ERROR   a.b: rank 1 was killed'); sys.exit(1)", " (rank 1 was killed)"),
+        ("print('error: not now'); sys.exit(1)", " (not now)"),
+        ("print('no error: all is well'); sys.exit(1)", ""),
+    ],
+)
+def test_the_line_about_a_crash_says_why_if_the_log_does(counted: Make, ending: str, said: str) -> None:
+    _, told, _ = watch(counted("learner", f"if starts < 2:\n    {ending}\nelif starts < 3:\n    sys.exit(1)"))
+    assert [line.split("; ")[0] for line in told] == [f"learner ended with code 1{said}", "learner ended with code 1"]
+
+
 @pytest.mark.parametrize("failing", ["learner", "rollout_server"])
 def test_after_the_last_restart_the_run_ends(counted: Make, tmp_path: Path, failing: str) -> None:
     sides = {name: counted(name, "sys.exit(1)" if name == failing else STAY) for name in ("learner", "rollout_server")}
