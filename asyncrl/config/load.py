@@ -30,8 +30,9 @@ BY_HAND = math.inf
 """Rank of a key=value: no overlay comes after it. Overlays are ranked by their place on the command line, from 1."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the file, apply overrides and overlays in order, check everything. UserError lists every problem at once.
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the file, if there is one, apply overrides and overlays in order, check everything. UserError lists every
+    problem at once.
 
     An override without `=` is an overlay: a YAML file, or the name of an algorithm's or a task's.
     """
@@ -53,7 +54,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             draft.report(detail)
     if draft.problems or config is None:
         count = len(draft.problems)
-        header = f"{path}: {count} problems" if count > 1 else f"{path}"
+        header = f"{draft.source}: {count} problem{'s' * (count > 1)}" if count > 1 or path is None else f"{path}"
         raise UserError("\n".join([f"{header} in the configuration:", *(f"- {p}" for p in draft.problems)]))
     return config
 
@@ -66,10 +67,10 @@ def dump_config(config: RunConfig) -> str:
 class _Draft:
     """The configuration before it is checked, and where each of its values comes from."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.problems: list[str] = []
-        self._path = path
-        self.data, self._node = _read(path)
+        self.source = path or "the command line"
+        self.data, self._node = _read(path) if path else ({}, None)
         self._overrides: dict[Place, str] = {}
         """Where each value that is not the file's comes from."""
         self._ranks: dict[Place, float] = {}
@@ -192,7 +193,7 @@ class _Draft:
             required = (key.path.removeprefix(path) for key in all_keys().values() if key.default is REQUIRED)
             below = [name + rest for rest in required if rest.startswith(".") and ".N." not in rest]
             for missing in below or [name]:
-                self.problems.append(f"{missing} is missing. Add it to {self._path}, or give {missing}=VALUE")
+                self.problems.append(f"{missing} is missing. Add it to {self.source}, or give {missing}=VALUE")
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
         elif detail["type"] == "extra_forbidden":
@@ -213,7 +214,7 @@ class _Draft:
         for end in range(len(place), 0, -1):
             if place[:end] in self._overrides:
                 return f" [{self._overrides[place[:end]]}]"
-        return f" [{self._path} line {yaml_text.line_of(self._node, place)}]"
+        return f" [{self.source} line {yaml_text.line_of(self._node, place)}]"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:

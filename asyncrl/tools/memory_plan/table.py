@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
         "data.train_files=[plan]",
         "reward.functions=[{function: exact_match}]",
     )
-    return load_config(Path(os.devnull), [*defaults, *overrides])
+    return load_config(None, [*defaults, *overrides])
 
 
 def describe(plan: MemoryPlan) -> str:
