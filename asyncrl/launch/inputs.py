@@ -49,8 +49,8 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
 
 
 def dry_run(config: RunConfig) -> None:
-    """Explain the configuration, and refuse what `train` would refuse of it on any machine; devices that this one has
-    not are a note. Raises UserError."""
+    """Explain the configuration, and refuse what `train` would refuse of it on any machine; what this one has not,
+    devices or what the engine needs, is a note. Raises UserError."""
     from asyncrl.config.explain import explain
     from asyncrl.models.lean_imports import import_processors, uncollected
     from asyncrl.rewards.pool import try_loading
@@ -58,6 +58,10 @@ def dry_run(config: RunConfig) -> None:
     with uncollected():
         check_references(config, "learner", "rollout_server")
         asyncio.run(try_loading(config.reward))
+        if config.gpu_memory.budget_gib:  # before processors are imported without the models that a plan needs
+            from asyncrl.tools.memory_plan.advice import check_plan
+
+            check_plan(config)
         import_processors()
         from asyncrl.models.prompt_rows import preview_rows
 
@@ -70,6 +74,7 @@ def dry_run(config: RunConfig) -> None:
             print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
         try:
             check_devices(config, ("learner", "rollout_server"))
+            check_engine(config)
         except UserError as problem:
             print(f"note: this machine cannot train it: {problem}")
 
