@@ -44,9 +44,12 @@ def import_transformers() -> None:
 
 
 def import_peft() -> None:
-    """Import PEFT without bitsandbytes, which it would load where that is installed: no model here has layers of it."""
+    """Import PEFT and let it remember that bitsandbytes is not there, which it would load, and which may print, where
+    that is installed: no model here has layers of it."""
     with _not_installed(("bitsandbytes",)):
-        import peft  # noqa: F401
+        from peft.import_utils import is_bnb_available
+
+        is_bnb_available()
 
 
 def import_processors() -> None:
