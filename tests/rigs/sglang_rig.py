@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,20 @@ class SGLangRig(Rig):
         """Answers of SGLang to requests for completions, as they came."""
         return WatchedEngine(self.config, self.processor, self.answers)
 
+    async def sampled(self, tokens: int, requests: Sequence[GenerationRequest]) -> None:
+        """Wait until sequences of running requests have about so many tokens, which SGLang says only at their ends: one
+        that came after them and has as many images, which are prepared before a sequence begins, is at its own."""
+        self.numbers += 1
+        like = max(requests, key=lambda request: len(request.images))
+        settings = like.sampling.model_copy(update={"max_new_tokens": tokens})
+        await self.complete([replace(like, request_id=self.numbers, group_size=1, sampling=settings)])
+
     async def update_after(
         self, weights: Weights, tokens: int, requests: Sequence[GenerationRequest]
     ) -> dict[tuple[int, int], Completion]:
-        """New weights when another sequence, which was submitted with the requests, has so many tokens."""
-        other = self.request("read", tokens=tokens)
+        """New weights when the requests' sequences have about so many tokens."""
         sampling = asyncio.create_task(self.complete(requests))
-        await self.complete([other])
+        await self.sampled(tokens, requests)
         if self.engine._config.rollout.weight_update != "drain":
             # Sampling 300 tokens takes a second here: it stands still while the version is published and verified.
             assert self.engine._client is not None

@@ -230,7 +230,7 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens_also_in_parts(sglang:
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
         work = asyncio.create_task(complete_all(sglang.engine, [request]))
-        await sglang.complete([sglang.request("read", tokens=40)])
+        await sglang.sampled(40, [request])
         await sglang.engine.interrupt([request.request_id])
         begun = await work
         partial = partial_rollout(begun, request.group_size)
