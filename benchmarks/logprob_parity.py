@@ -20,7 +20,7 @@ from typing import Any, get_args
 from asyncrl.config.load import load_config
 from asyncrl.config.quantization_rules import QUANTIZATIONS
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import Quantization
+from asyncrl.config.service_sections import Quantization
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids

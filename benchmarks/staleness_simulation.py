@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from benchmarks.staleness.observation import EMPTYING_STEPS, FILLING_STEPS, Observation
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets

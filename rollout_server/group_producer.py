@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.config.sections import RolloutConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor

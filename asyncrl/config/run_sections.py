@@ -12,17 +12,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.sections import (
-    CriticConfig,
-    DataConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    Section,
-)
+from asyncrl.config.sections import DataConfig, ModelConfig, RewardConfig, Section
+from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
 from asyncrl.environments.settings import EnvironmentConfig, LimitsConfig
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.sections import Quantization
+from asyncrl.config.service_sections import Quantization
 from asyncrl.models.parts import part_of
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from asyncrl.config.sections import RolloutConfig
+from asyncrl.config.service_sections import RolloutConfig
 
 LOOK_S = 60.0
 _LOOK = """

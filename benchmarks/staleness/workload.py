@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.held_out import ticket_seed
 from asyncrl.models.processing import MeasuredPrompt

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from asyncrl.config.sections import AdaptiveStalenessConfig
+from asyncrl.config.service_sections import AdaptiveStalenessConfig
 
 ADAPTIVE_STALENESS = "adaptive_staleness"
 """Name of the controller in a checkpoint."""

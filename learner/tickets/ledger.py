@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.data.prompt_sources import PromptSource
 from asyncrl.journal.database import DROPPED
 from asyncrl.journal.writer import Journal, TicketSlot

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot

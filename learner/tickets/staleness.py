@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import ReceivedGroup
 

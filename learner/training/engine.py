@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.service_sections import OptimConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.devices import resolve_device

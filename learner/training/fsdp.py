@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.service_sections import OptimConfig
 from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks

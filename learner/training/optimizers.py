@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.engine_rules import SMALLEST_8BIT
-from asyncrl.config.sections import OptimConfig, Optimizer
+from asyncrl.config.service_sections import OptimConfig, Optimizer
 from asyncrl.errors import UserError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.service_sections import OptimConfig
 from asyncrl.errors import UserError
 from asyncrl.models.parts import part_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from asyncrl.config.sections import LearnerConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.plan import plan_shares

@@ -11,7 +11,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.sections import LearnerConfig, OptimConfig, Optimizer
+from asyncrl.config.service_sections import LearnerConfig, OptimConfig, Optimizer
 from asyncrl.models.export import export_model
 from asyncrl.models.host_copies import host_copy
 from asyncrl.models.published import load_published, published_tensors

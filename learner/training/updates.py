@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.config.sections import OptimConfig, Optimizer
+from asyncrl.config.service_sections import OptimConfig, Optimizer
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.optimizers import check_same_moments, make_optimizer

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.service_sections import OptimConfig
 from asyncrl.models.published import fitting, load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale

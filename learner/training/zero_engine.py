@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.config.engine_rules import ZERO_BUCKET, ZERO_LIVE
-from asyncrl.config.sections import CheckpointFormat, LearnerConfig
+from asyncrl.config.service_sections import CheckpointFormat, LearnerConfig
 from asyncrl.errors import UserError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.sections import OptimConfig
+from asyncrl.config.service_sections import OptimConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.parts import part_of
 from learner.ranks.group import Ranks

@@ -1,8 +1,8 @@
 """Inference engines by name.
 
 To add one: a class with the methods of `base.InferenceEngine` in a folder of its own, its name here and in
-`asyncrl/config/sections.py`, what it cannot do on any machine in `asyncrl/config/engine_rules.py`, and what depends on
-the machine in its folder's `rules.py`: there `problems(config)` returns a line for each.
+`asyncrl/config/service_sections.py`, what it cannot do on any machine in `asyncrl/config/engine_rules.py`, and what
+depends on the machine in its folder's `rules.py`: there `problems(config)` returns a line for each.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal
 from tests.rigs.prefork import Service

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.sections import RolloutConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.telemetry.sglang_environment import python_of
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.sglang.engine import SGLangEngine

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import learner.tickets.ledger
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets

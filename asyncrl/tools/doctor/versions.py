@@ -9,7 +9,7 @@ from importlib.metadata import requires
 import zmq
 from packaging.requirements import Requirement
 
-from asyncrl.config.sections import RolloutConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.telemetry.environment import installed_version
 from asyncrl.telemetry.sglang_environment import look_into, python_of
 from asyncrl.tools.doctor.findings import Finding, Findings

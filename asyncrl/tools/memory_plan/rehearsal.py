@@ -18,7 +18,8 @@ import torch
 
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import ModelConfig, Optimizer
+from asyncrl.config.sections import ModelConfig
+from asyncrl.config.service_sections import Optimizer
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import Quantization
+from asyncrl.config.service_sections import Quantization
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.loading import load_model

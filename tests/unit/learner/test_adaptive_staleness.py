@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import AdaptiveStalenessConfig, LearnerConfig
+from asyncrl.config.service_sections import AdaptiveStalenessConfig, LearnerConfig
 from learner.tickets.adaptive_staleness import AdaptiveStaleness
 
 CALM = (0.99, 0.001)

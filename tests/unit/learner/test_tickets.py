@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.sections import OnStale
+from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
 from learner.tickets.assignments import MAX_ATTEMPTS

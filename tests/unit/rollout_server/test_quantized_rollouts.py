@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import Quantization
+from asyncrl.config.service_sections import Quantization
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.quantized_weights import on_grid, quantizable, rounded

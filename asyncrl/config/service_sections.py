@@ -1,0 +1,239 @@
+"""The sections of the two services: rollout; learner, with its optimisers, critic, reference and staleness."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from asyncrl.config.sections import Section
+
+OnStale = Literal["wait", "drop", "mask"]
+Optimizer = Literal["adamw", "adamw_8bit"]
+CheckpointFormat = Literal["portable", "deepspeed"]
+Quantization = Literal["none", "fp8", "int8"]
+
+
+class RolloutConfig(Section):
+    servers: int = Field(default=1, gt=0)
+    """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
+    engine: Literal["hf", "vllm", "sglang", "scripted"] = "hf"
+    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), `sglang` (an environment
+    of its own; run on CPUs), or `scripted` (tests)."""
+    sglang_python: str = ""
+    """Python of SGLang's environment; empty means that of `.venv-sglang` beside the environment of this process, which
+    `make install-sglang` makes."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Devices that the vllm engine spreads the model over."""
+    quantization: Quantization = "none"
+    """Weights that completions are sampled with: `fp8` (e4m3) or `int8`, a scale for each output channel, made anew
+    from every version, in the linear layers of the language model without its output layer. The policy that samples is
+    then this one, and algorithm.correction has to be on. `vllm` holds them in 8 bits, and rounds what goes into these
+    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing; `sglang` has none."""
+    sleep_level: Literal[1, 2] = 1
+    """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
+    published (they are again before it is needed)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training samples; log-probs are of this distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample training completions from the most probable tokens of this mass; 1 is off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample training completions from so many most probable tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
+    max_concurrent_sequences: int = Field(default=256, gt=0)
+    """Completions decoded together; more of them wait for their turn. So many of the longest rows have the memory
+    that the `hf` engine's running and parked rows share."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, or `cuda:1`, ... `asyncrl train` gives servers of `auto` and `cuda` GPUs of their own: not
+    the learner's, and tensor_parallel_size of them each."""
+    cpu_threads: int = Field(default=0, ge=0)
+    """Torch threads; 0 means half of the cores when the learner shares the machine, and all of them in sync mode."""
+    weight_update: Literal["recompute", "keep", "drain"] = "recompute"
+    """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
+    weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
+    """Channel of new weights: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
+    cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the engine as they are."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class OptimConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
+    vision_tower_lr: float = Field(default=0.0, ge=0)
+    """Peak learning rate of the vision tower, which warms up and falls as lr does; 0 is lr."""
+    connector_lr: float = Field(default=0.0, ge=0)
+    """Peak learning rate of the connector, which warms up and falls as lr does; 0 is lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moment estimates."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of AdamW."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up from 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of lr at which linear and cosine end."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this."""
+
+
+class CriticOptimConfig(OptimConfig):
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
+
+
+class CriticConfig(Section):
+    """The critic of estimators that need one (`algorithm.adv_estimator: gae`): a model of its own with a value head."""
+
+    path: str = ""
+    """Folder that it starts from: a model of the policy's family, or a sequence classifier of one label (a reward
+    model), whose score head then becomes the value head. Empty means `model.path`, and values that begin at 0."""
+    optim: CriticOptimConfig = CriticOptimConfig()
+    clip_range: float = Field(default=0.5, ge=0)
+    """Values that have left the step's first ones by more than this get no gradient; 0 clips nothing."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the beginning in which the critic alone is trained, on what the initial policy samples. With the default
+    `algorithm.gae.critic_lam` of 1 and without discount its targets are then the plain returns of that policy (value
+    pre-training, VC-PPO, arXiv 2503.01491)."""
+
+
+class ReferenceConfig(Section):
+    """The reference policy of `algorithm.kl_loss_coef` and `algorithm.kl_reward_coef`: a frozen copy of the model. Of a
+    model with adapters it is the model without them, at no cost, unless there is a path."""
+
+    path: str = ""
+    """Folder of its weights, a model of the policy's family; empty means `model.path`."""
+    reset_every_steps: int = Field(default=0, ge=0)
+    """Make it the policy again after so many steps (ProRL, arXiv 2505.24864); 0 means never."""
+    reset_optimizer: bool = False
+    """With each of these resets begin AdamW's moments of the policy anew, too (ProRL). The learning rate goes on."""
+    ema: float = Field(default=0.0, ge=0, lt=1)
+    """Share of itself that it keeps in each step, in which it moves towards the policy: 0.99 follows some hundred steps
+    behind. 0 means that it does not move."""
+    offload: bool = False
+    """Keep its weights in pinned host memory while nothing looks at it, for two copies over the bus each step. Only on
+    a GPU. The memory plan says what it frees: while it scores, it has the place of the gradients."""
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.reset_every_steps or self.ema)
+
+    @model_validator(mode="after")
+    def _moves_one_way(self) -> ReferenceConfig:
+        if self.reset_every_steps and self.ema:
+            raise ValueError(
+                f"reference.reset_every_steps is {self.reset_every_steps} and reference.ema is {self.ema:g}: a "
+                "reference that follows the policy needs no reset. Set one of them to 0"
+            )
+        if self.reset_optimizer and not self.reset_every_steps:
+            raise ValueError(
+                "reference.reset_optimizer is true and reference.reset_every_steps is 0: the optimiser is reset with "
+                "the reference, which never is. Set reference.reset_every_steps=100, or leave it out"
+            )
+        return self
+
+
+class AdaptiveStalenessConfig(Section):
+    """Rules by which `learner.max_staleness: auto` moves the bound, from each step's raw token ratios."""
+
+    min: int = Field(default=1, ge=0)
+    """Smallest bound, and the one to start from."""
+    max: int = Field(default=8, gt=0)
+    """Largest bound."""
+    ess_low: float = Field(default=0.9, gt=0, lt=1)
+    """Effective sample size below which a step speaks for a smaller bound."""
+    ess_high: float = Field(default=0.97, gt=0, lt=1)
+    """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
+    kl_low: float = Field(default=0.01, gt=0)
+    """Mismatch KL in nats per token, see ess_high."""
+    kl_high: float = Field(default=0.04, gt=0)
+    """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
+    patience: int = Field(default=3, gt=0)
+    """Steps in a row that must agree before the bound moves by one."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AdaptiveStalenessConfig:
+        for low, high in (("min", "max"), ("ess_low", "ess_high"), ("kl_low", "kl_high")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ValueError(
+                    f"learner.adaptive_staleness.{low} ({getattr(self, low)}) must be below "
+                    f"learner.adaptive_staleness.{high} ({getattr(self, high)})"
+                )
+        return self
+
+
+class LearnerConfig(Section):
+    max_staleness: int | Literal["auto"] = 2
+    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
+    auto = moved by learner.adaptive_staleness."""
+    adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
+    on_stale: OnStale = "wait"
+    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
+    prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
+    trajectories). The last two favour short completions (length_bias)."""
+    move_stragglers: bool = False
+    """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
+    let the group go on there, as tokens. For servers that become slow in the middle of a run; refused on-policy
+    (max_staleness 0) and with an environment."""
+    divide_groups: bool = False
+    """Divide a group that would wait for places on one server among several that have places, also one that moves.
+    What they sample comes together again on one of them, which scores it. Refused on-policy (max_staleness 0) and with
+    an environment."""
+    engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
+    """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
+    it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: what is divided over num_processes: 1 AdamW's state with its masters, 2 gradients, too, 3 the weights,
+    too."""
+    checkpoint_format: CheckpointFormat = "portable"
+    """Masters and moments in a checkpoint: `portable`, which any engine on any number of ranks continues from, or
+    `deepspeed`, DeepSpeed's own files for its tools, from which the same zero_stage on as many ranks goes on. Those are
+    not written while training goes on (trainer.save_async=false)."""
+    num_processes: int = Field(default=1, gt=0)
+    """Ranks: processes that train together, each on a GPU of its own, or on the CPU. The learner starts them on its
+    machine; under torchrun its processes are the ranks."""
+    cpu_offload: bool = False
+    """Keep master weights, gradients and optimiser state in host memory, and step there: a GPU holds 2 bytes of a
+    bfloat16 parameter in the place of 18. With fsdp2, and deepspeed at stage 3, the weights, too: the GPU has one
+    layer's at a time."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
+    cpu_threads: int = Field(default=0, ge=0)
+    """Torch threads of a rank; 0 means half of the cores when the servers share the machine, divided by num_processes,
+    and all of them in sync mode."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
+    vision_features_mib: int = Field(default=512, ge=0)
+    """Host memory of each rank for features of images, which passes, updates and epochs then compute once. Used where
+    neither vision tower nor connector is trained: LoRA, or freeze_vision_tower with freeze_connector. 0: none are
+    kept."""
+    optimizer: Optimizer = "adamw"
+    """`adamw` is torch's, with moments in float32; `adamw_8bit` bitsandbytes' (its own extra, engine torch), whose
+    moments take 2 bytes of a parameter in the place of 8, and which takes longer on a CPU. Also the critic's."""
+    optim: OptimConfig = OptimConfig()
+    wait_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until
+    a first group has arrived in a process, half of it is the time after which a ticket goes to another server, too."""
+
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _bound_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether weights are in parts on ranks, also where these are one process."""
+        return self.engine != "torch"
+
+    @property
+    def offloads_masters(self) -> bool:
+        """Whether a whole model's master weights, gradients and moments are in host memory."""
+        return self.cpu_offload and not self.is_divided
