@@ -29,9 +29,10 @@ LAST_BYTES = 1 << 20
 """End of a log in which its last words are looked for."""
 _STARTED_AGAIN = "; it is started again"
 _ERROR_LINE = re.compile(
-    r"(?:[-\d]+ [:\d]+ .+? (?:ERROR|CRITICAL) +\S+: |error: |(?=[\w.]*(?:Error|Exception)\b))(?P<message>.+)"
+    r"(?:[-\d]+ [:\d]+ .+? (?:ERROR|CRITICAL) +\S+: |error: |(?:\[rank\d+\]: )?(?=[\w.]*(?:Error|Exception)\b))"
+    r"(?P<message>.+)"
 )
-"""A record of that level, the last line of a service, or of a traceback."""
+"""A record of that level, the last line of a service, or of a traceback, before which torch puts the rank."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -232,7 +232,7 @@ def check_run_with_a_killed_rank(
     finally:
         train.kill()
     said = "rank 1 was killed by SIGKILL: the learner ends, since its ranks go on together or not at all"
-    assert f"learner ended with code 1 ({said}); restart 1" in " ".join(log.read_text().split()), log.read_text()
+    assert f"{said}); restart 1 of" in " ".join(log.read_text().split()), log.read_text()
     assert "learner 1" in log.read_text(), "started again once"
     with sqlite3.connect(run / JOURNAL_FILE) as db:
         rows = db.execute("SELECT step, ticket_id FROM consumption").fetchall()
