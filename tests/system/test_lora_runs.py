@@ -48,8 +48,8 @@ def test_a_run_trains_an_adapter_raises_the_reward_and_leaves_the_base_alone(
         batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
         rollout={"weights_channel": "zmq"},
         algorithm={"kl_loss_coef": 1e-3},
-        evaluation={"before_training": True, "every_steps": 14},
-        trainer={"max_steps": 28, "samples_per_step": 1},
+        evaluation={"before_training": True, "every_steps": 20},
+        trainer={"max_steps": 40, "samples_per_step": 1},
     )
     before = base_fingerprint(config.model)
     assert run_both(config, run) == (0, 0), logs(run)

@@ -27,7 +27,7 @@ def test_a_run_learns_from_fp8_rollouts_and_says_what_they_are(
         batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
         rollout={"quantization": "fp8"},
         data={"val_files": []},
-        trainer={"max_steps": 16, "samples_per_step": 1},
+        trainer={"max_steps": 24, "samples_per_step": 1},
     )
     assert run_both(config, run) == (0, 0), logs(run)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
