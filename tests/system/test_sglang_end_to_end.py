@@ -32,7 +32,7 @@ def test_the_digits_task_trains_through_sglang_and_its_reward_rises(
             batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
             data={"max_response_length": 16},
             rollout={"engine": "sglang", "weights_channel": "zmq", "weight_update": "recompute"},
-            trainer={"max_steps": 18, "samples_per_step": 1},
+            trainer={"max_steps": 22, "samples_per_step": 1},
         ),
         free_port,
     )
@@ -62,10 +62,10 @@ def test_the_digits_task_trains_through_sglang_and_its_reward_rises(
 
     steps = lines(run / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == 18
+    assert len(steps) == 22
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5]), rewards
     assert all(step["ledger_residual"] == 0 for step in steps)
     assert all(step["rows/error"] == step["rows/timed_out"] == 0 for step in steps)
     assert any((run / "images").iterdir())
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
-        assert db.execute("SELECT count(*) FROM consumption").fetchone() == (144,)
+        assert db.execute("SELECT count(*) FROM consumption").fetchone() == (176,)
