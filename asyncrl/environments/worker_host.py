@@ -15,6 +15,7 @@ from asyncrl.rewards.worker_process import Worker, WorkerDied
 logger = logging.getLogger(__name__)
 
 Kind = Literal["environment_timeout", "environment_died", "environment_exception", "environment_neighbour_killed"]
+"""Of the last kind another episode was to blame: this one is due a new try, from the start and with the same seed."""
 CANCEL_S = 1.0
 """Seconds for an async step that is cancelled to end by itself; then its process is killed."""
 MAX_REPLY_BYTES = 256 << 20
@@ -27,11 +28,6 @@ class EnvironmentFailed(Exception):
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
         self.kind: Kind = kind
-
-    @property
-    def innocent(self) -> bool:
-        """Another episode was to blame: this one is due a new try, from the start and with the same seed."""
-        return self.kind == "environment_neighbour_killed"
 
 
 def said_too_late(do: str, timeout_s: float, setting: str) -> str:
