@@ -54,7 +54,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             draft.report(detail)
     if draft.problems or config is None:
         count = len(draft.problems)
-        header = f"{draft.source}: {count} problem{'s' * (count > 1)}" if count > 1 or path is None else f"{path}"
+        header = f"{draft.source}: {count} problems" if count > 1 else f"{draft.source}"
         raise UserError("\n".join([f"{header} in the configuration:", *(f"- {p}" for p in draft.problems)]))
     return config
 
@@ -69,7 +69,7 @@ class _Draft:
 
     def __init__(self, path: Path | None) -> None:
         self.problems: list[str] = []
-        self.source = path or "the command line"
+        self.source = path or "the overrides"
         self.data, self._node = _read(path) if path else ({}, None)
         self._overrides: dict[Place, str] = {}
         """Where each value that is not the file's comes from."""

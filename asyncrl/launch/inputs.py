@@ -40,6 +40,11 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
     if "learner" in sides:
         for _, model in config.other_models:
             check_weights(model)
+    check_budget(config, *sides)
+
+
+def check_budget(config: RunConfig, *sides: Side) -> None:
+    """Refuse a memory budget that is too small, and too little shared memory where the learner is here."""
     if config.gpu_memory.budget_gib:
         from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
 
@@ -58,10 +63,7 @@ def dry_run(config: RunConfig) -> None:
     with uncollected():
         check_references(config, "learner", "rollout_server")
         asyncio.run(try_loading(config.reward))
-        if config.gpu_memory.budget_gib:  # before processors are imported without the models that a plan needs
-            from asyncrl.tools.memory_plan.advice import check_plan
-
-            check_plan(config)
+        check_budget(config)  # before processors are imported without the models that a plan needs
         import_processors()
         from asyncrl.models.prompt_rows import preview_rows
 

@@ -129,8 +129,10 @@ class Service:
 
     def last_error(self) -> str:
         """The newest line of its log, since it was started last, that says what went wrong: logged as an error, or the
-        end of a traceback. Empty where there is none."""
+        end of a traceback. Empty where there is none, and where it was killed: it has not said that."""
         said = ""
+        if self.code is not None and self.code < 0:
+            return said
         for line in self._log_lines():
             if line.startswith("--- ") and line.endswith(_STARTED_AGAIN):
                 said = ""

@@ -153,7 +153,7 @@ class Supervisor:
             return Outcome(ExitCode.CRASHED, failed=service, gave_up=True)
         delay = restart_delay_s(self._policy, attempt)
         self._due[service.name] = time.monotonic() + delay
-        error = service.last_error()[:LONGEST_ERROR] if service.code and service.code > 0 else ""  # not if killed
+        error = service.last_error()[:LONGEST_ERROR]
         why = f" ({error})" if error else ""
         self._notify(f"{service.ending()}{why}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
         return None
