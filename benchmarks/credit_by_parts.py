@@ -3,8 +3,8 @@
 One advantage for all tokens of a completion blames the token of the answer for digits that were misread. Here the
 tokens of the reading have GRPO's advantage of the whole score, and those of the answer the advantage of `own_result`
 among the completions of the group that read: whether the answer follows from the digits that were read, right or wrong.
-On the demo of three digits (docs/lab-log/learning.md, "Reading and reckoning"), of which `python benchmarks/demo_seeds.py
---seeds 3` makes data and warm start in a checkout of commit c26787b, here OLD:
+The task is the demo of three digits (docs/lab-log/learning.md, "Reading and reckoning"). `python
+benchmarks/demo_seeds.py --seeds 3` makes its data and warm start in a checkout of commit c26787b, here OLD:
 
     asyncrl train FOLDER/seed-3/config.yaml run_dir=RUN trainer.seed=4 model.dtype=float32 \
         'reward.functions=[{function: OLD/examples/digits/reward.py:answer},

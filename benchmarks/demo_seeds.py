@@ -1,4 +1,4 @@
-"""The demo with several seeds and settings, each setting from the same warm start: the tables of docs/lab-log/learning.md.
+"""The demo with several seeds and settings from one warm start: the tables of docs/lab-log/learning.md.
 
 python benchmarks/demo_seeds.py [--seeds 1 2 3] [--each key=value ...] [--folder KEPT] [--from-scratch] [--quick] ...
 

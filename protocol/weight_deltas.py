@@ -2,8 +2,8 @@
 
 A difference is old XOR new, with the bytes of each element in planes of their own, in one zstd frame. Consecutive
 versions of bfloat16 weights differ in few elements and in their low bits, so that it is 4 to 150 times smaller than the
-new bytes (docs/lab-log/transport.md, Differences of versions). It proves nothing: what is made of it is compared with the
-checksum of the new tensor.
+new bytes (docs/lab-log/transport.md, Differences of versions). The result is compared with the checksum of the
+new tensor.
 """
 
 from __future__ import annotations

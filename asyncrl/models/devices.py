@@ -42,7 +42,7 @@ TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
 """The same for float32 with a GPU: vLLM's attention is in Triton there, which multiplies float32 numbers in TF32. Its
 factors have three bits more than bfloat16's."""
 QUANTIZED_LOGPROB_DIFFERENCE = {"fp8": 3.0, "int8": 1.0}
-"""The same by rollout.quantization, over any dtype: three times the largest that was measured (docs/lab-log/agreement.md)."""
+"""Limit by rollout.quantization, for every dtype: three times the largest difference in docs/lab-log/agreement.md."""
 QUANTIZED_MEAN_SHARE = 0.1
 """Share of that which the mean over tokens may have: of weights so coarse a single token says little."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -2,7 +2,8 @@
 
 A policy of the simulation alone, and better informed than a learner could be: it sees how many trajectories of each
 group are unfinished, and which servers have room. A group moves as the product moves it: recalled, returned as tokens
-and sent again. What it brings is in docs/lab-log/staleness.md, and why it is not built in docs/decisions/024-long-tails.md.
+and sent again. Results are in docs/lab-log/staleness.md;
+docs/decisions/024-long-tails.md says why it is not built.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ MIB = 2**20
 HEADER_BYTES = 200
 """Bytes of a trajectory in the journal, beside its arrays."""
 INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
-"""Size of samples.sqlite: share of the groups that it lists (docs/lab-log/tools.md), and bytes of each trajectory besides."""
+"""Size of samples.sqlite: share of the groups that it lists (docs/lab-log/tools.md), and bytes per trajectory."""
 SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
 """Bytes in samples.jsonl of a trajectory beside its tokens, of a token's text, and of a completion token's id."""
 STEP_BYTES = 8192
