@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from asyncrl.cli import main
 from asyncrl.errors import ExitCode
+from asyncrl.process_end import leave
 
 
 def run() -> NoReturn:
@@ -19,8 +20,6 @@ def run() -> NoReturn:
     except Exception as crash:
         sys.excepthook(type(crash), crash, crash.__traceback__)
         code = ExitCode.CRASHED
-    from asyncrl.service_entry import leave  # not before --help
-
     leave(code)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl import plugins
 from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import become, command
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
+    for option in arguments.options if hasattr(arguments, "options") else ():
+        code = plugins.implementation(option.run)(arguments) if _is_given(option, arguments) else None
+        if code is not None:
+            return code
     return arguments.handler(arguments)
 
 
@@ -53,7 +58,38 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(commands)
     _add_models(commands)
     _add_tools(commands)
+    _add_plugins(commands)
     return parser
+
+
+def _add_plugins(commands: argparse._SubParsersAction) -> None:
+    """Add the commands of plug-ins, and their options of all commands."""
+    for name, plugin in plugins.descriptions("commands").items():
+        if name in commands.choices:
+            raise UserError(f"the plug-in command {name!r} has the name of another one. Uninstall its package")
+        if plugin.takes_config:
+            parser = _command(commands, name, None, plugin.help)
+        elif plugin.parses_words:  # without a prefix of options all words are arguments
+            parser = commands.add_parser(name, help=plugin.help, prefix_chars="\0", add_help=False)
+            parser.add_argument("words", nargs="*")
+        else:
+            parser = commands.add_parser(name, help=plugin.help)
+        plugin.add_arguments(parser)
+        parser.set_defaults(handler=_handler(plugin.run))
+    for name, option in plugins.descriptions("options").items():
+        parser = commands.choices.get(option.command)
+        if parser is None:
+            raise UserError(f"the plug-in option {name!r} is one of `asyncrl {option.command}`, which does not exist")
+        parser.add_argument(option.flag, **option.settings)
+        parser.set_defaults(options=(*(parser.get_default("options") or ()), option))
+
+
+def _handler(run: str) -> Callable[[argparse.Namespace], int]:
+    return lambda arguments: plugins.implementation(run)(arguments)
+
+
+def _is_given(option: plugins.Option, arguments: argparse.Namespace) -> bool:
+    return bool(getattr(arguments, option.flag.lstrip("-").replace("-", "_")))
 
 
 def _add_runs(commands: argparse._SubParsersAction) -> None:

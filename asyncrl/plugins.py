@@ -1,205 +1,131 @@
-"""Functions of the user, where a setting also takes the name of a built-in.
+"""Plug-ins: parts beside the core, found through the entry points of installed packages.
 
-`path/to/file.py:function`, or `package.module:function` of what is installed.
+A package registers a part in its `pyproject.toml`:
+
+    [project.entry-points."asyncrl.rollout_engines"]
+    sglang = "asyncrl_plugins.sglang.plugin:ENGINE"
+
+The entry loads a description: one of the frozen classes below. A description never imports torch, since configurations
+are checked without it; the implementation is named as `module:name` and imported when it is used.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
-import pkgutil
-import re
-import sys
-import traceback
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.config.suggest import did_you_mean, file_hint, is_method_word
 from asyncrl.errors import UserError
 
-F = TypeVar("F", bound=Callable[..., object])
-MAX_MESSAGE_CHARS = 300
-MODULE = re.compile(r"(?!.*[.]py$)[A-Za-z_]\w*([.][A-Za-z_]\w*)*")
+if TYPE_CHECKING:
+    from asyncrl.config.schema import RunConfig
+    from asyncrl.config.sections import Section
+
+Group = Literal[
+    "commands",
+    "options",
+    "rollout_engines",
+    "learner_engines",
+    "weight_channels",
+    "models",
+    "environments",
+    "rewards",
+    "methods",
+    "tasks",
+    "trackers",
+]
+"""Entry point group, without its prefix `asyncrl.`."""
 
 
-class UserFunction(NamedTuple):
-    path: Path
-    """Absolute."""
-    name: str
-    package: str = ""
-    """Where `from . import` begins in a file that was named as a module; empty for one that was named by its path."""
+def no_problems(config: RunConfig) -> Iterable[str]:
+    return ()
 
 
-def resolve(name: str, builtins: Mapping[str, F], setting: str, *, may_be_async: bool = False) -> F:
-    """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
-    located = locate(name, builtins, setting)
-    return builtins[name] if located is None else load(located, may_be_async=may_be_async)
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One value of a configuration key: an engine, a channel, a tracker, an environment, a reward."""
+
+    implementation: str
+    """`module:name`, imported when the part is used."""
+    section: type[Section] | None = None
+    """The part's own settings. They stand in a section of its name, which exists only where the part is chosen."""
+    problems: Callable[[RunConfig], Iterable[str]] = no_problems
+    """Errors of a configuration that chooses the part, each with its fix. Imports no torch."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that the core asks about parts of this group; their names stand where the group is used."""
 
 
-def load(function: UserFunction, *, may_be_async: bool = False) -> Any:
-    """The function itself. Runs its file."""
-    module = load_module(function.path, read_source(function.path), function.package)
-    return function_of(module, function.name, may_be_async=may_be_async)
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of `asyncrl`."""
+
+    help: str
+    run: str
+    """`module:function`, called with the parsed arguments; returns the exit code."""
+    add_arguments: Callable[[Any], None] = lambda parser: None
+    """Add options and arguments to the command's parser."""
+    takes_config: bool = False
+    """Begin with the arguments `config` and `overrides`, as `asyncrl train` does."""
+    parses_words: bool = False
+    """Leave all words of the command line to `run`, as `arguments.words`."""
 
 
-def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction | None:
-    """File and name of the user's function, or None for a built-in."""
-    if name in builtins:
-        return None
-    file, colon, function = name.rpartition(":")
-    if not colon:
-        raise UserError(f"{setting} is {name!r}, which is no built-in{what_it_may_be(name, builtins, setting)}")
-    path = Path(file).expanduser().absolute()
-    if MODULE.fullmatch(file) and not path.exists():
-        source = _module_file(file, function, f"{setting} is {name!r}, but")
-        return UserFunction(source, function, package=file.rpartition(".")[0])
-    if not path.is_file():
-        raise UserError(f"{setting} is {name!r}, but there is no file {path}: {file_hint(path)}")
-    return UserFunction(path, function)
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of a command, such as `--profile` of `asyncrl train`."""
+
+    command: str
+    flag: str
+    run: str
+    """`module:function`, called before the command where the option is given. It takes the parsed arguments, may change
+    them, and returns an exit code in place of the command's, or None to go on."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of argparse's `add_argument`, such as `help`."""
 
 
-def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
-    """Say behind "no built-in" what a name without a function is instead, or may be meant to be."""
-    file = Path(name).expanduser()
-    kind = "class" if setting == "environment.name" else "function"
-    if name.endswith(".py") and file.is_file():
-        node_type = ast.ClassDef if kind == "class" else ast.FunctionDef
-        try:
-            there = [node.name for node in ast.parse(read_source(file)).body if isinstance(node, node_type)]
-        except (SyntaxError, ValueError):
-            there = []
-        has = f"it has {', '.join(there)}" if there else f"no {kind} is found in it"
-        return f", but a file. Add the {kind}'s name, {name}:{kind.upper()}; {has}"
-    if setting.startswith("algorithm.") and is_method_word(name):
-        return (
-            f", but a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
-            f"Built-in here are {', '.join(builtins)}"
-        )
-    return (
-        f".{did_you_mean(name, builtins)} Built-in are {', '.join(builtins)}; your own is "
-        f"path/to/file.py:{kind} or package.module:{kind}"
-    )
+T = TypeVar("T")
 
 
-def _module_file(module: str, function: str, but: str) -> Path:
-    """Source of a module that Python finds, which is not run; the packages that it lies in are."""
+@cache
+def installed(group: Group) -> Mapping[str, EntryPoint]:
+    """Entry points of a group by name. Loads none."""
+    found = sorted(entry_points(group=f"asyncrl.{group}"), key=lambda entry: entry.name)
+    return {entry.name: entry for entry in found}
+
+
+@cache
+def description(group: Group, name: str) -> Any:
+    """Load the description of an installed part. Raises UserError where its package cannot be imported."""
+    entry = installed(group)[name]
     try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UserError(f"{but} a package of it cannot be imported: {one_line(error)}") from error
-        spec = None
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{but} a package of it cannot be imported: {one_line(error)}") from error
-    if spec is None:
-        path = Path(f"{module.replace('.', '/')}.py")
-        example = path if path.is_file() else "path/to/file.py"
+        return entry.load()
+    except Exception as error:
         raise UserError(
-            f"{but} Python finds no module {module}.{_similar_module(module)} "
-            f"A file that is not installed is named by its path: {example}:{function}"
+            f"the plug-in {entry.value} of asyncrl.{group} cannot be loaded: {type(error).__name__}: {error}. "
+            "Mend or uninstall its package"
+        ) from error
+
+
+def descriptions(group: Group) -> Mapping[str, Any]:
+    """Load the descriptions of all installed parts of a group."""
+    return {name: description(group, name) for name in installed(group)}
+
+
+def implementation(path: str) -> Any:
+    """Import `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def what_to_install(group: Group) -> str:
+    """Sentence for a name that neither the core nor an installed plug-in has: what to install."""
+    if find_spec("asyncrl_plugins") is None:
+        return (
+            "This installation of asyncrl has no plug-ins: its wheel was built without asyncrl_plugins. "
+            "Install the whole with `pip install asyncrl`"
         )
-    if spec.submodule_search_locations is not None:
-        raise UserError(f"{but} {module} is a package: name the module in it that has {function!r}")
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        raise UserError(f"{but} {module} is no Python source that could be loaded ({spec.origin})")
-    return Path(spec.origin).absolute()
-
-
-def _similar_module(module: str) -> str:
-    """A sentence with the most similar module of the package, after a space; empty if there is none."""
-    package, _, name = module.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(package) if package else None
-    except (Exception, SystemExit):  # it has no such package either
-        return ""
-    places = spec.submodule_search_locations if spec else None
-    return did_you_mean(name, [found.name for found in pkgutil.iter_modules(places)]) if places else ""
-
-
-def own_functions(choices: Iterable[tuple[str, str, Collection[str]]]) -> Iterator[UserFunction]:
-    """Yield each function that is the user's own, as `locate` does.
-
-    `choices` are setting, value and names of the built-ins, as `AlgorithmConfig.functions` has them.
-    """
-    for setting, name, builtins in choices:
-        located = locate(name, builtins, setting)
-        if located is not None:
-            yield located
-
-
-def read_source(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def load_module(path: Path, source: bytes, package: str = "") -> ModuleType:
-    """Run the file's source as a module: of its `package`, or with its folder importable as for a script."""
-    module = ModuleType(f"plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
-    module.__file__, module.__package__ = str(path), package or None
-    if not package and str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    sys.modules[module.__name__] = module  # dataclasses and typing look their module up
-    try:
-        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module.__name__]
-        raise UserError(f"{path} cannot be imported: {one_line(error, str(path))}") from error
-    return module
-
-
-def function_of(module: ModuleType, name: str, *, may_be_async: bool = False) -> Any:
-    function = getattr(module, name, None)
-    if function is None:
-        there = [key for key, value in vars(module).items() if _is_offered(value, module)]
-        has = ", ".join(there[:10]) or "neither functions nor classes"
-        raise UserError(f"{module.__file__} has no function {name!r}.{did_you_mean(name, there)} It has {has}")
-    if not callable(function):
-        raise UserError(f"{name} in {module.__file__} is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function) and not may_be_async:
-        raise UserError(f"{name} in {module.__file__} is async. Write a plain function: `def {name}`")
-    return function
-
-
-def _is_offered(value: Any, module: ModuleType) -> bool:
-    """Whether a setting may name it: a function, or a class of the file's own, not one that it imports."""
-    return inspect.isfunction(value) or (inspect.isclass(value) and value.__module__ == module.__name__)
-
-
-def one_line(error: BaseException, own_file: str = "") -> str:
-    """Error, file and line in bounded text: `ZeroDivisionError: division by zero (my_reward.py:12 in reward)`.
-
-    The place is the last one in own_file, the user's, or where the error was raised if it has none there.
-    """
-    try:
-        text = " ".join(str(error).split())
-    except Exception as broken:  # an exception class of the user whose __str__ fails
-        text = f"(its own text failed with {type(broken).__name__})"
-    name, place = type(error).__name__, _place(error, own_file)
-    return shorten(f"{name}: {text}" if text else name) + (f" ({place})" if place else "")
-
-
-def shorten(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} chars)"
-
-
-def storable(text: str) -> str:
-    """Escape lone surrogates, which neither the wire nor SQLite takes."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _place(error: BaseException, own_file: str) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    # No frame may live on, as after a MemoryError its locals must go; no line is read, as its file may have changed.
-    frames = list(traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False))
-    if not frames:
-        return ""
-    frame = next((frame for frame in reversed(frames) if frame.filename == own_file), frames[-1])
-    place = f"{Path(frame.filename).name}:{frame.lineno}"
-    return place if frame.name == "<module>" else f"{place} in {frame.name}"
+    return f"A plug-in brings another one as an entry point of asyncrl.{group} (docs/plugins.md)"

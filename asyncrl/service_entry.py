@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from typing import NoReturn
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, LearnerLeftError, RestartError, UserError
+from asyncrl.process_end import leave
 from asyncrl.run_folder.failure import ReservedFailureFile, failure_of
 from asyncrl.telemetry.logs import configure_logging
 
@@ -38,9 +37,6 @@ class Start:
 
 
 Main = Callable[[RunConfig, Start], None]
-ENDING_S = 3.0
-"""Time of threads and exit handlers after `main`. Together with the time that trackers have, less than a launcher gives
-a service before it kills it."""
 
 
 def run_service(name: str, main: Main) -> NoReturn:
@@ -58,30 +54,6 @@ def run_service(name: str, main: Main) -> NoReturn:
         sys.excepthook(type(crash), crash, crash.__traceback__)
         code = ExitCode.CRASHED
     leave(code)
-
-
-def leave(code: int) -> NoReturn:
-    """Exit after threads and atexit handlers, without unloading extension modules: those print their leaks then
-    (nanobind, in triton) below the log's last line, or crash a run that is finished.
-
-    After ENDING_S the process ends anyway: W&B waits 90 s for a server that does not answer.
-    """
-    patience = threading.Timer(ENDING_S, _quit, (code,))
-    patience.daemon = True
-    patience.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # it ends already, and an exit handler may be in the middle of it
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends its processes
-    atexit._run_exitfuncs()
-    patience.cancel()
-    _quit(code)
-
-
-def _quit(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # its reader has gone; None where it was closed before
-            stream.flush()
-    os._exit(code)
 
 
 def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:

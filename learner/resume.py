@@ -27,8 +27,8 @@ from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from asyncrl.models.weight_files import base_fingerprint
-from asyncrl.plugins import own_functions, read_source
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+from asyncrl.user_functions import own_functions, read_source
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import ENGINE_FILE

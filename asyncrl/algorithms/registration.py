@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.config.methods import Kind, methods
 from asyncrl.errors import BadStateError
 
@@ -78,10 +78,10 @@ def group_filter(*, formula: str, paper: str = "") -> Callable[[F], F]:
 
 def load_method(kind: Kind, name: str, setting: str) -> Any:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
-    located = plugins.locate(name, methods(kind), setting)
+    located = user_functions.locate(name, methods(kind), setting)
     if located is None:
         return getattr(importlib.import_module(methods(kind)[name].module), name)
-    function = plugins.load(located)
+    function = user_functions.load(located)
     return _checked(function, kind, f"{setting} {name}", str(located.path)) if kind != "group_filter" else function
 
 
@@ -103,7 +103,7 @@ def _checked(function: Callable[..., Any], kind: Kind, what: str, file: str) -> 
         except (BadStateError, torch.OutOfMemoryError):  # memory is the token budget's affair
             raise
         except Exception as error:
-            raise BadStateError(f"{what} failed: {plugins.one_line(error, file)}") from error
+            raise BadStateError(f"{what} failed: {user_functions.one_line(error, file)}") from error
         values = getattr(answer, "advantages" if kind == "advantage" else "token_loss", None)
         shape, expected = getattr(values, "shape", None), seen.row.shape
         if kind in CHECKED and shape != expected:

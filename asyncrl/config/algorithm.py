@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from asyncrl.config.algorithm_settings import AlgorithmSettings
 from asyncrl.config.methods import NEEDS, method_of, methods
-from asyncrl.plugins import what_it_may_be
+from asyncrl.user_functions import what_it_may_be
 
 
 class AlgorithmConfig(AlgorithmSettings):

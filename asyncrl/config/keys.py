@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from asyncrl.config.open_section import OpenSection
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import close_names
 
@@ -89,6 +90,8 @@ def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         item = section_of(get_args(field.annotation)[0]) if get_origin(field.annotation) is tuple else None
         if item:
             yield from _keys_below(item, f"{path}.N.")
+    for name, inner in section.possible_sections().items() if issubclass(section, OpenSection) else ():
+        yield from _keys_below(inner, f"{prefix}{name}.")
 
 
 def _in_words(annotation: Any) -> str:

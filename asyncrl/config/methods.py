@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 
@@ -91,7 +91,7 @@ def method_of(kind: Kind, name: str) -> Method | None:
     if name in methods(kind) or ":" not in name:
         return methods(kind).get(name)
     try:
-        located = plugins.locate(name, (), kind)
+        located = user_functions.locate(name, (), kind)
         assert located is not None
         method = _methods_of_user(located.path, located.path.stat().st_mtime_ns).get(located.name)
     except (UserError, OSError, SyntaxError):

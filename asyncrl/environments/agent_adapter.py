@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.environments.chat_endpoint import Asked, ChatEndpoint, ChatSession, Conversation, first_messages
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 VERIFIERS_PROGRAM = Path(__file__).with_name("verifiers_program.py")
 MAX_LINE_BYTES = 16 << 20
@@ -75,7 +75,7 @@ class AgentEnvironment:
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
         if config.run:
-            function: Any = plugins.resolve(config.run, {}, "environment.config.run", may_be_async=True)
+            function: Any = user_functions.resolve(config.run, {}, "environment.config.run", may_be_async=True)
             cls.function = staticmethod(function)
         try:
             functions = [tool["function"] for tool in config.tools]

@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.interface import Call
 from asyncrl.errors import UserError
-from asyncrl.plugins import shorten
+from asyncrl.user_functions import shorten
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of each tool's parameters, by the tool's name."""

@@ -6,9 +6,7 @@ Handlers import what they need: `asyncrl --help` is instant.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +72,9 @@ def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
 
 
 def _try(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import tempfile
+
     from asyncrl.environments import play
     from asyncrl.environments.call_formats import example_call
     from asyncrl.environments.terminal import Terminal, typed_turns

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 from PIL import Image
 from pydantic import BaseModel, Field
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.environments.interface import Action, Start, ToolError, observe
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 
 class GymnasiumEnvironment:
@@ -118,7 +118,7 @@ class GymnasiumEnvironment:
 def _functions(config: Any) -> Sequence[Callable[..., Any] | None]:
     """`observe` and `act`, where they are given."""
     return [
-        plugins.resolve(name, {}, f"environment.config.{setting}") if name else None
+        user_functions.resolve(name, {}, f"environment.config.{setting}") if name else None
         for setting, name in (("observe", config.observe), ("act", config.act))
     ]
 

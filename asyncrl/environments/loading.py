@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.config.suggest import did_you_mean, field_problem
 from asyncrl.environments import sandbox
 from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
@@ -43,13 +43,13 @@ def sources_of(config: EnvironmentConfig) -> dict[str, Any]:
         raise UserError("there is no environment: set environment.name to path/to/file.py:Class, or environment.tools")
     named = [(config.name, ADAPTERS, "environment.name")] if config.name else []
     named += [(tool, TOOLS, "a tool in environment.tools") for tool in config.tools]
-    return {name: _source(name, plugins.locate(name, builtins, setting)) for name, builtins, setting in named}
+    return {name: _source(name, user_functions.locate(name, builtins, setting)) for name, builtins, setting in named}
 
 
-def _source(name: str, located: plugins.UserFunction | None) -> Source:
+def _source(name: str, located: user_functions.UserFunction | None) -> Source:
     if located is None:
         return {"name": name, "path": ""}
-    source = plugins.read_source(located.path)
+    source = user_functions.read_source(located.path)
     return {"name": located.name, "path": str(located.path), "package": located.package, "source": source}
 
 
@@ -167,7 +167,7 @@ def _attribute(source: Source, modules: dict[str, ModuleType], builtins: Any) ->
         found = builtins[name]
         return getattr(importlib.import_module(found[0]), found[1]) if isinstance(found, tuple) else found
     if path not in modules:
-        modules[path] = plugins.load_module(Path(path), source["source"], source["package"])
+        modules[path] = user_functions.load_module(Path(path), source["source"], source["package"])
     value = getattr(modules[path], name, None)
     if value is None:
         there = [key for key, each in vars(modules[path]).items() if callable(each) and not key.startswith("_")]

@@ -21,7 +21,7 @@ from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 INVALID_PARAMS = -32602
 """JSON-RPC's code for arguments that the server refuses: the policy's mistake."""

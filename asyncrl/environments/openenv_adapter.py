@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.environments.interface import EpisodeOver, Start, ToolError, observe
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 SCHEMA_S = 20.0
 """Seconds for the server to say what its actions are."""
@@ -63,7 +63,7 @@ class OpenEnvEnvironment(ToolEnvironment):
                 "http://127.0.0.1:8000; the WebSocket's is made of it"
             )
         if config.observe:
-            cls.shown = staticmethod(plugins.resolve(config.observe, {}, "environment.config.observe"))
+            cls.shown = staticmethod(user_functions.resolve(config.observe, {}, "environment.config.observe"))
         try:
             with urllib.request.urlopen(f"{config.url.rstrip('/')}/schema", timeout=SCHEMA_S) as response:
                 action = json.load(response)["action"]

@@ -25,7 +25,7 @@ from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RenderedPrompt

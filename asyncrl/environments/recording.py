@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.errors import UserError
-from asyncrl.plugins import storable
+from asyncrl.user_functions import storable
 from protocol.messages import EditedTurn, Group, ObservedImage, ObservedMessage, TextPart, ToolCall
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 

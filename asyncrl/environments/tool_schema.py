@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.interface import ToolError
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line, shorten
+from asyncrl.user_functions import one_line, shorten
 
 HIDDEN = "ctx"
 SCALARS = (int, float, str, bool)

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 from PIL import Image
 from pydantic import BaseModel
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.environments.interface import Action, Start, ToolError, observe
 from asyncrl.environments.observation import Observation, Part, StepResult
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.tool_schema import Tool, tool_of
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 
 NO_TOOLS = ("reset", "get_reward")
 
@@ -43,7 +43,7 @@ class TrlEnvironment(ToolEnvironment):
 
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
-        cls.made = staticmethod(plugins.resolve(config.factory, {}, "environment.config.factory"))
+        cls.made = staticmethod(user_functions.resolve(config.factory, {}, "environment.config.factory"))
         try:
             one = cls.made()
         except Exception as error:

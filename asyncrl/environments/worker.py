@@ -29,8 +29,8 @@ from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.environments.settings import read_environment
 from asyncrl.environments.tool_environment import key_of, waited
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line, shorten
 from asyncrl.rewards import channel, process_reaper
+from asyncrl.user_functions import one_line, shorten
 
 CLOSE_S = 1.0
 """Seconds for the `close` of an episode whose step was cancelled."""

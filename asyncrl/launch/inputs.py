@@ -18,9 +18,9 @@ from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes, text_part
 from asyncrl.models.weight_files import check_weights
-from asyncrl.plugins import load, own_functions
 from asyncrl.rewards.spec import check_rewarded, check_rewards
 from asyncrl.telemetry.trackers import check_trackers
+from asyncrl.user_functions import load, own_functions
 
 Side = Literal["learner", "rollout_server"]
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of
 from asyncrl.rewards.service_settings import RewardModelSettings
+from asyncrl.user_functions import one_line
 
 
 class RewardModel:

@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 import aiohttp
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import one_line, shorten
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of
 from asyncrl.rewards.service_settings import JudgeSettings
+from asyncrl.user_functions import one_line, shorten
 
 CACHED_REPLIES = 65536
 MAX_BODY_BYTES = 4 << 20

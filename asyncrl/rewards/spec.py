@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import plugins
+from asyncrl import user_functions
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS, SERVICES
@@ -24,12 +24,12 @@ SETTING = "a function in reward.functions"
 
 def load_reward(function: str) -> Callable[..., Any]:
     """The function of a built-in name, or the user's. Runs the file: use it in workers."""
-    return plugins.resolve(function, BUILTIN_REWARDS, SETTING)
+    return user_functions.resolve(function, BUILTIN_REWARDS, SETTING)
 
 
-def locate(function: str) -> plugins.UserFunction | None:
+def locate(function: str) -> user_functions.UserFunction | None:
     """File and name of the user's function, or None for a known built-in."""
-    return plugins.locate(function, [*BUILTIN_REWARDS, *SERVICES], SETTING)
+    return user_functions.locate(function, [*BUILTIN_REWARDS, *SERVICES], SETTING)
 
 
 def check_rewarded(config: RunConfig) -> None:
@@ -72,11 +72,11 @@ def check_rewards(config: RewardConfig) -> None:
 
 def _check_names(path: Path, name: str) -> None:
     """Raise UserError if the source does not name the function. Only running the file can tell whether it has one."""
-    source = plugins.read_source(path)
+    source = user_functions.read_source(path)
     try:
         body = ast.parse(source, str(path)).body
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{path} cannot be imported: {plugins.one_line(error)}") from error
+        raise UserError(f"{path} cannot be imported: {user_functions.one_line(error)}") from error
     if not re.search(rf"\b({re.escape(name)}\b|import \*)", source.decode(errors="replace")):
         functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
         raise UserError(f"{path} has no function {name!r}.{did_you_mean(name, functions)}")

@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import function_of, load_module, one_line, shorten
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.calls import call_group_reward, call_reward, check_call
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of
+from asyncrl.user_functions import function_of, load_module, one_line, shorten
 
 
 @dataclass(frozen=True)

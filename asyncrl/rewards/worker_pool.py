@@ -12,7 +12,6 @@ from typing import Any
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError
-from asyncrl.plugins import read_source
 from asyncrl.pools.connection import Pools
 from asyncrl.rewards import channel
 from asyncrl.rewards.builtin import SERVICES
@@ -20,6 +19,7 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
 from asyncrl.rewards.spec import locate
 from asyncrl.rewards.worker_process import START_TIMEOUT_S, Worker, WorkerDied, WorkerProcess
+from asyncrl.user_functions import read_source
 
 logger = logging.getLogger(__name__)
 

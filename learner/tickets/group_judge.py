@@ -21,7 +21,7 @@ from asyncrl.data.order import DataOrder
 from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.plugins import one_line
+from asyncrl.user_functions import one_line
 from learner.tickets.ticket import ReceivedGroup
 from protocol.messages import TrajectoryRecord
 

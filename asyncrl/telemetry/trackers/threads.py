@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 QUEUE_LENGTH = 256
 """Calls that a slow tracker may be behind; further ones are lost, and counted."""
 CLOSE_S = 10.0
-"""Seconds to close all trackers. A launcher that stops a run waits ENDING_S (asyncrl.service_entry) longer."""
+"""Seconds to close all trackers. A launcher that stops a run waits ENDING_S (asyncrl.process_end) longer."""
 
 Call = Callable[[Tracker], None]
 Opener = Callable[[TrackedRun], Tracker]

@@ -123,7 +123,7 @@ from pydantic import BaseModel
 
 from asyncrl.environments.interface import Action, Start, observe
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.plugins import load, locate
+from asyncrl.user_functions import load, locate
 
 NAME = {name!r}
 STEP_WEIGHT = {weight}

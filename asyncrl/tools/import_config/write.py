@@ -17,10 +17,10 @@ from asyncrl.config import yaml_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.plugins import shorten
 from asyncrl.tools.import_config.environments import adapter_of
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
 from asyncrl.tools.import_config.translation import Import, Line, translate
+from asyncrl.user_functions import shorten
 
 _TITLES = {
     "taken over": "taken over, same meaning",

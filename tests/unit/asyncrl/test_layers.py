@@ -12,14 +12,15 @@ from scripts.structure import cycles, import_graph
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("protocol", "asyncrl", "learner", "rollout_server")
+PLUGINS = "asyncrl_plugins"
 FILES = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 OURS = set(PACKAGES)
 
 FORBIDDEN = {
-    "protocol": {"asyncrl", "learner", "rollout_server", "torch", "transformers", "vllm", "deepspeed"},
-    "asyncrl": {"learner", "rollout_server", "vllm", "deepspeed"},
-    "learner": {"rollout_server", "vllm"},
-    "rollout_server": {"learner", "deepspeed"},
+    "protocol": {PLUGINS, "asyncrl", "learner", "rollout_server", "torch", "transformers", "vllm", "deepspeed"},
+    "asyncrl": {PLUGINS, "learner", "rollout_server", "vllm", "deepspeed"},
+    "learner": {PLUGINS, "rollout_server", "vllm"},
+    "rollout_server": {PLUGINS, "learner", "deepspeed"},
 }
 MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/")
 TORCH_FREE = (

@@ -67,12 +67,12 @@ def test_the_count_is_said_at_the_end_of_the_process(logger: logging.Logger, sai
 
 SERVICE = """
 import logging
-from asyncrl import service_entry
+from asyncrl import process_end, service_entry
 service_entry.configure_logging("learner")
 for number in range(1000):
     logging.warning("peer %d is refused", number)
 service_entry._print_error("the disk is full")
-service_entry.leave(3)
+process_end.leave(3)
 """
 
 

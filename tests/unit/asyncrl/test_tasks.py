@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import load_module
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.tasks.completions import think_boxed, think_then
 from asyncrl.tasks.counting import count
@@ -23,6 +22,7 @@ from asyncrl.tasks.grounding import box
 from asyncrl.tasks.gui import gui_format, gui_step
 from asyncrl.tasks.mat import code_step, search_step
 from asyncrl.tasks.text_match import exact, token_f1
+from asyncrl.user_functions import load_module
 from tests.rigs.tiny import ROOT
 
 needs_math_verify = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
