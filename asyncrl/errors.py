@@ -22,7 +22,7 @@ class WaitTimeoutError(BadStateError):
 
 
 class RestartError(Exception):
-    """This attempt ends so that the next one does something otherwise: a crash, whose reason is known."""
+    """Error that ends this attempt so that the next one uses another setting: a crash with a known cause."""
 
 
 class LearnerLeftError(Exception):

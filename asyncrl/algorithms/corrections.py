@@ -37,7 +37,7 @@ class Correction:
     masked: torch.Tensor
     """bool: the token takes no part in the loss."""
     masked_by: Mapping[str, torch.Tensor]
-    """The same for the correction itself (under its kind), each mask and each selection; they may overlap."""
+    """Masks [N] of the correction (under its kind), of each mask and of each selection; they may overlap."""
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """What a filter sees of a group. A greedy baseline and demonstrations are not in it."""
+    """Group as a filter sees it. A greedy baseline and demonstrations are not in it."""
 
     prompt: Prompt
     """Row id, answer and the row's other columns among it."""

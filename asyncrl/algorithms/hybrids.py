@@ -102,8 +102,8 @@ def hpt(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     takes_from="batch",
 )
 def success_gate(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """What a group of HPT is not trained on. A row is right if its score is `algorithm.success_score` or above; groups
-    without a demonstration keep what they sampled."""
+    """Mask [N] of the tokens that HPT leaves out of a group's policy loss. A row is right if its score is
+    `algorithm.success_score` or above; groups without a demonstration keep what they sampled."""
     if t.expert is None:
         return torch.zeros_like(t.row, dtype=torch.bool)
     rows, groups = len(t.scores), int(t.group.max()) + 1 if len(t.group) else 0

@@ -43,7 +43,7 @@ class PolicyTokens:
     """Policy version that the step trains: its number of steps before, for schedules."""
 
     def of_tokens(self, kept: torch.Tensor) -> PolicyTokens:
-        """These of the tokens alone. [N] bool"""
+        """Ratios of the given tokens alone. [N] bool"""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: c[kept] for name, c in columns.items() if isinstance(c, torch.Tensor)})
 

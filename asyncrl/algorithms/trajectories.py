@@ -75,7 +75,7 @@ class Trajectories:
     values: torch.Tensor | None = None
     """[N] the critic's, of the state before each token."""
     seed: int = 0
-    """Of what is drawn at random: the same for a step that is made again."""
+    """Seed of random draws; equal for a step that is recomputed."""
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -98,12 +98,12 @@ class Trajectories:
         return rewards if self.turn_rewards is None else rewards + self.turn_rewards
 
     def only(self, tokens: torch.Tensor) -> Trajectories:
-        """The same rows with these of their tokens: [N] bool."""
+        """Trajectories with the given tokens alone: [N] bool."""
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name in OF_TOKENS}
         return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
 
     def of_policy(self) -> Trajectories:
-        """What a policy sampled: without expert tokens, and without the scores of demonstrations."""
+        """Trajectories that a policy sampled: without expert tokens, and without the scores of demonstrations."""
         if self.expert is None or self.is_demonstration is None:
             return self
         unscored = self.is_demonstration
@@ -131,7 +131,7 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class Credit:
-    """What an estimator answers."""
+    """Result of an estimator."""
 
     advantages: torch.Tensor
     """[N]"""

@@ -146,7 +146,8 @@ class AlgorithmSettings(Section):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the chosen methods need, of asyncrl.config.methods.NEEDS, and a KL to the reference."""
+        """Requirements of the chosen methods (asyncrl.config.methods.NEEDS), and a reference where there is a KL
+        term."""
         needs = {need for method in self.chosen_methods for need in method.needs}
         needs |= {"reference"} if self.kl_loss_coef or self.kl_reward_coef else set()
         return frozenset(needs | ({"proximal"} if self.kl_reward_coef else set()))

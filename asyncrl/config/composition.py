@@ -24,8 +24,8 @@ class Composition(Section):
     second_vision_tower: str = ""
     """Folder or hub name of another such model, which sees the same images. Empty means none."""
     mix: Literal["channels", "tokens"] = "channels"
-    """Of two towers: both features behind each other at each place of the first one's grid, or the tokens of the first
-    and then those of the second (arXiv 2401.06209)."""
+    """Combination of two towers: their features side by side at each place of the first one's grid, or their tokens one
+    after the other (arXiv 2401.06209)."""
     connector: Literal["mlp", "linear", "identity", "resampler", "qformer"] = "mlp"
     """From the tower's features to the language model's embeddings: two layers with a GELU between them (LLaVA-1.5,
     arXiv 2310.03744), one linear map, or nothing, for parts of one width. Or a fixed number of queries that attend to
@@ -42,7 +42,7 @@ class Composition(Section):
     """Jinja file that renders image parts, too. Empty means the language model's own template, with images where the
     message has them."""
     seed: int = 0
-    """Of the connector's first weights."""
+    """Seed of the connector's initial weights."""
 
     @model_validator(mode="after")
     def _given_is_used(self) -> Composition:

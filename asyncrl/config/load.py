@@ -72,12 +72,12 @@ class _Draft:
         self.source = path or "the overrides"
         self.data, self._node = _read(path) if path else ({}, None)
         self._overrides: dict[Place, str] = {}
-        """Where each value that is not the file's comes from."""
+        """Source of each value that is not from the file."""
         self._ranks: dict[Place, float] = {}
-        """And which of the words has put it there."""
+        """Rank of the word that set each value."""
         self._overlays = 0
         self._replaced: dict[Place, Any] = {}
-        """What keys held before a method's word changed them; None: nothing."""
+        """Values of keys before a method's word changed them; None: no value."""
         algorithm = self.data.get("algorithm")
         self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 

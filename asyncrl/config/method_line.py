@@ -42,8 +42,7 @@ def method_line(config: AlgorithmConfig) -> str:
 
 
 def recorded_method_line(section: Any) -> str:
-    """The same of the `algorithm` section of a run's config.yaml; empty where another version wrote what this one does
-    not take."""
+    """Method line of a run's config.yaml; empty where this version refuses its `algorithm` section."""
     try:
         return method_line(AlgorithmConfig.model_validate(section)) if isinstance(section, dict) else ""
     except (ValidationError, ValueError):

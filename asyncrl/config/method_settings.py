@@ -98,8 +98,8 @@ class PapoConfig(Section):
     and 0.01 without a KL to a reference). Costs a second pass and its memory. Tokens of prompts without images have no
     such term. metrics.jsonl has the KL as `kl_prcp`: where it jumps, the loss is gamed."""
     entropy_coeff: float = Field(default=0.03, ge=0)
-    """Weight of the entropies with images as they are and masked, which are made smaller: without it the KL grows by
-    what the policy makes of masked images alone."""
+    """Weight of the entropies of both passes, with whole and with masked images; the loss lowers them. Without it the
+    KL grows through the masked pass alone."""
     mask_ratio: float = Field(default=0.6, gt=0, le=1)
     """Probability of each square to be black."""
     patch_pixels: int = Field(default=14, gt=0)
@@ -117,7 +117,7 @@ class NoisyRolloutConfig(Section):
     schedule: Literal["sigmoid", "linear"] = "sigmoid"
     """How the steps fall to 0 over the run."""
     steepness: float = Field(default=30.0, gt=0)
-    """Of the sigmoid."""
+    """Steepness of the sigmoid."""
     midpoint: float = Field(default=2 / 3, ge=0, le=1)
     """Share of the run at which the sigmoid is a half."""
 

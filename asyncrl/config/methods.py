@@ -31,14 +31,14 @@ NEEDS: Mapping[str, str] = {
     "turns": "trajectories of several turns, in an environment",
     "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
 }
-"""What a method may need besides scores, groups and behaviour log-probs."""
+"""Inputs that a method may need besides scores, groups and behaviour log-probs."""
 
 TAKES_FROM: Mapping[str, str] = {
     "loss": "all that the token adds to the loss",
     "policy_loss": "the token's policy loss; its entropy bonus and KL stay",
     "batch": "its whole trajectory, which is not trained: no denominator counts it",
 }
-"""What a token that a selection chooses is taken out of. Only the last changes a denominator."""
+"""Quantity that a selection removes a token from. Only the last changes a denominator."""
 
 NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
 """Default of losses that weigh by target over behaviour themselves."""
@@ -56,9 +56,9 @@ class Method:
     paper: str
     """arXiv number; empty where there is none."""
     needs: frozenset[str]
-    """Of NEEDS."""
+    """Requirements, from NEEDS."""
     defaults: Mapping[str, Any]
-    """Of keys of the `algorithm` section that are left out where this method is chosen."""
+    """Defaults for unset keys of the `algorithm` section where this method is chosen."""
     weighs_behaviour: bool
     """Whether a loss weighs by target over behaviour itself, so that no correction may."""
     weighs_trajectories: bool
@@ -66,7 +66,7 @@ class Method:
     marks: str
     """Selection whose tokens a loss gets as `tokens.marked` and treats in its own way; empty where it asks for none."""
     takes_from: str
-    """Of TAKES_FROM, for a selection."""
+    """Entry of TAKES_FROM, for a selection."""
     plain_scores: bool
     """Whether an estimator reads scores or components as they were given, so that no penalty may be in them."""
     compares_rows: bool

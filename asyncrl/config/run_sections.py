@@ -69,7 +69,7 @@ class EvaluationLimits(Section):
 
     @property
     def given(self) -> dict[str, int]:
-        """Those that are not null."""
+        """Values that are not null."""
         return self.model_dump(exclude_none=True)
 
 
@@ -177,12 +177,12 @@ class NetworkConfig(Section):
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
     weights_fan_out: int = Field(default=2, ge=0)
-    """Where weights travel over ZeroMQ: rollout servers that the learner sends a version to, and that each of these
-    sends it on to. 0: the learner sends it to all, and no server listens."""
+    """Fan-out of weights over ZeroMQ: number of rollout servers that the learner, and each of these servers, sends a
+    version to. 0: the learner sends it to all, and no server listens."""
     weights_compression: Literal["none", "delta"] = "none"
-    """Where weights travel over ZeroMQ: `delta` sends a server that still has another version the compressed difference
-    from it, which for bfloat16 is several times smaller. It pays on links slower than about 200 MB/s, and a
-    server keeps one version in host memory."""
+    """Compression of weights over ZeroMQ: `delta` sends a server with an older version the compressed difference, which
+    for bfloat16 is several times smaller. It pays on links slower than about 200 MB/s, and a server keeps one version
+    in host memory."""
 
 
 class LaunchConfig(Section):
@@ -276,8 +276,8 @@ class RunSections(Section):
         return tuple((setting, model) for setting, model in named if model is not None)
 
     def with_policy(self, folder: Path | None) -> Self:
-        """The same run with the policy's weights in another folder, such as a checkpoint's; the other models begin with
-        what they began with."""
+        """Configuration with the policy's weights in another folder, such as a checkpoint's; other models keep their
+        paths."""
         if folder is None:
             return self
         began = self.model.path

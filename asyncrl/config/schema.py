@@ -1,4 +1,4 @@
-"""The one configuration of a run: all its sections, checked against each other."""
+"""Configuration of a run: all sections, checked against each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What every section of the configuration is, and those of what is trained on: model, data, reward. Each checks its
-own values.
+"""Base class of configuration sections, and the sections of training inputs: model, data, reward. Each checks its own
+values.
 
 The text below a field is also its line in `asyncrl config-reference`.
 """
@@ -216,8 +216,8 @@ class RewardConfig(Section):
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
     pool: tuple[str, ...] = ()
-    """Where they run: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server, as reward
-    models and judges always do."""
+    """Addresses of workers: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server, as
+    reward models and judges always are."""
     memory_limit_mib: int = Field(default=2048, gt=0)
     """Address space of one worker (each process that it starts gets the same)."""
 

@@ -178,9 +178,8 @@ class LearnerConfig(Section):
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
     move_stragglers: bool = False
-    """Where the next step waits for a group, and a server stands free that is clearly faster than the one that has it,
-    let the group go on there, as tokens. For servers that become slow in the middle of a run; refused on-policy
-    (max_staleness 0) and with an environment."""
+    """Permission to move a late group, as tokens, to an idle server that is clearly faster than its own. For servers
+    that become slow in the middle of a run; refused on-policy (max_staleness 0) and with an environment."""
     divide_groups: bool = False
     """Divide a group that would wait for places on one server among several that have places, also one that moves.
     What they sample comes together again on one of them, which scores it. Refused on-policy (max_staleness 0) and with

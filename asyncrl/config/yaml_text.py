@@ -29,7 +29,7 @@ _RULES = (
 
 
 class _Rules:
-    """What a loader makes of nodes; before one of PyYAML's in a class's bases."""
+    """Construction of values from nodes; stands before one of PyYAML's loaders among a class's bases."""
 
     construct_object: Any
     construct_scalar: Any
@@ -61,7 +61,7 @@ class _Loader(_Rules, yaml.SafeLoader):
 
 
 class _FastLoader(_Rules, _LIBYAML_LOADER):
-    """The same by libyaml, ten times as fast."""
+    """Loader on libyaml, ten times as fast."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
@@ -113,7 +113,7 @@ def line_of(node: Node | None, place: Sequence[str | int]) -> int:
 
 
 def look_up(data: Any, place: Sequence[str | int]) -> Any:
-    """What stands at a place of nested mappings and lists; None where there is nothing."""
+    """Value at a path of nested mappings and lists; None where there is nothing."""
     for part in place:
         if isinstance(data, dict):
             data = data.get(part)

@@ -59,7 +59,7 @@ class AdaptiveSource(PromptSource):
         self.order = order
         self._seed = seed
         self._rows: dict[int, float] = {}
-        """What is known of each row that was seen."""
+        """Known statistics of each row that was sampled."""
 
     def skip_probability(self, row: int) -> float:
         raise NotImplementedError

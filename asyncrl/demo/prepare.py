@@ -1,4 +1,4 @@
-"""What the demo needs before reinforcement learning: data, and a warm start that ships with it or is made.
+"""Inputs of the demo's reinforcement learning: data, and a warm start that ships with it or is trained.
 
     python -m asyncrl.demo.prepare --folder runs/digits [--seed 1] [--from-scratch [--ship]] [--quick]
 

@@ -36,10 +36,10 @@ MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class AgentTask:
-    """What an agent begins with."""
+    """Start of an agent: messages, tools, endpoint."""
 
     base_url: str
-    """Of its model, for a client of OpenAI's chat completions; the key may be anything."""
+    """Base URL of the agent's model, for a client of OpenAI's chat completions; the key may be anything."""
     row: dict[str, Any]
     seed: int
 
@@ -70,7 +70,7 @@ class AgentEnvironment:
     endpoint: ClassVar[ChatEndpoint | None] = None
     program: ClassVar[_Program | None] = None
     function: ClassVar[Any] = None
-    """What `run` names."""
+    """Function that `run` names."""
 
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
@@ -159,7 +159,7 @@ class VerifiersEnvironment(AgentEnvironment):
         agent: dict[str, Any] = Field(default_factory=dict)
         """verifiers' `env.agent`, such as `{harness: {id: bash}}`."""
         python: str = sys.executable
-        """Of the virtual environment that has verifiers: it asks for other releases of mcp and openai."""
+        """Python of the virtual environment that has verifiers: it needs other releases of mcp and openai."""
         tools: list[dict[str, Any]] = Field(default_factory=list)
         host: str = "127.0.0.1"
 
@@ -184,7 +184,8 @@ class _Program:
         self._reading: asyncio.Task[None] | None = None
 
     async def play(self, task: AgentTask) -> dict[str, Any]:
-        """What it said at the end. Raises RuntimeError where that is an error, or the process has ended."""
+        """Play the episode and return the agent's last message. Raises RuntimeError where that is an error, or the
+        process has ended."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 self._process = await asyncio.create_subprocess_exec(

@@ -11,7 +11,7 @@ from asyncrl.environments.interface import ToolError
 from asyncrl.environments.sandbox import python
 
 MAX_BITS = 4096
-"""Of a result; `9 ** 9 ** 9` would else fill the memory."""
+"""Limit of bits of a result; `9 ** 9 ** 9` would else fill the memory."""
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -186,7 +186,7 @@ def _error(message: str) -> dict[str, Any]:
 
 
 def first_messages(messages: list[dict[str, Any]], row: list[dict[str, Any]]) -> Observation | None:
-    """What an agent's first request has beside the row's own messages; None where that is nothing.
+    """Messages that an agent's first request adds to the row's own; None without any.
 
     The row's last message may be the beginning of the agent's, so also empty. Raises OtherConversation for another
     prompt.
@@ -329,7 +329,7 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _canonical(message: dict[str, Any]) -> Any:
-    """What of a message counts, in a form that is equal for equal ones."""
+    """Canonical form of the parts of a message that are compared."""
     if not isinstance(message, dict):
         raise Refused(f"a message is {type(message).__name__}, expected an object")
     content = message.get("content") or ""

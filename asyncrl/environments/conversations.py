@@ -1,5 +1,5 @@
-"""What came of trajectories that an environment answered, trained ones and those of an evaluation: means and counts,
-and the end where the environment loses too many."""
+"""Statistics of environment trajectories, trained and evaluated: means, counts, and the end of the run when too many
+fail."""
 
 from __future__ import annotations
 

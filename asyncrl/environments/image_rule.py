@@ -57,8 +57,7 @@ class ImageRule:
         )
 
     def shown(self, observation: Observation) -> tuple[Observation, str]:
-        """The same with a text in the place of each image that cannot be shown, as a tool's result has it; and the
-        first of these texts."""
+        """Observation with a text in place of each image that cannot be shown, and the first of these texts."""
         refused: list[str] = []
 
         def part(given: Part) -> Part:

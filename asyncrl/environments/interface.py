@@ -1,5 +1,5 @@
-"""What an author of an environment or of tools works with: `Start`, `Action`, `Call`, and the two exceptions with a
-meaning. Every other exception is a failure of the environment: a counted status, never a reward of 0.
+"""Interface for authors of environments and tools: `Start`, `Action`, `Call`, and the two exceptions with a meaning.
+Every other exception is a failure of the environment: a counted status, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ToolError(Exception):
     """For the record: `malformed`, `unknown_tool`, `arguments` and `not_run` are said by who runs tools."""
 
     def of_kind(self, kind: str) -> ToolError:
-        """The same error as one of this kind."""
+        """Set the kind and return the error."""
         self.kind = kind
         return self
 
@@ -46,14 +46,14 @@ class Call:
     name: str
     """Name of the tool; empty where the text did not get as far."""
     arguments: dict[str, Any]
-    """By name of the parameter, not validated yet; empty where there is an error."""
+    """Arguments by parameter name, not validated yet; empty where there is an error."""
     error: str = ""
-    """Why it is no call, with the position in the text: an observation for the model."""
+    """Reason why the text is no call, with the position: an observation for the model."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode begins with. All trajectories of a ticket have the same but for `index`."""
+    """Start of an episode. All trajectories of a ticket have the same but for `index`."""
 
     row: dict[str, Any] = field(default_factory=dict)
     """Columns of the data set's row."""
@@ -73,7 +73,7 @@ class Start:
         return Image.open(io.BytesIO(self.images[number])).convert("RGB")
 
     def columns(self, names: Sequence[str], setting: str) -> dict[str, Any]:
-        """These columns of the row. KeyErrors name the `setting` that has the names."""
+        """Given columns of the row. KeyErrors name the `setting` that has the names."""
         missing = [name for name in names if name not in self.row]
         if missing:
             raise KeyError(f"{setting} names {missing[0]!r}, which the row has not")
@@ -85,9 +85,9 @@ class Action:
     """One turn of the policy."""
 
     text: str
-    """What was sampled, without special tokens."""
+    """Sampled text, without special tokens."""
     calls: tuple[Call, ...] = ()
-    """What the call format (`environment.call_format`) found in the text."""
+    """Calls that the call format (`environment.call_format`) found in the text."""
     turn: int = 0
     """Number of the turn, from 0."""
     finish_reason: str = "stop"
@@ -123,7 +123,7 @@ def observe(*parts: Part | Image.Image, role: str = "tool") -> Observation:
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """The same bytes for the same pixels."""
+    """PNG bytes, equal for equal pixels."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG")
     return buffer.getvalue()

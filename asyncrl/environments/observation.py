@@ -1,4 +1,4 @@
-"""What an environment answers, in plain types.
+"""Observations of an environment, in plain types.
 
 These types are the border between whoever runs an environment and whoever makes tokens of its answers: the rollout
 server asks, the bridge encodes, the record carries, the learner encodes again. Nothing here knows of tokens.
@@ -45,11 +45,11 @@ class PastTurn:
     """A turn of the policy in a history that an environment has edited."""
 
     turn: int | None
-    """Its number, from 0: what was sampled stays, token by token. None: `text` stands there."""
+    """Index of a turn, from 0, whose sampled tokens stay as they are. None: `text` stands there."""
     text: str = ""
     shown: Observation | None = None
-    """What follows it, with images that were shown before; None: what was shown after it, or behind the last one, which
-    has nothing of its own, the new observation."""
+    """Observation that follows, with images that were shown before; None: the observation after that turn, or the new
+    one behind the last turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class StepResult:
     """An environment's answer to one turn of the model."""
 
     observation: Observation | None
-    """What the model reads next; None where the episode is over."""
+    """Next observation for the model; None where the episode is over."""
     reward: float = 0.0
-    """What this turn earned; a trajectory's reward is the sum over its turns and of the reward functions."""
+    """Reward of this turn; a trajectory's reward is the sum over its turns and of the reward functions."""
     done: bool = False
     """Whether the episode is over. An observation beside it is not shown to the model."""
     state_key: bytes = b""

@@ -46,16 +46,16 @@ class Played:
     """`done`, `limit turns`, `limit images`, `policy` where it has said all, or a failure, such as
     `environment_exception: ...`."""
     why: str = ""
-    """What ended it, in words; empty where `end` says it."""
+    """Reason for the end, in words; empty where `end` suffices."""
     rewards: list[float] = field(default_factory=list)
-    """Of the turns; they count for nothing where the environment failed."""
+    """Rewards of the turns; ignored where the environment failed."""
     calls: int = 0
     call_errors: int = 0
     images: int = 0
     """In observations, which environment.limits.images counts."""
     info: dict[str, Any] = field(default_factory=dict)
     close_error: str = ""
-    """What went wrong in the environment's `close`; the rewards count."""
+    """Error in the environment's `close`; the rewards count."""
 
 
 def open_environment(config: EnvironmentConfig, unit: int) -> LoadedEnvironment:
@@ -97,7 +97,7 @@ def start_of(loaded: LoadedEnvironment, row: dict[str, Any], seed: int) -> Start
 
 
 def row_of_data(data: DataConfig, number: int) -> RenderedPrompt:
-    """This row of `data.train_files`. Raises UserError."""
+    """Row of `data.train_files` with the given number. Raises UserError."""
     from asyncrl.data.dataset import open_train
     from asyncrl.data.prompts import PromptRenderer
 
@@ -108,7 +108,7 @@ def row_of_data(data: DataConfig, number: int) -> RenderedPrompt:
 
 
 def start_of_data(loaded: LoadedEnvironment, data: DataConfig, number: int, seed: int) -> Start:
-    """What an episode of a run begins with at this row: prompt, images, columns. Raises UserError."""
+    """Start of a run's episode at the given row: prompt, images, columns. Raises UserError."""
     from asyncrl.models.bridge import start_of as start_of_prompt
 
     rendered = row_of_data(data, number)
@@ -187,8 +187,8 @@ class _Interrupted(BaseException):
 
 
 async def _in_time(doing: Awaitable[T], do: str, timeout_s: float, setting: str) -> T:
-    """What comes of it. Async code is cancelled; plain code, whose process a run kills, is interrupted by a signal, so
-    that an author sees both end as in a run. Raises EnvironmentFailed."""
+    """Result of a call within its time limit. Async code is cancelled; plain code, whose process a run kills, is
+    interrupted by a signal, so that an author sees both end as in a run. Raises EnvironmentFailed."""
 
     def interrupt(number: int, frame: Any) -> None:
         if asyncio.current_task() is not None:  # else the loop waits, and cancels what is async by itself

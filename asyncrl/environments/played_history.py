@@ -21,7 +21,8 @@ _NOTHING = Observation(())
 
 
 class PlayedHistory:
-    """What later turns see of earlier ones, in words: of tokens, and where they divide a text, a run alone knows.
+    """History of an episode in words, as later turns see it; tokens and their boundaries in a text are known to a run
+    alone.
 
     As `asyncrl.models.history.History` does for a run; the newest turn's observation is not in it.
     """
@@ -31,7 +32,7 @@ class PlayedHistory:
         self._said: list[Past] = []
         """All turns by their number."""
         self._turns: list[Past] = []
-        """Those that later turns see, as the environment has them."""
+        """Turns that later turns see, as the environment has them."""
         self._seen: list[Past] = []
         """The segment that the last turn was taken in, with that turn."""
 

@@ -78,7 +78,7 @@ class EnvironmentPool:
         self.live = 0
         """Episodes that have begun and are not closed."""
         self.parked = 0
-        """Those of them that wait for an answer of their process."""
+        """Episodes that wait for an answer of their process."""
         self._answers: list[tuple[str, float]] = []
 
     async def start(self) -> None:
@@ -252,9 +252,9 @@ class Episode:
         self._start = start
         self._closed = False
         self.opening: Observation | None = None
-        """What `reset` returned: the end of the prompt."""
+        """Result of `reset`: the end of the prompt."""
         self.state_key = b""
-        """Of the state in which the first turn is taken."""
+        """Key of the state in which the first turn is taken."""
 
     async def reset(self, timeout_s: float) -> None:
         reply = await self._ask("reset", {"start": packed_start(self._start)}, timeout_s, "reset_s")

@@ -30,7 +30,7 @@ from asyncrl.errors import UserError
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 MAX_RESULT_BYTES = 64 << 20
-"""Of what a program shows; the rest is not read."""
+"""Limit of bytes of a program's output; the rest is not read."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SandboxLimits:
     file_mib: int = 16
     """Largest file that can be written."""
     output_chars: int = 4000
-    """What is kept of the printed text."""
+    """Limit of characters of the printed text."""
 
 
 async def python(code: str, *, ctx: ToolContext) -> list[Any]:
@@ -54,7 +54,7 @@ async def python(code: str, *, ctx: ToolContext) -> list[Any]:
 
 
 async def run_python(code: str, images: list[bytes], limits: SandboxLimits | None = None) -> list[Any]:
-    """What the program printed, if anything, and the images that it showed. Raises ToolError for one that failed.
+    """Printed text and shown images of a program. Raises ToolError for one that failed.
 
     Raises RuntimeError where the process cannot be confined.
     """
@@ -109,7 +109,7 @@ async def check_sandbox() -> None:
 async def _finished(
     process: asyncio.subprocess.Process, request: bytes, results: Any, limits: SandboxLimits
 ) -> tuple[bytes, dict[str, Any] | None, bool]:
-    """What was printed, the result if there is one, and whether the program was too late."""
+    """Printed text, result if there is one, and a flag for a timeout."""
     assert process.stdin is not None
     assert process.stdout is not None
     loop = asyncio.get_running_loop()

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _run(code: str, names: dict) -> str:  # type: ignore[type-arg]
-    """Why the program failed; empty where it did not."""
+    """Error of the program; empty without one."""
     linecache.cache["<code>"] = (len(code), None, code.splitlines(keepends=True), "<code>")
     try:
         exec(compile(code, "<code>", "exec", dont_inherit=True), names)

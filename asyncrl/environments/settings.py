@@ -70,15 +70,15 @@ class EnvironmentConfig(Section):
     call_format reads them; `text`: in the system message; `auto`: the former where it can be, unless the class tells of
     them itself (`show_tools = False`); `off`."""
     end: Literal["answer", "nudge"] = "answer"
-    """What a turn without a call is where the environment is made of tools: the final answer, or (once) a reason to ask
-    for a call."""
+    """Meaning of a turn without a call where the environment is made of tools: the final answer, or (once) a reason to
+    ask for a call."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the class's own, checked by its `Config`."""
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     history: HistoryRule = "whole"
-    """What a turn sees of the turns before: `whole`, or `strip_thinking`: without what they thought (up to `</think>`).
-    Where this is not what the row of tokens holds, a new segment begins, in which the history is shown again."""
+    """View of earlier turns: `whole`, or `strip_thinking`: without their thoughts (up to `</think>`). Where this is not
+    what the row of tokens holds, a new segment begins, in which the history is shown again."""
     keep_images: int = Field(default=0, ge=0)
     """Images of observations that a turn sees: the newest, and at least all of the last observation. Where an older one
     is left out a new segment begins. 0 leaves none out."""
@@ -88,7 +88,7 @@ class EnvironmentConfig(Section):
     workers: int = Field(default=4, gt=0)
     """Processes."""
     pool: tuple[str, ...] = ()
-    """Where they run: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server."""
+    """Addresses of workers: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server."""
     instances_per_worker: int = Field(default=1, gt=0)
     """Episodes in one process. Async ones run side by side; of plain ones a slow step delays its neighbours."""
     memory_limit_mib: int = Field(default=2048, gt=0)

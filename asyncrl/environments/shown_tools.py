@@ -18,10 +18,10 @@ from asyncrl.environments.settings import EnvironmentConfig, ShowTools
 
 @dataclass(frozen=True)
 class ShownTools:
-    """What a policy is told of its tools; the same on rollout server and learner."""
+    """Tools as the policy sees them; equal on rollout server and learner."""
 
     schemas: tuple[dict[str, Any], ...]
-    """As chat templates take them."""
+    """Schemas in the form that chat templates take."""
     call_format: str
     show: ShowTools = "auto"
 

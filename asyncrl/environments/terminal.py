@@ -21,7 +21,7 @@ class Terminal:
         self._folder = folder
         self._unit = unit
         self._images: list[bytes] = []
-        """Those so far, by their numbers."""
+        """Images so far, by their numbers."""
 
     def __call__(self, kind: str, part: Any) -> None:
         match kind:

@@ -49,7 +49,7 @@ class ShownImage:
 
 @dataclass
 class ToolContext:
-    """What a tool gets as `ctx`: the trajectory so far, hidden from the policy."""
+    """Argument `ctx` of a tool: the trajectory so far, hidden from the policy."""
 
     start: Start
     images: list[ShownImage] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ToolContext:
     rng: random.Random = field(default_factory=random.Random)
     """Seeded by the ticket's seed and the trajectory's place in its group."""
     reward: float = 0.0
-    """Of this turn; tools add to it."""
+    """Reward of this turn; tools add to it."""
     info: dict[str, Any] = field(default_factory=dict)
     """Small facts for the record, in the `info` of every turn's result."""
 
@@ -180,14 +180,15 @@ class ToolEnvironment:
         return StepResult(observation, self.ctx.reward, False, self.state_key(observation), info)
 
     def without_call(self, action: Action) -> StepResult:
-        """What comes of a turn without a call: the end, or once a request for one where `environment.end` is nudge."""
+        """Result of a turn without a call: the end, or once a request for a call where `environment.end` is nudge."""
         if self.end == "nudge" and not self._nudged and action.finish_reason != "length":
             self._nudged = True
             return StepResult(Observation((Message("user", (NUDGE,)),)))
         return StepResult(None, done=True, info=dict(self.ctx.info))
 
     def state_key(self, observation: Observation) -> bytes:
-        """Where the episode is now, for estimators that compare equal states; of what is seen, unless overridden."""
+        """Key of the current state, for estimators that compare equal states; made from the observation unless
+        overridden."""
         return key_of(observation)
 
     def close(self) -> Any:
@@ -213,7 +214,7 @@ class ToolEnvironment:
 
 
 async def opening_of(environment: Any, start: Start, rule: ImageRule) -> Observation | None:
-    """What the author's `reset` returns, under the rule of sizes, as messages of a user: the opening is part of the
+    """Messages of a user from the result of the author's `reset`, under the rule of sizes: the opening is part of the
     prompt, whatever role the author gave it. Raises TypeError for what it may not return."""
     opening = await waited(environment.reset(start))
     if not isinstance(opening, Observation | None):

@@ -52,7 +52,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Schema in the form that chat templates take."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
 
@@ -166,7 +166,7 @@ def _hints(function: Callable[..., Any], names: Sequence[str], place: str, name:
 
 
 def _descriptions(docstring: str, names: Container[str]) -> dict[str, str]:
-    """What a docstring says: of the tool, under an empty name, and of each parameter."""
+    """Descriptions in a docstring: of the tool, under an empty name, and of each parameter."""
     found: dict[str, list[str]] = {"": []}
     current, ended = "", False
     for line in docstring.splitlines():

@@ -78,9 +78,9 @@ class _Worker:
         self._outgoing = outgoing
         self._sending = threading.Lock()
         self._episodes: dict[int, _Episode] = {}
-        """Those that take requests."""
+        """Episodes that take requests."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Those of episodes that have failed and close themselves, too."""
+        """Tasks of all episodes, those that have failed and close themselves included."""
         self._pid = os.getpid()
 
     async def run(self, messages: Iterable[dict[str, Any]]) -> None:

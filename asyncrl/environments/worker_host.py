@@ -15,7 +15,8 @@ from asyncrl.rewards.worker_process import Worker, WorkerDied
 logger = logging.getLogger(__name__)
 
 Kind = Literal["environment_timeout", "environment_died", "environment_exception", "environment_neighbour_killed"]
-"""Of the last kind another episode was to blame: this one is due a new try, from the start and with the same seed."""
+"""Kind of failure. After `environment_neighbour_killed`, when another episode ended the process, an episode is tried
+again from the start, with the same seed."""
 CANCEL_S = 1.0
 """Seconds for an async step that is cancelled to end by itself; then its process is killed."""
 MAX_REPLY_BYTES = 256 << 20
@@ -31,7 +32,7 @@ class EnvironmentFailed(Exception):
 
 
 def said_too_late(do: str, timeout_s: float, setting: str) -> str:
-    """What an `environment_timeout` says."""
+    """Message of an `environment_timeout`."""
     return f"{do} was not done after {timeout_s:g} s (environment.timeouts.{setting})"
 
 

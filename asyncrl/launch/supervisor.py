@@ -44,7 +44,7 @@ class Outcome:
     failed: Service | None = None
     """The side that ended the run."""
     gave_up: bool = False
-    """It crashed more often than the policy allows."""
+    """True after more crashes than the policy allows."""
 
 
 class Supervisor:
