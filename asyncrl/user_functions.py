@@ -31,7 +31,8 @@ class UserFunction(NamedTuple):
     """Absolute."""
     name: str
     package: str = ""
-    """Where `from . import` begins in a file that was named as a module; empty for one that was named by its path."""
+    """Package that `from . import` begins in a file that was named as a module; empty for one that was named by its
+    path."""
 
 
 def resolve(name: str, builtins: Mapping[str, F], setting: str, *, may_be_async: bool = False) -> F:

@@ -128,7 +128,7 @@ class TurnBridge:
     # --- the template ---------------------------------------------------------------------------
 
     def _text_behind(self, messages: list[_Rendered], *, add_generation_prompt: bool = True, turns: int = 1) -> str:
-        """What the template writes behind the last of `turns` answers, which `messages` follow."""
+        """Text that the template writes behind the last of `turns` answers, which `messages` follow."""
         talk = [_message("user", _ASKED), _message("assistant", _SAID)] * turns
         try:
             text = self.processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
@@ -188,7 +188,7 @@ class TurnBridge:
 
 
 def start_of(prompt: Prompt, images: Sequence[bytes], seed: int, index: int = 0) -> Start:
-    """What an episode begins with that is about this prompt; `images` are its encoded ones, `seed` is the ticket's."""
+    """Start of an episode for this prompt; `images` are its encoded ones, `seed` is the ticket's."""
     return Start(
         row={**prompt.columns, "answer": prompt.answer},
         messages=[{"role": message.role, "content": plain_text(message)} for message in prompt.messages],

@@ -37,7 +37,7 @@ FLATTEN = (
     "{%- set flat.messages = flat.messages + [dict(message, content=joined.text)] -%}"
     "{%- endif -%}{%- endfor -%}{%- set messages = flat.messages -%}"
 )
-"""What comes before a text model's chat template: contents of parts become text, with IMAGE for each image."""
+"""Prefix of a text model's chat template: contents of parts become text, with IMAGE for each image."""
 
 
 def compose(parts: Composition, target: Path) -> str:
@@ -122,7 +122,7 @@ def _beside(parts: Composition, *seen: tuple[Any, Any]) -> Any:
 
 
 def _normalised(image_processor: Any) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """What a processor makes of a colour x: (x * factor - mean) / spread, for each channel."""
+    """Normalisation of a colour x by a processor: (x * factor - mean) / spread, for each channel."""
     factor = float(image_processor.rescale_factor) if image_processor.do_rescale else 1.0
     if not image_processor.do_normalize:
         return factor, torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)

@@ -39,8 +39,8 @@ LOGPROB_DIFFERENCE = {"bfloat16": 0.2, "float16": 0.025, "float32": 1e-3}
 """Accepted difference of a token's log-prob between engine and learner by model.dtype, in nats: several times what
 rounding makes of it (docs/decisions/012)."""
 TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
-"""The same for float32 with a GPU: vLLM's attention is in Triton there, which multiplies float32 numbers in TF32. Its
-factors have three bits more than bfloat16's."""
+"""Limit for float32 with a GPU, where vLLM's attention in Triton multiplies float32 numbers in TF32. Its factors have
+three bits more than bfloat16's."""
 QUANTIZED_LOGPROB_DIFFERENCE = {"fp8": 3.0, "int8": 1.0}
 """Limit by rollout.quantization, for every dtype: three times the largest difference in docs/lab-log/agreement.md."""
 QUANTIZED_MEAN_SHARE = 0.1

@@ -45,7 +45,7 @@ class _Taken:
 
 @dataclass(frozen=True)
 class Shown:
-    """What stands between a turn and the next one, or in a new segment before the next one."""
+    """Messages between a turn and the next one, or in a new segment before the next one."""
 
     pieces: tuple[EncodedPrompt, ...]
     """One bridge; or all turns before with their bridges, where a new segment begins. The last one is the bridge of the
@@ -77,11 +77,11 @@ class History:
         self._sampled: list[_Taken] = []
         """All turns by their number."""
         self._turns: list[_Taken] = []
-        """Those that later turns see, as the environment has them."""
+        """Turns that later turns see, as the environment has them."""
         self._seen: set[bytes] = set()
         """Images of observations."""
         self._bridges: dict[tuple[int, Observation], EncodedPrompt] = {}
-        """What was made of last tokens and observations: each later turn asks again."""
+        """Cache of encoded last tokens and observations: each later turn asks again."""
         self.pieces: list[EncodedPrompt] = []
         """The current segment behind the prompt."""
         self.images: list[bytes] = []
@@ -94,7 +94,7 @@ class History:
         self.pieces.append(sampled_piece(token_ids))
 
     def after(self, observation: Observation, edited: Sequence[PastTurn] = ()) -> Shown:
-        """What the next turn is to follow, where this comes after the last one, or after an edited history.
+        """Prompt of the next turn, where the observation comes after the last turn or after an edited history.
 
         Changes nothing. Raises UserError for images that the model cannot read, and for a history that cannot be.
         """

@@ -26,14 +26,14 @@ Inputs = dict[str, torch.Tensor]
 
 
 class SeenImages(Protocol):
-    """What is asked of a prompt: the grids of its images."""
+    """Prompt as an image family needs it: the grids of its images."""
 
     @property
     def image_grids(self) -> np.ndarray: ...
 
 
 class ImageGrids:
-    """What a family of models makes of images, the same for engine and learner: tokens, pixels and inputs of the model.
+    """Image handling of a family of models, equal for engine and learner: tokens, pixels and inputs of the model.
 
     Each family is one subclass. A grid is three numbers of an image that all else follows from: the tokens that stand
     for it, and what the model is told of its pixels. It is made of the image's size alone, and compared on the wire.

@@ -16,8 +16,8 @@ from asyncrl.models import torchvision_cpu
 
 T = TypeVar("T")
 LEFT_OUT = ("sklearn", "scipy", "accelerate")
-"""What transformers takes for assisted generation, losses of object detection, and models over several devices.
-None of it decides which tokenizer or image processor a folder gets, or what these make of a prompt."""
+"""Modules of transformers that are not imported: assisted generation, losses of object detection, models over several
+devices. None of it decides which tokenizer or image processor a folder gets, or what these make of a prompt."""
 
 
 def import_torchvision() -> None:

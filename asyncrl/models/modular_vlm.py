@@ -133,7 +133,7 @@ class ModularVlmConfig(LlavaConfig):
     sub_configs: ClassVar[Any] = {**LlavaConfig.sub_configs, "connector_config": AutoConfig}
 
     connector_config: Any = None
-    """Of a Q-Former (`Blip2QFormerConfig`) with `image_seq_length` queries, or a perceiver resampler
+    """Configuration of a Q-Former (`Blip2QFormerConfig`) with `image_seq_length` queries, or of a perceiver resampler
     (`Idefics2PerceiverConfig`). None: LLaVA's two layers."""
     output_bias: bool = False
     """The output layer has a bias (Phi-2)."""
@@ -176,7 +176,7 @@ class Resampler(Idefics2Connector):
 
 
 class _Resampled:
-    """What Idefics2's connector reads of its model's configuration."""
+    """Model configuration as Idefics2's connector reads it."""
 
     def __init__(self, config: Any):
         self.vision_config, self.text_config = config.vision_config, config.text_config

@@ -78,7 +78,7 @@ class OutputHead:
         self._layer: Layer | None = None
 
     def with_layer(self, layer: Layer) -> OutputHead:
-        """The same with a copy of the output layer, for the pass of another model while this one is in parts."""
+        """Head with a copy of the output layer, for the pass of another model while this one is divided."""
         made = copy(self)
         made._layer = layer
         return made

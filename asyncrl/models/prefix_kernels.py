@@ -145,7 +145,7 @@ class _Batch:
 
     shape: tuple[int, int]
     span: slice | None
-    """Of a single segment."""
+    """Slice of a single segment."""
     gather: torch.Tensor
     """[S * L] the packed place of each padded token; padding points at its segment's first."""
     real: torch.Tensor
@@ -321,6 +321,6 @@ class VarlenFlash:
 def _bounds(
     queries: Sequence[int], keys: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Where sequences begin and end, and the longest ones."""
+    """Bounds of sequences, and the largest lengths."""
     ends = (torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device) for lengths in (queries, keys))
     return (*ends, max(queries), max(keys))  # type: ignore[return-value]

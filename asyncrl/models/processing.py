@@ -91,7 +91,7 @@ class EncodedPrompt(MeasuredPrompt):
 
     @classmethod
     def of(cls, prompt: MeasuredPrompt) -> EncodedPrompt:
-        """The same, without pixels where none were computed."""
+        """Encoded prompt, without pixels where none were computed."""
         return prompt if isinstance(prompt, EncodedPrompt) else cls(**vars(prompt))
 
     @property
@@ -419,7 +419,7 @@ class PromptProcessor:
             )
 
     def _missing(self) -> str:
-        """What is not known of the images of this folder's processor."""
+        """Description of the parts of this folder's image processor that are unknown."""
         found = type(self.processor).__name__
         if self.family in FAMILIES:
             return f"and its {found} is not the one that the family is released with, or gives images other sizes"

@@ -91,7 +91,7 @@ def _with_opening(
 
 
 async def _opening(config: RunConfig, rendered: RenderedPrompt, processor: PromptProcessor) -> Observation | None:
-    """What an episode of this row opens with; it is closed then. Raises UserError."""
+    """Opening of an episode of this row; the episode is closed then. Raises UserError."""
     one = config.environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
     pool = EnvironmentPool(one, image_rule(processor))

@@ -40,7 +40,7 @@ def quantizable(model: Any) -> frozenset[str]:
 def rounded(
     tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str], kind: Quantization
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, with those that are named on the grid of `kind`."""
+    """Tensors, with the named ones on the grid of `kind`."""
     for name, tensor in tensors:
         yield name, on_grid(tensor, kind) if name in names else tensor
 

@@ -58,7 +58,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RowSurvey:
-    """What was found in the rows of one source."""
+    """Findings in the rows of one source."""
 
     source: str
     row_ids: Callable[[int], str] = field(repr=False)

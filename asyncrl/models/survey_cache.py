@@ -1,4 +1,4 @@
-"""What surveys have found, kept for the next start in a folder of the user's cache.
+"""Cache of surveys for the next start, in a folder of the user's cache.
 
 A file belongs to rows, processor and the settings that decide what a row becomes, all of them in its name. It counts as
 long as the image files that the rows name are of the same size and age. Any of the files may be deleted at any time.
@@ -36,7 +36,7 @@ _OF_THE_RUN = (
 
 
 class RowFacts(NamedTuple):
-    """What is remembered of a row."""
+    """Remembered facts of a row."""
 
     tokens: int
     """Length of the prompt, images and videos included."""

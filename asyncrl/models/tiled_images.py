@@ -42,12 +42,12 @@ class WrittenImages(ImageGrids):
         return bool(settings.do_resize and one_size(settings))
 
     def _written(self, grids: np.ndarray) -> list[str]:
-        """What stands for each image, by the processor's own method."""
+        """Placeholder text of each image, by the processor's own method."""
         facts = self._facts(grids)
         return [self._processor.replace_image_token(facts, number) for number in range(len(grids))]
 
     def _facts(self, grids: np.ndarray) -> dict[str, Any]:
-        """What that method reads of the image processor's output."""
+        """Inputs of that method from the image processor's output."""
         raise NotImplementedError
 
     @property
@@ -254,7 +254,8 @@ FAMILIES: dict[str, type[ImageGrids]] = {
     "qwen3_vl": PatchGrids,
     "smolvlm": SmolVLMImages,
 }
-"""By `model_type` of the model's configuration. Each is tested against the processor's own call and the model."""
+"""Image families by `model_type` of the model's configuration. Each is tested against the processor's own call and the
+model."""
 
 
 def grids_of(family: str, processor: Any) -> ImageGrids | None:
@@ -264,7 +265,7 @@ def grids_of(family: str, processor: Any) -> ImageGrids | None:
 
 
 def images_of(model: Any) -> type[ImageGrids]:
-    """What a model is told of images. One that no family here knows, and that places its tokens by grids as the Qwen-VL
+    """Image description of a model. One that no family here knows, and that places its tokens by grids as the Qwen-VL
     models do, is told what they are."""
     known = FAMILIES.get(model.config.model_type)
     return known or (PatchGrids if has_grid_positions(model) else ImageGrids)

@@ -25,7 +25,7 @@ _MADE_UP = {
     },
 }
 _MARKS = {"hermes": ("<tool_call>", '"name"', '"arguments"'), "qwen_xml": ("<tool_call>", "<function=", "<parameter=")}
-"""What a template that asks for calls of this format writes beside the list of tools."""
+"""Markers that a template which asks for calls of this format writes beside the list of tools."""
 
 
 class Template(Protocol):
@@ -70,7 +70,7 @@ class ToolPrompt:
 
 
 def _missing(template: Callable[..., str], call_format: str) -> str:
-    """Why a template cannot list tools for this format; empty where it can."""
+    """Reason why a template cannot list tools for this format; empty where it can."""
     messages = [_message("user", "asyncrl-asks")]
     try:
         text, without = template(messages, tools=[_MADE_UP]), template(messages)

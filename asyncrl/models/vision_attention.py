@@ -21,17 +21,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 BY_LENGTH = "asyncrl_by_length_as_flash"
 """Name under which transformers finds it. With `flash` in it a tower gives one call all lengths (transformers 5.19)."""
 MOST_SEQUENCES = 32_768
-"""Of one call: kernels of a GPU count them in 16 bits."""
+"""Most sequences of one call: kernels of a GPU count them in 16 bits."""
 _LAYOUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By the tensor of bounds, which all layers of a pass share."""
+"""Layouts by the tensor of bounds, which all layers of a pass share."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the calls of attention are, and what they take."""
+    """Calls of attention and their arguments."""
 
     lengths: list[int]
-    """Of the sequences of each call."""
+    """Lengths of the sequences of each call."""
     places: list[torch.Tensor]
     """Tokens [n * length] of each call; none where there is one call, of all in their order."""
     back: torch.Tensor | None

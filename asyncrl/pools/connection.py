@@ -77,7 +77,7 @@ class RemoteWorker(Worker):
         self._queued_bytes = 0
         self._end = ""
         self.started = asyncio.Event()
-        """Also where it has ended before."""
+        """True after a start, even where the process has ended since."""
         self._gone = asyncio.Event()
         self.lost_with_pool = False
 
@@ -113,7 +113,7 @@ class RemoteWorker(Worker):
         self._answers.put_nowait(bytes(data))
 
     def lose(self, how: str, *, gone: bool = False) -> None:
-        """It answers no more; `gone`: it is also known to have ended, or cannot be reached."""
+        """Give the worker up; `gone`: it has ended or cannot be reached."""
         if not self._end:
             self._end = how
             self._answers.put_nowait(b"")

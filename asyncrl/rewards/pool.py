@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class _Stage:
     scorer: Scorer
     names: list[str]
-    """Its components, in the order of `reward.functions`."""
+    """Names of the stage's components, in the order of `reward.functions`."""
 
 
 class RewardPool:
@@ -107,7 +107,7 @@ class RewardPool:
 
     @property
     def counts(self) -> dict[tuple[str, str], float]:
-        """What judges have counted so far, by component and name."""
+        """Counts of the judges so far, by component and name."""
         return {
             (component, name): number
             for component, service in self._services.items()
@@ -146,7 +146,7 @@ class RewardPool:
         return stages
 
     def _scorers(self) -> list[Scorer]:
-        """Those that have anything to do."""
+        """Scorers that have anything to do."""
         used = {id(stage.scorer): stage.scorer for stage in [*self._early, *self._late]}
         return list(used.values())
 

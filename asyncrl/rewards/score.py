@@ -1,4 +1,4 @@
-"""What comes of scoring: a Score of each completion, or the Failure that keeps it from one."""
+"""Results of scoring: a Score of each completion, or the Failure that prevents one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Score:
 @dataclass(frozen=True)
 class Failure:
     kind: str
-    """As Score.error_kind."""
+    """Kind, as Score.error_kind."""
     message: str
 
     @property
@@ -44,7 +44,7 @@ Row = dict[str, float] | Failure
 @dataclass(frozen=True)
 class StageReply:
     rows: list[Row]
-    """What each completion gained; that of one that had failed before is not looked at."""
+    """Rewards of each completion; the entry of one that had failed before is ignored."""
     seconds: float
 
 
@@ -79,7 +79,7 @@ def samples_of(request: Mapping[str, Any]) -> list[RewardSample]:
 
 
 def rows_of(reply: Mapping[str, Any]) -> list[Row]:
-    """What each completion gained, in the answer to such a message."""
+    """Rewards of each completion, from the answer to such a message."""
     return [
         Failure(row["error_kind"], f"reward component {row['failed']!r}: {row['error_message']}")
         if "error_kind" in row

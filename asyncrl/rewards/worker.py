@@ -34,7 +34,7 @@ class Component:
     file: str
     """The user's file, for naming lines in it; empty for a built-in."""
     group: bool
-    """It is called once with all samples of a request."""
+    """True if the function is called once with all samples of a request."""
     shapes: dict[str, float]
     """Weighted components whose sum it gets as `score`; empty where it gets none."""
 
@@ -52,7 +52,7 @@ class Row:
     failure: dict[str, str] = field(default_factory=dict)
 
     def score_for(self, component: Component) -> float | None:
-        """What the component shapes; None where this has failed."""
+        """Score that the component shapes; None where this has failed."""
         known = None if self.known is None or self.failure else self.known | self.gained
         return None if known is None else sum(weight * known[name] for name, weight in component.shapes.items())
 

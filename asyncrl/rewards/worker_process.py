@@ -43,13 +43,13 @@ class Worker(ABC):
         self.begun = ""
         """Name of the component that the worker began last for the latest request; empty before the first."""
         self.ready: dict[str, Any] = {}
-        """Its answer to the first message."""
+        """Answer to the first message."""
         self._stopping: asyncio.Task[None] | None = None
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What to call it in a log."""
+        """Name in a log."""
 
     @property
     @abstractmethod
@@ -112,7 +112,7 @@ class Worker(ABC):
 
     @abstractmethod
     async def how_it_ended(self) -> str:
-        """What to say of it where its answers have ended."""
+        """Description of a worker's end, for an error message."""
 
     async def stop(self) -> None:
         """Return once the worker and all that it started are gone. May be called again."""
@@ -209,7 +209,7 @@ class WorkerProcess(Worker):
 
     @property
     def unread_bytes(self) -> int:
-        """What was written and does not fit into the pipe."""
+        """Bytes that were written and do not fit into the pipe."""
         return self._stdin.transport.get_write_buffer_size()
 
     async def how_it_ended(self) -> str:

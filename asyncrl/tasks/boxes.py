@@ -13,7 +13,7 @@ from asyncrl.rewards.sample import RewardSample
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1. It has no area where x1 <= x0 or y1 <= y0."""
 Scale = float | Literal["pixels"]
-"""What a coordinate counts: 1 for shares of the image, 1000 for thousandths, or pixels of the row's first image."""
+"""Unit of a coordinate: 1 for shares of the image, 1000 for thousandths, or pixels of the row's first image."""
 
 _N = r"\s*[-+]?(?:\d+\.?\d*|\.\d+)\s*"
 _BOX = re.compile(rf"[\[(]({_N}),({_N})(?:,|[\])]\s*,\s*[\[(])({_N}),({_N})[\])]")
@@ -34,7 +34,7 @@ def reference_box(value: Any, row_id: str) -> Box:
 
 
 def coordinates(value: Any, count: int) -> tuple[float, ...] | None:
-    """So many finite numbers of a list; None for anything else."""
+    """Finite numbers of a list of the given length; None for anything else."""
     if not isinstance(value, list | tuple) or len(value) != count:
         return None
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in value):

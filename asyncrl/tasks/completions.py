@@ -44,7 +44,7 @@ def think_boxed(sample: RewardSample, *, opened_by_prompt: bool = False) -> floa
 
 
 def after_thinking(completion: str) -> str:
-    """What follows the last `</think>`; all of it where there is none."""
+    """Text after the last `</think>`; the whole text where there is none."""
     return completion.rpartition("</think>")[2]
 
 

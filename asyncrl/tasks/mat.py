@@ -53,7 +53,7 @@ def code_step(sample: RewardSample, *, f1: F1 = "bag", any_code: float = 0.9, ha
 
 
 def action_of(completion: str, kinds: Sequence[str]) -> Action | None:
-    """The one action after the thinking; None where there is none, or several kinds of them."""
+    """Single action after the thinking; None for no action, or several kinds of them."""
     text = after_thinking(completion)
     named = [kind for kind in kinds if f"<{kind}>" in text]
     content = block(completion, named[0]) if len(named) == 1 else None

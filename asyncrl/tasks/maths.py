@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 MATH_VERIFY: Any = math_verify
-"""Its annotations do not name None, which switches its own time limits off."""
+"""Untyped math-verify: its annotations do not name None, which switches its own time limits off."""
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: reward.timeout_s is
 
 

@@ -46,7 +46,7 @@ def _references(answer: Any, row_id: str = "") -> Sequence[str]:
 
 
 class VisualAgent(ToolEnvironment):
-    """What the three have in common: the end of an episode. `info`: accuracy, used."""
+    """Common base of the three agents: the end of an episode. `info`: accuracy, used."""
 
     class Config(BaseModel):
         bonus: float = 1.2
@@ -127,11 +127,11 @@ class Search(VisualAgent):
         url: str
         """Address of the retrieval server, such as http://127.0.0.1:8000/retrieve."""
         passages: int = Field(default=4, gt=0)
-        """Of each query."""
+        """Number of passages of each query."""
         passage_chars: int = Field(default=2000, gt=0)
         """Longest passage; the rest is cut."""
         deadline_s: float = Field(default=20.0, gt=0)
-        """Of one query."""
+        """Deadline in seconds of one query."""
         right_from: float = Field(default=0.5, gt=0, le=1)
         """Token F1 from which an answer is right."""
 

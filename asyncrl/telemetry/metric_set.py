@@ -43,7 +43,7 @@ class Metric:
     unit: str
     help: str
     healthy: str
-    """What a reader should expect of a good run."""
+    """Values that a reader should expect of a good run."""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, rising; infinity is added."""

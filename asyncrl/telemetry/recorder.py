@@ -126,7 +126,7 @@ class RunRecorder:
         return json.dumps(self._finite(name, record), ensure_ascii=False).encode(errors="backslashreplace")
 
     def _finite(self, name: str, value: Any, key: str = "") -> Any:
-        """The same value with plain Python numbers, and None where a number is not finite."""
+        """Value with plain Python numbers, and None where a number is not finite."""
         if isinstance(value, Mapping):
             return {str(k): self._finite(name, v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
         if isinstance(value, list | tuple):

@@ -40,7 +40,7 @@ def python_of(rollout: RolloutConfig) -> Path:
 
 @cache
 def look_into(python: Path) -> SGLangEnvironment | None:
-    """What is installed for a Python; None if it cannot be run."""
+    """Installed packages of a Python; None if it cannot be run."""
     try:
         done = subprocess.run([python, "-I", "-c", _LOOK], capture_output=True, text=True, timeout=LOOK_S, check=True)
         versions, has_stand_in = json.loads(done.stdout)

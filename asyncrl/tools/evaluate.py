@@ -46,12 +46,12 @@ PROGRESS_S = 10.0
 
 class Scored(NamedTuple):
     sample: RewardSample
-    """Of a conversation the row, without its images, and what the last turn says."""
+    """Sample of a completion; of a conversation the row, without its images, and the last turn's text."""
     score: Score
     record: TrajectoryRecord | None = None
-    """Of a conversation that has begun."""
+    """Record of a conversation that has begun."""
     turns: Sequence[dict[str, Any]] = ()
-    """Those of a conversation, as JSON (`described_turns`)."""
+    """Turns of a conversation, as JSON (`described_turns`)."""
 
 
 class Progress:
@@ -106,7 +106,7 @@ def summarise(config: RunConfig, scored: Sequence[Scored]) -> EvaluationScores:
 
 
 def describe_scores(config: RunConfig, scored: Sequence[Scored]) -> str:
-    """What `asyncrl eval` prints. Raises as `summarise` does."""
+    """Text that `asyncrl eval` prints. Raises as `summarise` does."""
     scores, size = summarise(config, scored), config.evaluation.group_size
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []

@@ -33,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Course:
-    """What a score was at the start of a run, and at its end."""
+    """Scores at the start and at the end of a run."""
 
     name: str
     start: Estimate

@@ -158,7 +158,7 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
 
 
 def _reward_models(config: RunConfig) -> Iterator[Finding]:
-    """What the memory plan does not know of: every rollout server has the weights of each reward model once."""
+    """Memory of reward models, which the memory plan leaves out: every rollout server has the weights of each once."""
     for part in config.reward.functions:
         settings = service_settings(part) if part.function in SERVICES else None
         if isinstance(settings, RewardModelSettings):

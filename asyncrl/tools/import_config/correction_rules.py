@@ -20,7 +20,7 @@ SECTION = "algorithm.rollout_correction."
 _WEIGHTS = {"token": "token_tis", "sequence": "sequence_tis"}
 _MASKS = {"seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 _CAP = 2.0
-"""Their default of `rollout_is_threshold`."""
+"""Default of verl's `rollout_is_threshold`."""
 _BYPASSED = "in bypass_mode the ratio of the loss is that to the rollout policy, by which nothing else weighs here"
 
 

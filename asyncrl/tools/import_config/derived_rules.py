@@ -275,7 +275,7 @@ def importance_cap(value: Any, _: Values) -> Outcome:
 
 
 def online_filtering(value: Any, theirs: Values) -> Outcome:
-    """Their filter keeps a group whose mean of filter_key is between the bounds, whatever its spread."""
+    """Translation of a filter that keeps a group whose mean of filter_key is between the bounds, for any spread."""
     if not value:
         return no_setting("off there")
     bounds = {"algorithm.filter_low": 0.01, "algorithm.filter_high": 0.99}

@@ -37,7 +37,7 @@ _OF_TRL = {
 
 @dataclass
 class ForeignConfig:
-    """Their settings under dotted names, without EasyR1's `worker.`."""
+    """Foreign settings under dotted names, without EasyR1's `worker.`."""
 
     framework: Framework
     values: dict[str, Any]

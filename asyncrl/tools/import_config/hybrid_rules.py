@@ -33,7 +33,7 @@ _THEIR_DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "actor.loss_agg_mode": ("loss_agg_mode", "token-mean"),
     "actor.entropy_coeff": ("entropy_coeff", 0.0),
 }
-"""Of keys for which a loss of demonstrations has defaults of its own here."""
+"""Foreign defaults of keys for which a loss of demonstrations has its own defaults here."""
 _RESHAPE = re.compile(r"p_div_p_(0?\.\d+)")
 
 

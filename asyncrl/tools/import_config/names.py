@@ -110,7 +110,8 @@ NAMES: Mapping[str, tuple[Name, ...]] = {
         Name("clip_ratio_c", "`clip_ratio_c`", "`clip_ratio_dual`", "`clip_ratio_c`", "`delta`, for every advantage"),
     ),
 }
-"""By what the columns are settings of. A cell in code quotes is an argument, any other a value."""
+"""Names of settings elsewhere, by the subject of the columns. A cell in code quotes is an argument, any other a
+value."""
 
 
 def _values(key: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ class Line:
     """One foreign key and its translation."""
 
     key: str
-    """As their files spell it."""
+    """Key in foreign spelling."""
     value: Any
     outcome: Outcome
     is_default: bool = False

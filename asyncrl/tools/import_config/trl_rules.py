@@ -304,4 +304,4 @@ TRL_DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "linear",
     "num_train_epochs": 3,
 }
-"""Their defaults, where leaving the key out would mean something else here."""
+"""TRL's defaults, where leaving the key out would mean something else here."""

@@ -47,7 +47,7 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def with_known_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Their settings under known names, and how verl spells each of those."""
+    """Foreign settings under known names, and verl's spelling of each of those."""
     known: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in values.items():

@@ -17,7 +17,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 STATUSES = tuple(str(status) for status in TrajectoryStatus)
 FILTERS = ("step", "reward", "status", "staleness", "prompt", "end", "tool", "error", "order")
 ENDS = ("done", "cut", *filter(None, get_args(Limit)), "failed")
-"""What ends a trajectory of several turns."""
+"""Endings of a trajectory of several turns."""
 CALL_ERRORS = get_args(CallErrorKind)[1:]
 ANY_ERROR = "any"
 LARGEST = 2**62

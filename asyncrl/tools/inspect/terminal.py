@@ -241,7 +241,7 @@ def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str,
 
 
 def _calls(turn: SampleTurn) -> Iterator[Text]:
-    """What the turn called with what became of it, and the environment's facts."""
+    """Calls of the turn with their results, and the environment's facts."""
     for call in turn.calls:
         what = Text.assemble(("call  ", "dim"), (visible(call.name) or MISSING, "bold"), f" {visible(call.arguments)}")
         ended = f"{call.error_kind}: {visible(call.error)}" if call.error_kind else "ok"
@@ -259,7 +259,7 @@ def _coloured(trajectory: TrajectoryDetail, colouring: Colouring, levels: str, p
 
 
 def _shown(messages: Sequence[ShownMessage], console: Console) -> Iterator[Text]:
-    """What an environment showed, images at their places."""
+    """Observation as text, images at their places."""
     for message in messages:
         for part in message.parts:
             shown = Text(visible(part, lines=True)) if isinstance(part, str) else _picture(part, console)

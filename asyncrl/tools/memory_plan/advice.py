@@ -121,7 +121,7 @@ def advice(plan: MemoryPlan) -> list[str]:
 
 
 def _combine(plan: MemoryPlan, changes: Sequence[Change]) -> tuple[Change, MemoryPlan]:
-    """As many of the changes, in order, as it takes to fit; without those that earlier ones exclude."""
+    """Smallest number of changes, in order, that makes the plan fit; without those that earlier ones exclude."""
     together: dict[str, object] = {}
     for change in changes:
         if any(training_engine_problems(changed(plan.config, change))):

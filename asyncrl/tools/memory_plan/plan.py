@@ -259,7 +259,7 @@ def prefilled_prompts(config: RunConfig) -> int:
 
 
 def _pulled_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
-    """What servers hold of versions that come over ZeroMQ, and both sides of their differences."""
+    """Memory of servers for versions that come over ZeroMQ, and both sides of their differences."""
     network, servers = config.network, config.rollout.servers
     relays = bool(network.weights_fan_out) and config.trainer.mode == "async"
     differences = network.weights_compression == "delta"

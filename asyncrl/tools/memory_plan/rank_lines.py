@@ -21,7 +21,7 @@ def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
 
 
 def nccl_of_ranks(config: RunConfig) -> list[Line]:
-    """What a rank has on its GPU for the others, also asleep."""
+    """NCCL memory of a rank on its GPU, awake and asleep."""
     on_gpus = config.learner.num_processes > 1 and config.learner.device != "cpu"
     return [Line("NCCL of the ranks", NCCL_BYTES, "an estimate")] if on_gpus else []
 
@@ -47,7 +47,7 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Lin
 
 
 def _part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[Line]:
-    """What outlasts a micro-batch, of one rank."""
+    """Memory of one rank that outlasts a micro-batch."""
     assert model.divided is not None
     trained = model.divided.trained_part(ranks)
     frozen = "" if model.trained == model.parameters else f", what is frozen in {config.model.dtype}"

@@ -89,7 +89,7 @@ class ModelBytes:
     loading: int = 0
     """Bytes that a process of several ranks has of its own while it loads the weights, before it keeps its part."""
     divided: DividedModel | None = None
-    """The same model over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
+    """Model divided over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
     loading_reference: int = 0
 

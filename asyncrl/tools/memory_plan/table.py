@@ -80,7 +80,7 @@ def _devices(plan: MemoryPlan) -> str:
 
 
 def _placement(plan: MemoryPlan) -> list[str]:
-    """Where servers are planned for want of GPUs to see, and how to plan the other placement."""
+    """Placement of planned servers without visible GPUs, and the way to plan the other placement."""
     learner, rollout = plan.config.learner, plan.config.rollout
     if learner.device in ("auto", "cuda") and 0 < len(visible_gpus()) < learner.num_processes:
         return [f"NOTE: {learner.num_processes} ranks need a GPU each, and {len(visible_gpus())} are planned for"]

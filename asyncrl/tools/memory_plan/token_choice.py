@@ -20,7 +20,7 @@ from asyncrl.tools.numbers import GIB, size
 
 KEY = "batch.tokens_per_microbatch"
 FAR = 4
-"""So many times the tokens of a plan that fits are tried next, at most."""
+"""Largest factor of the next attempt over the tokens of a plan that fits."""
 
 
 def settle_tokens(config: RunConfig, device_bytes: int = 0) -> tuple[RunConfig, str]:

@@ -31,7 +31,7 @@ class ZeroModel:
 
     @property
     def weights(self) -> int:
-        """What stays between steps."""
+        """Memory that stays between steps."""
         parts = self.ranks if self.stage == 3 else 1
         return self.model.buffers + sum(p.gathered * -(-p.elements // parts) for p in self._parameters)
 
@@ -133,7 +133,7 @@ def zero_host_bytes(model: ModelBytes, config: RunConfig) -> int:
 
 
 def _kept_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
-    """What outlasts a micro-batch, of one rank."""
+    """Memory of one rank that outlasts a micro-batch."""
     stage, ranks = config.learner.zero_stage, config.learner.num_processes
     zero = _zero(model.divided, config)
     share = f"1/{ranks} of {count(model.trained)} that are trained, in float32"

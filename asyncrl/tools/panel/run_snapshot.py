@@ -57,7 +57,7 @@ class RunSnapshot:
     notes: list[str] = field(default_factory=list)
     """Crashes and restarts that the launcher reports."""
     config: Record = field(default_factory=dict)
-    """What config.yaml says; empty before the learner has written it."""
+    """Content of config.yaml; empty before the learner has written it."""
     method: str = ""
     """The method in one line; empty where it is not known."""
 
@@ -120,7 +120,7 @@ class RunSnapshot:
 
     @property
     def waiting_for(self) -> str:
-        """What the learner waits for, empty if for nothing. Before its first status it reads and measures rows."""
+        """Current wait of the learner; empty for none. Before its first status it reads and measures rows."""
         return str(self.status.get("waiting_for") or "") if self.status else STARTING
 
     @property
@@ -129,7 +129,7 @@ class RunSnapshot:
 
     @property
     def untrained_because(self) -> str:
-        """Why the newest step has not moved the policy, where that is planned; empty elsewhere."""
+        """Reason why the newest step has not moved the policy, where that is planned; empty elsewhere."""
         if "critic/loss" not in self.latest or "grad_norm" in self.latest:
             return ""
         critic = self.config.get("critic")

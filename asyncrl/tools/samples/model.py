@@ -25,7 +25,7 @@ class SampleQuery:
     prompt: str = ""
     """A part of the prompt's text, in upper or lower case."""
     ends: tuple[str, ...] = ()
-    """What ended it, of conversations: `done`, `cut`, `failed`, or a limit."""
+    """Endings of conversations: `done`, `cut`, `failed`, or a limit."""
     tool: str = ""
     """A tool that it called."""
     call_errors: tuple[str, ...] | None = None
@@ -70,7 +70,7 @@ class SampleRow:
 
     @property
     def origin(self) -> str:
-        """What it is besides sampled; empty for a completion like any other."""
+        """Origin of a completion that the policy did not sample; empty for any other."""
         if self.put_there:
             return "demonstration" if self.put_there == self.length else f"hint of {self.put_there} tokens"
         return "greedy" if self.greedy else ""
@@ -114,7 +114,7 @@ class SampleTurn:
     end: int
     finish_reason: str
     reward: float | None
-    """What the environment gave for it; None where it was not asked."""
+    """Reward by the environment; None where it was not asked."""
     shown: tuple[ShownMessage, ...]
     calls: tuple[ToolCall, ...] = ()
     info: str = ""
@@ -169,7 +169,7 @@ class SampleDetail:
     problem: str
     """Reason that something is missing; empty if nothing is."""
     opening: tuple[ShownMessage, ...] = ()
-    """What the environment showed first, at the end of the prompt."""
+    """First messages of the environment, at the end of the prompt."""
     quantization: str = ""
     """rollout.quantization of the policy that sampled it; empty: none."""
     is_damaged: bool = False
