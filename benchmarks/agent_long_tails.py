@@ -41,7 +41,7 @@ PLACES = 32
 class LongTail(Lamp):
     class Config(BaseModel):
         sigma: float = 1.5
-        """Of the log-normal; 0 for tools that are equally fast."""
+        """Sigma of the log-normal; 0 for tools that are equally fast."""
 
     def reset(self, start: Start) -> Observation:
         self._rng, self._sigma = random.Random(f"{start.seed} {start.index}"), start.config.sigma

@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
 GROUP_SIZE = 8
 SAMPLE = 8192
 TURNS = 4
-"""Of each trajectory."""
+"""Turns of each trajectory."""
 
 
 def made_up(rows: int, tokens: int) -> Trajectories:

@@ -33,7 +33,7 @@ class Run:
     """One run of a table."""
 
     labels: tuple[tuple[str, Any], ...]
-    """What its line says of it, the seed excepted."""
+    """Settings in the run's line, the seed excepted."""
     seed: int
     words: tuple[str, ...]
     """Overrides and overlays."""

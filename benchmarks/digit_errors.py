@@ -1,4 +1,4 @@
-"""Where the digit task's errors come from: how often all digits are read right, and the answer given that they are.
+"""Error sources of the digit task: how often all digits are read right, and the answer given that they are.
 
     python -m benchmarks.digit_errors --data eval.parquet [--by kind] MODEL [MODEL ...]
 

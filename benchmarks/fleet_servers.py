@@ -31,14 +31,14 @@ TENSORS = 32
 """Tensors of a version, of equal size: as many steps as it can be sent on in."""
 TICK_S = 0.02
 MOST_SOCKETS = 65_536
-"""Of all servers of a process together: libzmq's own limit of a context, 1,023, is for one."""
+"""Most sockets of all servers of a process together: libzmq's own limit of a context, 1,023, is for one."""
 POLL_S = 1.0
 """Longest wait of a socket, in the place of a tenth of it: hundreds of servers in one process would only look."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one row of the table is of."""
+    """Settings of one row of the table."""
 
     servers: int
     mib: int
@@ -48,7 +48,7 @@ class Cell:
     """Bytes that each sender may send in a second, learner and server alike; 0: what this machine can."""
     slow_servers: int = 0
     slow_link_mib_s: float = 0.0
-    """So many servers may send only so much."""
+    """Bandwidth of slow links; so many servers send no faster."""
     compression: Literal["none", "delta"] = "none"
     learning_rate: float = 0.0
     """Largest change of a weight from one version to the next, as of a step of AdamW; 0: versions of random bytes."""

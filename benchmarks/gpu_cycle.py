@@ -72,7 +72,7 @@ class Step:
     moved: int = 0
     """Bytes that went over the link."""
     planned: int = 0
-    """What the plan says of `peak`; 0 where it says nothing."""
+    """Planned value of `peak`; 0 without one."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Cycle:
     packed: int = 0
     """Tokens of one round's packed groups: each prompt once."""
     flops: float = 0.0
-    """Of one round's useful training work (learner/training/model_flops.py)."""
+    """Useful training work of one round (learner/training/model_flops.py)."""
     differences: list[np.ndarray] = field(default_factory=list)
     """[N] |engine's - learner's log-prob| of the sampled tokens, for each time the learner trained."""
 
@@ -218,7 +218,7 @@ async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config
 
 
 def train_groups(prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]]) -> list[TrainGroup]:
-    """What the learner trains on, rows in their order."""
+    """Groups to train on, rows in their order."""
     numbers = iter(range(sum(map(len, groups))))
     return [
         TrainGroup(

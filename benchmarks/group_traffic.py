@@ -1,4 +1,4 @@
-"""What travels in the benchmark of groups, and the rollout server's side of it: a process that only sends and counts.
+"""Traffic of the benchmark of groups, and the rollout server's side of it: a process that only sends and counts.
 
 A group is 8 completions of 2,048 tokens; its ticket carries one image of 500 kB. All were made beforehand.
 """
@@ -41,7 +41,7 @@ from protocol.messages import (
 GROUP_SIZE, TOKENS, IMAGE_BYTES, PROMPT_TOKENS = 8, 2048, 500_000, 1024
 VOCABULARY = 152_000
 BANNED = tuple(range(151_643, 151_657))
-"""As many as a Qwen2-VL has."""
+"""Banned ids, as many as a Qwen2-VL has."""
 KINDS = 64
 """Different images and groups; they are used in turn."""
 MARK = 2**62
@@ -112,7 +112,7 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
 
 @dataclass
 class _Round:
-    """What is left of it. The clock starts with the acknowledgement of the last group of the warm-up."""
+    """Remaining work of a round. The clock starts with the acknowledgement of the last group of the warm-up."""
 
     to_answer: int
     to_acknowledge: int

@@ -141,7 +141,7 @@ class MadeUpRun:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """As large as that of a Qwen2-VL: it has to be loaded for the texts of tokens."""
+    """Tokenizer as large as that of a Qwen2-VL: it has to be loaded for the texts of tokens."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words, merges, longest = list(letters), [], list(letters)
     while len(words) < BANNED[0]:

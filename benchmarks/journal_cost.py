@@ -1,4 +1,4 @@
-"""What the journal costs per group: 8 completions of 2,048 tokens, for both durabilities.
+"""Cost of the journal per group: 8 completions of 2,048 tokens, for both durabilities.
 
     python benchmarks/journal_cost.py [--groups 128] [--repeats 5] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""What it costs to make a ticket of a row with one image, and to train on it: by sizes of images, and by pixels.
+"""Cost of making a ticket of a row with one image, and of training on it: by sizes of images, and by pixels.
 
     python benchmarks/prompt_measuring.py
 

@@ -1,4 +1,4 @@
-"""What it costs to watch a run: recording, panel and scrapes, each as a ratio within one real run of the demo.
+"""Cost of watching a run: recording, panel and scrapes, each as a ratio within one real run of the demo.
 
     asyncrl demo --steps 1 --folder runs/demo                         # data and warm start, once
     python benchmarks/recording_cost.py --demo runs/demo [--steps 150] [key=value ...]
@@ -135,7 +135,7 @@ def measure_panel() -> None:
 
 
 def _through_here(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same service, started by this file."""
+    """Service started by this file."""
 
     def made(*arguments: Any, **named: Any) -> Any:
         services = make(*arguments, **named)
@@ -148,7 +148,7 @@ def _through_here(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_service(module: str) -> None:
-    """This process becomes the service, with its measurements."""
+    """Become the service, with the measurements of this file."""
     from asyncrl.service_entry import run_service
 
     measure_scrapes(module)

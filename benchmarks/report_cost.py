@@ -1,4 +1,4 @@
-"""What a report costs: seconds, megabytes and memory for a made-up run of 1,000 steps.
+"""Cost of a report: seconds, megabytes and memory for a made-up run of 1,000 steps.
 
     python benchmarks/report_cost.py [--steps 1000] [--folder DIR]
 

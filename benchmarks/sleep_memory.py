@@ -1,4 +1,4 @@
-"""What sleep frees: resident memory of each side before, asleep and after waking, on a CPU.
+"""Memory that sleep frees: resident memory of each side before, asleep and after waking, on a CPU.
 
     python -m benchmarks.sleep_memory [--model FOLDER] [--repeats 3]
 

@@ -36,7 +36,7 @@ SMALL = Workload(
     weights_s=(0.0, 0.02),
     latency_s=0.002,
 )
-"""What runs over real sockets as well: a step that takes less than half a second, so that it ends soon."""
+"""Settings for real sockets: a step that takes less than half a second, so that it ends soon."""
 SOCKET_CELLS: tuple[tuple[int, OnStale], ...] = (
     (0, "wait"),
     (1, "wait"),

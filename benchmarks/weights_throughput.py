@@ -59,7 +59,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def copy(tensors: list[Tensor], into: np.ndarray) -> None:
-    """The same tensors, one after another, by one thread."""
+    """Copy the tensors, one after another, by one thread."""
     end = 0
     for tensor in tensors:
         np.copyto(into[end : end + tensor.data.nbytes], np.frombuffer(tensor.data, np.uint8))

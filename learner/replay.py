@@ -156,7 +156,7 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
 
 
 def in_one_process(config: RunConfig) -> RunConfig:
-    """The same run without ranks: a step is made again where the command is given."""
+    """Run without ranks: a step is recomputed where the command is given."""
     learner = config.learner
     if not learner.is_divided:
         return config

@@ -44,7 +44,7 @@ class StepSchedule:
     """Called with the phase, and what is waited for."""
     waits: WaitClock = field(default_factory=WaitClock)
     _waited_before_s: float = 0.0
-    """What the learner had waited for evaluations when the running one began."""
+    """Seconds that the learner had waited for evaluations when the running one began."""
 
     @property
     def needs_server(self) -> bool:

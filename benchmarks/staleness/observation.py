@@ -1,4 +1,4 @@
-"""What a cell shows. The bound of every consumed token is checked here, apart from the ledger's own check."""
+"""Measurements of a cell. The bound of every consumed token is checked here, apart from the ledger's own check."""
 
 from __future__ import annotations
 

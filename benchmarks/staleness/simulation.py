@@ -76,7 +76,7 @@ class InOrder:
 
 
 class SimulatedLink:
-    """What a RolloutServer needs of a LearnerLink."""
+    """Link with the part of LearnerLink that a RolloutServer needs."""
 
     def __init__(self, server_id: str, to_learner: InOrder):
         self.server_id = server_id
@@ -101,7 +101,7 @@ class SimulatedLink:
 
 
 class DelayedWeights:
-    """What a RolloutServer needs of a WeightReceiver."""
+    """Weights with the part of WeightReceiver that a RolloutServer needs."""
 
     def __init__(self, engine: ModelFreeEngine, draw_delay: Callable[[], float]):
         self._engine = engine
@@ -160,7 +160,7 @@ class InOrderOfIssue(ExpectedLengths):
 
 
 class SimulatedServers:
-    """What TicketSender and GroupReceiver need of Servers: the connected ones, and a way to each."""
+    """Servers with the part that TicketSender and GroupReceiver need: the connected ones, and a way to each."""
 
     def __init__(self, max_groups: int, max_sequences: int, speeds: ServerSpeeds, lengths: ExpectedLengths):
         self.connected: dict[str, ServerState] = {}
@@ -256,7 +256,7 @@ class SimulatedNetwork:
             self._need_turn()
 
     def _poll(self) -> None:
-        """As the network thread does where nothing arrives."""
+        """Poll as the network thread does where nothing arrives."""
         self._need_turn()
         asyncio.get_running_loop().call_later(POLL_S, self._poll)
 

@@ -1,4 +1,4 @@
-"""The same run in real time and over real sockets: the real network thread, and servers that share one thread."""
+"""Simulation in real time and over real sockets: the real network thread, and servers that share one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated: groups with log-normal lengths from the scripted engine, without model, tokenizer or rewards."""
+"""Simulated work: groups with log-normal lengths from the scripted engine, without model, tokenizer or rewards."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Workload:
     length_sigma: float = 1.0
     longest: int = 128
     seconds_per_token: float = 0.06
-    """Of a server whose speed is 1."""
+    """Seconds per token of a server whose speed is 1."""
     speeds: tuple[float, ...] = (1.0,)
-    """Of the servers, in turns."""
+    """Speeds of the servers, cycled."""
     by_speed: bool = True
     """Tickets are handed out by measured speed; else evenly."""
     moves: bool = False
@@ -66,7 +66,7 @@ class Workload:
     longest_first: bool = True
     """Tickets of prompts that had long completions go out first."""
     tail_steps: int = 1
-    """Of so many steps one gets the longest prompts of all, as one would who knew the prompts' shares; 1: in order."""
+    """Period of steps with the longest prompts of all, as if the prompts' shares were known; 1: in order."""
     learn_s: float = 1.0
     """From a full batch to the next version."""
     weights_s: tuple[float, float] = (0.05, 0.3)

@@ -51,7 +51,7 @@ REFRESH = "10s"
 WINDOW = "$__rate_interval"
 """Four scrapes: for what moves all the time."""
 STEPS = "10m"
-"""For what moves once a step, a version or a group: over less, its rate is 0 or a spike."""
+"""Window for series that move once a step, a version or a group: over less, the rate is 0 or a spike."""
 COLUMNS, WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 8, 4
 TABLE = {metric.name: metric for metric in (*LEARNER, *ROLLOUT)}
 _NAME = re.compile(r"asyncrl_(?:learner|rollout)_[a-z0-9_]+")
@@ -89,7 +89,7 @@ def rate(metric: str, by: str = "", window: str = WINDOW) -> str:
 
 
 def per_step_second(metric: str) -> str:
-    """What steps count, per second of steps: the same in the first minute of a run, too."""
+    """Counter per second of steps: equal in the first minute of a run, too."""
     return f"sum(rate({metric}[{STEPS}])) / sum(rate({L}step_seconds_sum[{STEPS}]))"
 
 

@@ -54,7 +54,7 @@ class LearnerState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds, as it is at its step. Files are written later, on any thread; on each rank its parts."""
+    """Content of a checkpoint at its step. Files are written later, on any thread; on each rank its parts."""
 
     state: LearnerState
     random: torch.Tensor

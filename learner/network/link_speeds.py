@@ -37,7 +37,7 @@ class _Link:
 
     @property
     def speed(self) -> float:
-        """What those behind the server can expect."""
+        """Speed that servers behind this one can expect."""
         is_old = self.uplink < UNKNOWN and time.monotonic() - self.measured_at > SLOW_UPLINK_S
         return min(UNKNOWN if is_old else self.uplink, self.downlink)
 
@@ -55,14 +55,14 @@ class _Link:
 
 
 class LinkSpeeds:
-    """Those of the connected servers, by session. Used by the network thread."""
+    """Link speeds of the connected servers, by session. Used by the network thread."""
 
     def __init__(self, servers: Servers):
         self._servers = servers
         self._links: dict[str, _Link] = {}
 
     def of(self, server_id: str) -> float:
-        """What those behind this server can expect: FAST, UNKNOWN, or log2 of bytes a second."""
+        """Speed that servers behind this one can expect: FAST, UNKNOWN, or log2 of bytes a second."""
         return self._link(server_id).speed
 
     def keep_connected(self) -> None:

@@ -72,9 +72,9 @@ class ServerState:
     idle_since: float | None = None
     """Time from which on it has reported no work."""
     aligned: bool = False
-    """Its engine computes what the learner computes, or no check is configured: it may have work."""
+    """True if the engine computes the learner's log-probs, or no check is configured: it may have work."""
     refused: bool = False
-    """It was sent a refusal, and is only expected to say goodbye."""
+    """True after a refusal: the server is only expected to say goodbye."""
 
 
 class Servers:
@@ -105,7 +105,7 @@ class Servers:
         self._kept: WeightManifest | None = None
         """The version that is being evaluated: servers that have it are told of no newer one."""
         self.stalls = Stalls(min(SLOWEST_TURN_S, config.network.timeout_s / 2))
-        """Of the network thread, which looks once in each turn."""
+        """Stalls of the network thread, which looks once in each iteration."""
         self._by_identity: dict[bytes, str] = {}
         self._by_session: dict[str, str] = {}
         self._device = device

@@ -156,7 +156,7 @@ class TicketSender:
 def rooms_of(
     servers: Servers, ledger: TicketLedger, takers: Mapping[str, ServerState], *, is_training: bool
 ) -> dict[str, Room]:
-    """What each of these servers has, and may have, of training or of evaluation tickets."""
+    """Used and free slots of each of these servers, for training or for evaluation tickets."""
     held = ledger.out.held(is_training=is_training)
     return {
         server_id: Room(

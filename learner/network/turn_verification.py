@@ -48,7 +48,7 @@ def turn_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> It
 
 
 def bridge_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> Iterator[str]:
-    """What a group that was verified before must still be: its bridges and segments those that this chat template and
+    """Problems of a group that was verified before: its bridges and segments must be those that this chat template and
     this ticket make."""
     if bridge is None or ticket.conversation is None:
         return

@@ -36,7 +36,7 @@ class _Pair:
     packed: dict[int, bytes | None] = field(default_factory=dict)
     """None: the plain bytes are as good."""
     waiting: dict[int, dict[bytes, ChunkRequest]] = field(default_factory=dict)
-    """Who waits for a difference that is being computed, by offset and connection."""
+    """Requests for a difference that is being computed, by offset and connection."""
 
 
 class WeightDeltas:

@@ -1,4 +1,4 @@
-"""Which server fetches a version from whom, where weights go over ZeroMQ: a tree for each version.
+"""Choice of each server's source of a version over ZeroMQ: a tree for each version.
 
 The learner sends a version to the first `network.weights_fan_out` servers that ask; each later one gets it from a
 server that is receiving it or has it, and that sends it to fewer than that. So the learner sends each byte to so many
@@ -66,7 +66,7 @@ class WeightSources:
         self._failures: dict[str, list[float]] = {}
         """When sources failed a server, those in a row."""
         self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=MEASURED) for kind in (False, True)}
-        """Of the last transfers, those of plain bytes and those of differences."""
+        """Seconds of the last transfers, of plain bytes and of differences."""
         self._within_s = {False: 0.0, True: 0.0}
         self._speeds = LinkSpeeds(servers)
 

@@ -30,12 +30,12 @@ class Node:
     endpoint: str
     key: str
     speed: float
-    """Of its link when it asked."""
+    """Speed of the link at the request."""
     asked_at: float
     parent: str | None = None
     """The server that it fetches from, or the LEARNER; None: nobody yet, or the last one has failed."""
     is_queued: bool = False
-    """It is in the tree's queue."""
+    """True while in the tree's queue."""
     children: set[str] = field(default_factory=set)
     base: int | None = None
     """A version that it has in its memory."""
@@ -43,7 +43,7 @@ class Node:
     """The version whose differences it receives, and may send on; None: it receives plain bytes."""
     is_complete: bool = False
     has_left: bool = False
-    """It fetches another version now, and keeps this one only for those that are at it."""
+    """True for a server that fetches another version now, and keeps this one for running transfers."""
     failed: set[str] = field(default_factory=set)
     """Servers that have failed this one."""
     fed_at: float = 0.0
@@ -73,7 +73,7 @@ class Tree:
     queues: dict[float, deque[str]] = field(default_factory=dict)
     """Servers that may have room for another child, by speed, those that joined first at the front."""
     least_s: dict[int | None, float] = field(default_factory=dict)
-    """Of the transfers from the learner, by the version whose differences they are."""
+    """Shortest seconds of a transfer from the learner, by the base version of the difference."""
     from_learner: Counter[int | None] = field(default_factory=Counter)
     """Servers that were sent to the learner in the ordinary way, by the version whose differences they get."""
 

@@ -25,7 +25,7 @@ class RankEnvironment:
 
 
 def rank_of_service(variables: Mapping[str, str] = os.environ) -> int:
-    """This process's rank; 0 where nothing says so, or nothing that `rank_environment` takes."""
+    """Rank of this process; 0 where neither a variable nor torchrun names one."""
     try:
         return _number(variables, "RANK", 0) if _number(variables, "WORLD_SIZE", 1) > 1 else 0
     except UserError:

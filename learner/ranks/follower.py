@@ -137,7 +137,7 @@ def _obey(training: Trainer, order: Order) -> None:
 
 
 def engine_calls(engine: TorchEngine, processor: PromptProcessor, order: Order) -> dict[str, Callable[[], object]]:
-    """What an engine of rank 0 orders by itself."""
+    """Calls that an engine of rank 0 broadcasts by itself."""
     return {
         "published_state": lambda: sum(1 for _ in engine.published_state()),
         "save_model": lambda: engine.save_model(processor.processor, Path(order.values["folder"])),

@@ -21,14 +21,14 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`. One process alone needs no process group."""
+    """Rank among `size` processes. One process alone needs no process group."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Its number on its machine: which of the GPUs is its own."""
+    """Index on the machine, which chooses the GPU."""
     orders: Announcer | None = None
-    """Where rank 0 announces what all do next; None where they do the same anyway."""
+    """Announcer of rank 0's next command; None where all ranks do the same anyway."""
 
     @property
     def leads(self) -> bool:
@@ -36,7 +36,7 @@ class Ranks:
         return self.rank == 0
 
     def own(self, device: torch.device) -> torch.device:
-        """This rank's GPU, where the ranks are on GPUs."""
+        """GPU of this rank, where the ranks are on GPUs."""
         return torch.device(device.type, self.local_rank) if self.size > 1 and device.type != "cpu" else device
 
     def announce(self, kind: str, payload: Callable[[], bytes] | None = None, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""The plan of an update over ranks: each rank gets the same number of micro-batches, of about the same cost.
+"""Plan of an update over ranks: each rank gets the same number of micro-batches, of about the same cost.
 
 All ranks make the same plan of the same batch. They compute layer by layer together, so that each takes part in every
 micro-batch of the others: a rank without work of its own repeats a part, of which nothing counts, and one without
@@ -26,7 +26,7 @@ class Share:
 
     groups: tuple[TrainGroup, ...]
     is_idle: bool = False
-    """It repeats another one: its loss is 0, and nothing of it is reported."""
+    """True for a repeated micro-batch: its loss is 0, and it is not reported."""
 
 
 def plan_shares(groups: Sequence[TrainGroup], budget: int, size: int) -> list[list[Share]]:

@@ -57,16 +57,16 @@ class RankProcesses:
     """The other ranks."""
 
     processes: dict[int, subprocess.Popen[bytes]]
-    """Those that rank 0 has started; none under torchrun."""
+    """Processes that rank 0 has started; none under torchrun."""
     folder: Path
-    """Where they save why they stopped."""
+    """Folder of the ranks' failure reasons."""
     given: dict[int, psutil.Process] = field(default_factory=dict)
-    """Those on this machine that torchrun has started."""
+    """Processes on this machine that torchrun has started."""
     reasons: Reasons | None = None
     size: int = 1
     """Ranks, with this one."""
     lost: Exception | None = None
-    """Why the run cannot go on, once a rank has ended."""
+    """Cause of the run's end, once a rank has ended."""
     _are_leaving: bool = False
 
     def check(self) -> None:
@@ -75,16 +75,15 @@ class RankProcesses:
             raise self.lost
 
     def find_lost(self) -> Exception | None:
-        """What ended another rank, if one has ended: a collective fails on its connections before it is seen to be
-        gone."""
+        """Find the cause of another rank's end, if one has ended: a collective fails on its connections before it is
+        seen to be gone."""
         deadline = time.monotonic() + 5 * POLL_S
         while self.size > 1 and not self.find_gone() and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
         return self.lost
 
     def find_gone(self) -> Exception | None:
-        """The same of ranks that are seen to be gone now, or have said why they end. torchrun interrupts all where one
-        has died."""
+        """Find ranks that are gone now, or have reported why they end. torchrun interrupts all where one has died."""
         for rank in range(1, self.size):
             self.lost = self.lost or (self.reasons.of(rank) if self.reasons else None)
         for rank, process in self.given.items():

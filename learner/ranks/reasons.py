@@ -1,4 +1,4 @@
-"""Why a rank ends, in the ranks' store: the others may be on other machines, where nobody sees its log."""
+"""Reasons of ranks that end, in the ranks' store: the others may be on other machines, where nobody sees its log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reasons:
             self._store.set(str(self._rank), json.dumps([kind, str(error)]))
 
     def of(self, rank: int) -> Reason | None:
-        """What a rank has said before it ended."""
+        """Reason that a rank reported before it ended."""
         with suppress(DistError, RuntimeError):
             if self._store.check([str(rank)]):
                 kind, reason = json.loads(self._store.get(str(rank)))
@@ -55,7 +55,7 @@ class Reasons:
         return self._store.check([_heard(rank)]) or self._store.check([str(rank)])
 
     def wait_for_one(self, ranks: Iterable[int]) -> Reason | None:
-        """What one of the ranks says within PATIENCE_S, after a collective has failed."""
+        """Reason that one of the ranks reports within PATIENCE_S, after a collective has failed."""
         deadline, others = time.monotonic() + PATIENCE_S, list(ranks)
         while time.monotonic() < deadline:
             if said := next(filter(None, map(self.of, others)), None):

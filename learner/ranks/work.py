@@ -15,7 +15,7 @@ from learner.training.packing import MicroBatch
 
 @dataclass
 class RankWork:
-    """What this rank has computed since the last report."""
+    """Work of this rank since the last report."""
 
     busy_s: float = 0.0
     tokens: int = 0

@@ -65,7 +65,7 @@ class Reporter:
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
         self._unscored = ""
-        """What the newest trajectory without a score says."""
+        """Error of the newest trajectory without a score."""
         counts = ledger.counts()
         self._judged_before = sum(counts.dropped.values()) - counts.dropped["stale"], counts.trained
         """Groups that filters had dropped, and trained ones, at the last record."""

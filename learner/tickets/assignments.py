@@ -45,7 +45,7 @@ class Outstanding:
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
-    """Until then a server that held the ticket before the learner restarted may come back with it."""
+    """Time until which a server that held the ticket before the learner restarted may still return its group."""
 
     @property
     def deadline(self) -> int:

@@ -39,7 +39,7 @@ stops: such steps teach nothing, and a run of them would end as if it had learne
 
 class Verdicts(NamedTuple):
     reasons: dict[TicketSlot, str]
-    """Why each dropped group is dropped."""
+    """Reason of each dropped group."""
     source: dict[str, float]
     """Entries of the prompt source's state that have changed."""
 
@@ -157,7 +157,7 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
 
 
 def sampled_group(item: ReceivedGroup) -> SampledGroup:
-    """What filters and sources see of a group: what the policy sampled, without greedy rows and demonstrations."""
+    """Group as filters and sources see it: sampled by the policy, without greedy rows and demonstrations."""
     rows = np.flatnonzero(~(item.is_baseline | item.is_demonstration)).tolist()
     lengths = item.group.lengths.tolist()
     return SampledGroup(

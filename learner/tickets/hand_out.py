@@ -1,4 +1,4 @@
-"""Which server gets which ticket: the one that is expected to send its group first.
+"""Assignment of tickets: the server that is expected to send its group first gets the next one.
 
 A server decodes so many sequences at once, each at so many tokens a second. As long as it has a place for all that it
 holds, another group takes there what its tokens take; from then on groups share the places, and each takes longer in
@@ -28,7 +28,7 @@ from protocol.messages import Ticket
 RECENT_GROUPS = 32
 """Over which a server's speed is taken: one that slows down is noticed within as many groups."""
 ROUNDING = 1e-6
-"""Of sums of parts of groups."""
+"""Absolute tolerance when adding fractional group loads."""
 
 
 class ServerSpeeds:
@@ -76,7 +76,7 @@ class ServerSpeeds:
         return median(self._speeds.values()) if self._speeds else 1.0
 
     def forget(self, server_id: str) -> None:
-        """It has left: what comes back under its name may be another machine."""
+        """Forget a server that has left: its name may come back on another machine."""
         self._recent.pop(server_id, None)
         self._speeds.pop(server_id, None)
 
@@ -116,7 +116,7 @@ def crowd_of(held: float, group_size: int, sequences: int) -> float:
 
 
 class Room(NamedTuple):
-    """What a server has and may have."""
+    """Capacity of a server: used and allowed."""
 
     held: float
     """Groups that it has."""

@@ -28,7 +28,7 @@ _BLOB_ENTRY_BYTES = 128
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """What the prompt of a group that comes back is compared with."""
+    """Facts that a returned group's prompt is compared with."""
 
     token_ids: np.ndarray
     """[P] int32, image placeholders expanded."""
@@ -72,7 +72,7 @@ class PreparedTicket:
         return {**group.blobs, **self.blobs}
 
     def facts_of(self, group: Group) -> PromptFacts:
-        """What that prompt must look like. Raises as `prompt_of` does."""
+        """Facts of the expected prompt. Raises as `prompt_of` does."""
         if not group.opening:
             return self.facts
         prompt = self.prompt_of(group)
@@ -147,7 +147,7 @@ class ReceivedGroup:
 
     @cached_property
     def prompt(self) -> Prompt:
-        """What it was sampled from."""
+        """Prompt that the group was sampled from."""
         return self.prepared.prompt_of(self.group)
 
     @property

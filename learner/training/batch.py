@@ -115,7 +115,7 @@ class Batch:
         return TrainedTokens(row, flat, place)
 
     def turns(self, *, zero_over_limit: bool) -> TurnColumns:
-        """What the records say of the turns of the trained tokens.
+        """Turns of the trained tokens, from the records.
 
         `zero_over_limit`: trajectories that a limit ended are scored with 0, so that their turns earned nothing. What a
         turn earned of which no token is trained is in no column: credit for it would go to another turn.
@@ -309,7 +309,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
 
 
 def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
-    """What came of trajectories that an environment answered, and what they waited and saw; nothing without any."""
+    """Statistics of trajectories that an environment answered, with waits and observations; empty without any."""
     records = [record for group in groups for record in group.trajectories]
     if not records:
         return {}

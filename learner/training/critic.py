@@ -20,7 +20,7 @@ from learner.training.train_engine import Write
 
 WEIGHTS_FILE = "critic.safetensors"
 FOLDER = "critic"
-"""Its files in a checkpoint."""
+"""Folder in a checkpoint."""
 
 
 class Critic(TorchEngine):
@@ -44,7 +44,7 @@ class Critic(TorchEngine):
         return self.sharding.run(lambda: values(self.model, self._inputs(micro_batch), micro_batch.predict_from))
 
     def _fixed_logprobs(self) -> torch.Tensor:
-        """What is compared before sleeping and after waking: values of the fixed tokens."""
+        """Values of the fixed tokens, compared before sleeping and after waking."""
         with torch.no_grad():
             return self.values(self._fixed_micro_batch()).cpu()
 

@@ -47,7 +47,7 @@ class TorchEngine:
     """
 
     role = "actor"
-    """Its name among the engines of a step."""
+    """Name among the engines of a step."""
 
     def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
@@ -63,7 +63,7 @@ class TorchEngine:
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
         self.features: VisionFeatures | None = None
-        """Where features of images are kept; None: they are computed in each pass."""
+        """Cache of image features; None: they are computed in each pass."""
 
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
@@ -277,7 +277,7 @@ class TorchEngine:
         return sum(engine.wake_up() for engine in (self, *self.companions))
 
     def fall_asleep(self) -> int:
-        """The same of this engine alone."""
+        """Put this engine alone to sleep."""
         self._before = self._fixed_logprobs()
         self.sharding.changed()
         return self._sleeper.sleep(self._in_memory())
@@ -288,7 +288,7 @@ class TorchEngine:
         return moved
 
     def _in_memory(self) -> Iterator[torch.Tensor]:
-        """What this rank has of `_tensors`."""
+        """Parts of `_tensors` on this rank."""
         return map(self.sharding.in_memory, self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -71,7 +71,7 @@ class MasterWeights:
             self._copies[name].copy_(master)
 
     def _dtypes(self) -> Mapping[str, torch.dtype]:
-        """What the parameters are computed in, by their names."""
+        """Compute dtypes of the parameters, by name."""
         return {name: parameter.dtype for name, parameter in self._trained.items()}
 
     def _check_names(self, theirs: Collection[str], ours: Collection[str], folder: Path) -> None:

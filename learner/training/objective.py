@@ -24,7 +24,7 @@ from learner.training.roles import Roles, Scored
 
 @dataclass(frozen=True)
 class Decided:
-    """What is fixed for a batch before its first update. `N` runs over its trained tokens."""
+    """Values fixed for a batch before its first update. `N` runs over its trained tokens."""
 
     batch: Batch
     version: int

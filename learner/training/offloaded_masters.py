@@ -70,7 +70,7 @@ class OffloadedMasters(MasterWeights):
         self._link.settle()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Those of 16-bit parameters, as without offload: an fp32 parameter is the same as its master."""
+        """State of 16-bit parameters, as without offload: an fp32 parameter is its own master."""
         return {name: self._copies[name] for name in self._rounded()}
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class _Link:
         self._rounded = [torch.empty(0, dtype=torch.uint8)] * GRADIENTS_IN_FLIGHT
         """Pinned buffers, one for each copy that may be under way."""
         self._free = torch.empty(0)
-        """What is left of the newest piece of pinned memory."""
+        """Free rest of the newest piece of pinned memory."""
 
     def host_memory(self, numel: int) -> torch.Tensor:
         """[numel] fp32, pinned for a GPU: torch rounds what it pins up to a power of two, so pieces are shared."""

@@ -28,9 +28,9 @@ class Segment:
     """Tokens of a trajectory that see the prompt and each other, up to where the next segment begins."""
 
     start: int = 0
-    """Its first token."""
+    """Index of the first token."""
     observed: EncodedPrompt | None = None
-    """The same tokens with the images that an environment showed among them; None: they are all text."""
+    """Tokens with the images that an environment showed among them; None: they are all text."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Completion:
     """One trajectory to train on. Columns are [T]."""
 
     row: int
-    """Its number in the batch."""
+    """Index in the batch."""
     token_ids: np.ndarray
     loss_mask: np.ndarray
     """1 on tokens that count in the loss."""
@@ -95,15 +95,15 @@ class MicroBatch:
     column: torch.Tensor
     """[N] its place in the row's completion."""
     masked_pixels: torch.Tensor | None = None
-    """What takes the place of `inputs["pixel_values"]` where images are masked; None where nothing asks."""
+    """Replacement of `inputs["pixel_values"]` where images are masked; None without masking."""
     sees_masked: torch.Tensor | None = None
     """[N] bool: the token's prompt has images that are masked then."""
     is_idle: bool = False
-    """It is another rank's, and is computed only because all ranks compute equally often: nothing of it may count."""
+    """True for a placeholder that keeps collectives aligned: it belongs to another rank and counts nowhere."""
 
     @property
     def masked(self) -> MicroBatch:
-        """The same tokens after masked images."""
+        """Micro-batch of the same tokens after masked images."""
         assert self.masked_pixels is not None
         return replace(self, inputs={**self.inputs, "pixel_values": self.masked_pixels})
 

@@ -25,7 +25,7 @@ from learner.training.train_engine import Write
 WEIGHTS_FILE = "reference.safetensors"
 AVERAGES_FILE = "averages.pt"
 FOLDER = "reference"
-"""Its files in a checkpoint, where it moves."""
+"""Folder in a checkpoint, of a reference that moves."""
 
 
 class Reference(TorchEngine):
@@ -84,7 +84,7 @@ class Reference(TorchEngine):
 
     @torch.no_grad()
     def other_states(self, micro_batch: MicroBatch) -> OtherStates:
-        """Its states before the trained tokens, for a comparison of whole distributions.
+        """Hidden states of the reference before the trained tokens, for a comparison of whole distributions.
 
         Where its weights are gathered while it computes, its output layer is copied: the policy computes with it.
         """
@@ -125,7 +125,7 @@ class Reference(TorchEngine):
         return 0 if self._settings.offload else super().wake_up()
 
     def files(self, *, copies: bool) -> Write:
-        """Its weights, and the moving averages that they are the rounded values of."""
+        """Weights, and the moving averages that they are the rounded values of."""
         copies = copies or self._settings.offload  # it is on the device no more when they are written
         with self.on_device():
             weights = self.sharding.weights_files(WEIGHTS_FILE, copies=copies)
@@ -157,7 +157,7 @@ class WithoutAdapters:
         self._actor = actor
 
     def on_device(self) -> AbstractContextManager[None]:
-        """It is where the policy is."""
+        """True if the reference is where the policy is."""
         return nullcontext()
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -166,6 +166,6 @@ class WithoutAdapters:
             return self._actor.forward(micro_batch).logprobs
 
     def other_states(self, micro_batch: MicroBatch) -> OtherStates:
-        """Its states before the trained tokens; adapters never reach the output layer."""
+        """Hidden states before the trained tokens; adapters never reach the output layer."""
         with self._actor.reference():
             return OtherStates(self._actor.head, self._actor.states(micro_batch))

@@ -25,17 +25,17 @@ class Scored:
     """A batch as the roles see it: [N] over its trained tokens, detached, on the CPU; None where nothing asks."""
 
     proximal_logprobs: torch.Tensor | None = None
-    """Of the learner's policy at the start of the step."""
+    """Log-probs of the learner's policy at the start of the step."""
     entropies: torch.Tensor | None = None
-    """Of the same policy's distributions."""
+    """Entropies of the same policy's distributions."""
     squared_probabilities: torch.Tensor | None = None
     """Sums over the vocabulary of that policy's squared probabilities."""
     reference_logprobs: torch.Tensor | None = None
-    """Of the reference policy."""
+    """Log-probs of the reference policy."""
     exact_kl: torch.Tensor | None = None
     """KL(policy || reference) at the start of the step, summed over the vocabulary."""
     values: torch.Tensor | None = None
-    """Of the critic at the start of the step."""
+    """Values of the critic at the start of the step."""
 
 
 OF_THE_ACTOR = frozenset({"proximal_logprobs", "entropies", "squared_probabilities", "exact_kl"})

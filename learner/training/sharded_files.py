@@ -29,7 +29,7 @@ from learner.training.train_engine import Write
 
 
 class ShardedFiles:
-    """What the placements over several ranks have in common."""
+    """Common base of the placements over several ranks."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -43,7 +43,7 @@ class ShardedFiles:
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # for the threads that write
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
-        """This rank's part of a weight of the model, or a buffer, as it is saved."""
+        """Part of a weight or a buffer that this rank saves."""
         raise NotImplementedError
 
     def changed(self) -> None:
@@ -124,7 +124,7 @@ def _take_parts(state: Any) -> tuple[Any, dict[str, Part]]:
 
 
 def _without_weights(model: Any) -> Any:
-    """The same model on the meta device: it knows how its family's files are written."""
+    """Model on the meta device: it knows how its family's files are written."""
     config = copy(model.config)
     with torch.device("meta"):
         skeleton = type(model)._from_config(config, dtype=model.dtype)

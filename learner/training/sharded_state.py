@@ -33,14 +33,14 @@ FILE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a tensor."""
+    """Part of a tensor on one rank."""
 
     elements: torch.Tensor
     """[n] of the flattened tensor, in its order; none where the rank has nothing of it."""
     first: int
     """Place of the first."""
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole tensor."""
 
     @staticmethod
     def even(elements: torch.Tensor, rank: int, shape: torch.Size) -> Part:
@@ -152,7 +152,7 @@ def _file_numbers(parts: Mapping[str, Part], group: dist.ProcessGroup) -> dict[s
 
 
 def stored_tensors(folder: Path, outlines: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
-    """Those of these names, shapes and dtypes that any number of ranks has written."""
+    """Tensors of these names, shapes and dtypes, written by any number of ranks."""
     found = {name: Stored(name, like.shape, like.dtype, []) for name, like in outlines.items()}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -166,7 +166,7 @@ def stored_tensors(folder: Path, outlines: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def joined_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank 0 has put together, mapped: names and flattened tensors."""
+    """Tensors that rank 0 has joined, mapped: names and flattened tensors."""
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             yield from _tensors(opened)

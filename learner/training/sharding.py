@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Sharding(Protocol):
-    """What differs between a model that is whole and one in parts. Whatever returns whole tensors is a collective."""
+    """Placement of a model, whole or divided. Whatever returns whole tensors is a collective."""
 
     load_device: torch.device
-    """Where the model is loaded, before `shard`."""
+    """Device for loading the model, before `shard`."""
     gathers: bool
     """True where weights are gathered while they compute: all ranks then compute the same modules, as often."""
 
@@ -51,11 +51,11 @@ class Sharding(Protocol):
         ...
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter."""
+        """Part of a parameter on this rank."""
         ...
 
     def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this process has of a parameter, or of a tensor that is divided like one, in memory that is its own."""
+        """Copy of this process's part of a parameter, or of a tensor that is divided like one."""
         ...
 
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from asyncrl.errors import UserError
 
 OWN_SUFFIX = ".deepspeed"
-"""Of the folder with DeepSpeed's own files, beside the file of what they lack."""
+"""Suffix of the folder with DeepSpeed's own files, beside the file of the state that they lack."""
 
 
 def is_portable(checkpoint: Path) -> bool:

@@ -27,7 +27,7 @@ writes was copied if training goes on meanwhile (`copies`), else it is what the 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What others ask about an engine's model, whose weights they do not touch."""
+    """Facts about an engine's model for code that does not touch its weights."""
 
     vocabulary: int
     """Rows of the output layer."""
@@ -35,7 +35,7 @@ class EngineFacts:
     """Fingerprint of published names, dtypes and shapes."""
     published_bytes: int
     dtype: torch.dtype
-    """What the model computes in, and travels in."""
+    """Dtype of computation and of publication."""
     source: str
     """Folder that the model was loaded from."""
     flops: ModelFlops
@@ -63,7 +63,7 @@ class TrainEngine(Protocol):
 
     facts: EngineFacts
     device: torch.device
-    """Where micro-batches and their outputs are."""
+    """Device of micro-batches and their outputs."""
     adapter: AdapterSpec | None
     """The adapter that is trained and published; None: the model itself."""
 
@@ -102,7 +102,7 @@ class TrainEngine(Protocol):
         ...
 
     def files(self, *, copies: bool) -> Write:
-        """What else a restart needs of it: master weights, optimiser and schedule."""
+        """Files for a restart: master weights, optimiser and schedule."""
         ...
 
     def load(self, folder: Path) -> None: ...

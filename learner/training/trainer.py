@@ -147,7 +147,7 @@ class Trainer:
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def snapshot(self, run_id: str, building: Path, *, copies: bool) -> Snapshot:
-        """What a checkpoint of this step holds, on all ranks, which write it into the folder `building`.
+        """Snapshot of a checkpoint of this step, on all ranks, which write it into the folder `building`.
 
         `copies`: training may go on before it is written.
         """

@@ -42,8 +42,8 @@ class Updates(Protocol):
     def forget_moments(self) -> None: ...
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """What is stepped, fp32: of each trained parameter, in the model's order, the part that `Sharding.local` has
-        of it."""
+        """Stepped tensors, fp32: of each trained parameter, in the model's order, the part that `Sharding.local`
+        returns."""
         ...
 
     def copies(self) -> Iterator[torch.Tensor]:
@@ -75,7 +75,7 @@ class Parts(Protocol):
         ...
 
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that was read from a file, as `like`, a parameter of its shape, is divided."""
+        """Part on this rank of a tensor from a file, divided as `like`, a parameter of its shape."""
         ...
 
     def state_files(self, state: Any, name: str, *, copies: bool) -> Write: ...

@@ -73,7 +73,7 @@ class ZeroWhole(ShardedFiles):
         return published_tensors(self._model)
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
-        """As published; what has been rounded here, as it was loaded."""
+        """Part of a published weight; a weight that was rounded here is returned as it was loaded."""
         if self._updates is not None and self.dtypes.get(name, tensor.dtype) != tensor.dtype:
             return self._updates.part(tensor)
         return self.divided(self.local(tensor), tensor) if isinstance(tensor, nn.Parameter) else tensor

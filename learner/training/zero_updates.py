@@ -113,7 +113,7 @@ class ZeroUpdates:
         """Nothing to do: where gradients are to be dropped, the run ends (`begins_again`)."""
 
     def _flat_masters(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's masters, flattened, by the number of their group."""
+        """Masters of this rank, flattened, by the number of their group."""
         if not self._is_parted:
             return {group["number"]: list(group["params"]) for group in self._optimizer.param_groups}
         found: dict[int, list[torch.Tensor]] = {group["number"]: [] for group in self._optimizer.param_groups}
@@ -158,7 +158,7 @@ class ZeroUpdates:
             yield from state.values()
 
     def part(self, parameter: Any, moment: str | None = None) -> Part:
-        """This rank's part of the fp32 master of a trained parameter, or of one of its moments: a view."""
+        """Part on this rank of the fp32 master of a trained parameter, or of one of its moments: a view."""
         if self._is_parted:
             read = self._zero._get_fp32_opt_state_partition
             flat, _ = read(parameter, release_swap_buffers=True, optim_state_key=moment)
@@ -184,7 +184,7 @@ class ZeroUpdates:
         return write
 
     def _state(self) -> dict[str, Any]:
-        """As torch's optimiser has it, whose state is numbered by the places of parameters in the groups of
+        """State in the form of torch's optimiser, numbered by the places of parameters in the groups of
         `parameter_groups`."""
         masters = {n: self.part(p) for n, p in self._rounded().items()}
         state: dict[int, dict[str, Any]] = {}
@@ -243,7 +243,7 @@ class _InFile:
     """The optimiser of a whole model, as a checkpoint has it."""
 
     names: list[str]
-    """Of the parameters, by their numbers."""
+    """Names of the parameters, by their numbers."""
     param_groups: list[dict[str, Any]]
 
 
