@@ -49,7 +49,7 @@ class LearnerKeys:
 
     @property
     def where(self) -> str:
-        """Where the keys of known peers are, for a log line."""
+        """Place of the keys of known peers, for a log line."""
         return str(self.servers)
 
 

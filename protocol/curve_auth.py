@@ -22,7 +22,7 @@ from protocol.curve import LearnerKeys, RelayKeys, ServerKeys
 logger = logging.getLogger(__name__)
 
 Peer = Literal["learner", "pool"]
-"""What a server dials."""
+"""Keys that a server dials with."""
 ZAP_DOMAIN = "asyncrl"
 LOG_EVERY_S = 60.0
 """Seconds between two log lines of one kind: a scanner that tries all day is counted all day, and logged seldom."""
@@ -136,7 +136,7 @@ class HandshakeWatch:
         self._keys = keys
         self._peer = peer
         self._failures: list[int] = []
-        """Since the last success."""
+        """Failures since the last success."""
         self.connections = 0
         """Handshakes that have succeeded; more than one: the connection was lost meanwhile."""
         self.is_connected = False

@@ -83,7 +83,7 @@ class Download:
         self._left = [entry.nbytes for entry in manifest.tensors]
         """Bytes of each tensor that have not arrived."""
         self._senders: list[set[str]] = [set() for _ in manifest.tensors]
-        """Who has sent bytes of each tensor, since it was last found wrong."""
+        """Senders of bytes of each tensor, since it was last found wrong."""
         self._attempts = [0] * len(manifest.tensors)
         # Tensors without bytes have nothing to wait for.
         self._verified = [not entry.nbytes and entry.xxh3 == _NOTHING for entry in manifest.tensors]
@@ -207,8 +207,8 @@ class Download:
             self._check(complete)
 
     async def check_rest(self) -> None:
-        """Where nothing is missing: wait for checks that are under way; without any, begin those of tensors for which
-        nothing had to come."""
+        """Check the rest: wait for checks that are under way; without any, begin those of tensors for which nothing had
+        to come."""
         if self._checks:
             await asyncio.wait(self._checks, return_when=asyncio.FIRST_COMPLETED)
         else:

@@ -128,7 +128,7 @@ def _host_setting(setting: str) -> str:
 
 
 def address_towards(endpoint: str) -> str:
-    """This machine's address as the machine of `endpoint` sees it, where no one translates addresses.
+    """Address of this machine as the machine of `endpoint` sees it, where no one translates addresses.
 
     Raises BindError for an unknown host, or where there is no route.
     """

@@ -268,7 +268,7 @@ class ServerSocket:
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._handshakes = HandshakeWatch(self._socket, endpoint, keys, peer)
         self._plain = zmq.Socket.shadow(self._socket.underlying)
-        """The same socket outside asyncio: its reads never wait, and cost less."""
+        """Plain socket beside the asyncio one: its reads never wait, and cost less."""
         self._socket.connect(endpoint)
 
     async def recv(self, timeout_s: float) -> Message | BadMessage | None:

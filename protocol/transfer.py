@@ -24,7 +24,8 @@ RETRY_S = 2.0
 PATIENCE, MOST_PATIENCE = 2.0, 0.25
 """Times what a chunk took that is waited for the next one, and the most of that, as a share of the deadline."""
 SILENT_RETRIES, SILENT_SHARE = 2, 1 / 3
-"""So many of them, or this share of the deadline, without a word from a server, and it counts as silent."""
+"""Limits of silence: after so many retries, or this share of the deadline, without a message, a server counts as
+silent."""
 
 
 def answer_chunk_request(publication: Publication, request: ChunkRequest) -> Chunk | Error:
@@ -114,7 +115,7 @@ class _Pull:
         self._asked: dict[int, float] = {}
         """Offsets on their way, in the order in which they were asked for, and when that was."""
         self._asked_twice: set[int] = set()
-        """Those of them whose answer does not say how long it took: it may be that to the first request."""
+        """Requests whose answer does not say how long it took: it may belong to the first of two."""
         self._patience_s = retry_s
         """Seconds without any chunk after which requests are sent again."""
         self._waiting: deque[int] = deque(download.missing())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 LEVEL = 1
-"""Of zstd: level 3 makes bfloat16 differences 0.5 % smaller in 1.2 times the time."""
+"""Level of zstd: level 3 makes bfloat16 differences 0.5 % smaller in 1.2 times the time."""
 MOST_SHARE = 0.5
 """A difference that is larger than this share of the new bytes is sent as those. It also bounds what keeping all
 differences of a version costs."""

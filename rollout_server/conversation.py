@@ -281,7 +281,7 @@ class ConversationProducer:
     async def _answer(
         self, opened: _Ticket, trajectory: Trajectory, history: History
     ) -> tuple[Observation, Shown] | None:
-        """What the environment shows after a turn, and its tokens; None where the trajectory has ended."""
+        """Observation after a turn, and its tokens; None where the trajectory has ended."""
         began = time.monotonic()
         assert trajectory.environment is not None, "it is closed at the end of the trajectory"
         try:

@@ -113,7 +113,7 @@ async def _play(config: RunConfig) -> list[Scored]:
 async def _playing(
     config: RunConfig,
 ) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
-    """What plays tickets, started but for the engine: what can be refused without a model is refused first."""
+    """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
     assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
@@ -151,7 +151,7 @@ class _Rows:
         self._left = enumerate(prompts)
         self._ticket = partial(_ticket, config, processor, stop_token_ids(config.model, processor.tokenizer))
         self._scored: dict[int, list[Scored]] = {}
-        """By ticket."""
+        """Scores by ticket."""
         self._health = EnvironmentHealth("then evaluate again")
         self._progress = Progress(number * config.evaluation.group_size)
 

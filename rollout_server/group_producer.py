@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
 """Characters of an exception that travel to the learner."""
 Answer = Group | TicketFailed | TicketReturned
-"""What becomes of a ticket."""
+"""Result of a ticket."""
 SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 INTERRUPT_AGAIN_S = 0.02
 """Seconds between two looks at what was interrupted, and had not reached the engine yet."""
@@ -270,7 +270,7 @@ def is_unscored(ticket: Ticket) -> bool:
 
 
 def partial_rollout(completions: Iterable[Completion], group_size: int) -> PartialRollout:
-    """What there is of a group here, finished or not; `completions` in any order, and of others nothing."""
+    """Part of a group that was sampled here, finished or not; `completions` in any order, and nothing of others."""
     ordered = sorted(completions, key=lambda completion: completion.index)
     lengths = np.zeros(group_size, np.int32)
     lengths[[completion.index for completion in ordered]] = [len(completion.token_ids) for completion in ordered]

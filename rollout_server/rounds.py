@@ -67,7 +67,7 @@ class Rounds(AtOnce):
         self._begin_if_complete()
 
     async def sample(self, request: GenerationRequest) -> AsyncIterator[Answer]:
-        """The same, in the next round: all of it is there at once."""
+        """Sample the turn in the next round, which is returned whole."""
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
         self._begin_if_complete()

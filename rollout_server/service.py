@@ -63,7 +63,7 @@ class RolloutServer:
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self._not_begun: set[int] = set()
-        """Those of them that wait for weights."""
+        """Tickets that wait for weights."""
         self._drains = False
         """True once it was asked to end: it begins nothing any more."""
         self.device: SharedDevice | None = None
@@ -112,7 +112,7 @@ class RolloutServer:
             logger.warning("%d tickets did not come to an end in %g s", len(movable & self._held.keys()), DRAINING_S)
 
     def _movable(self, ticket_ids: Iterable[int]) -> set[int]:
-        """Those that are in work here, and that another server could go on with."""
+        """Tickets in work here that another server could go on with."""
         return {i for i in ticket_ids if (ticket := self._held.get(i)) is not None and not ticket.conversation}
 
     async def _interrupt(self, movable: set[int]) -> None:

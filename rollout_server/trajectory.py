@@ -30,7 +30,7 @@ class Trajectory:
     parking: Parking = field(default_factory=Parking)
     turns: list[Turn] = field(default_factory=list)
     pieces: list[EncodedPrompt] = field(default_factory=list)
-    """Of all segments."""
+    """Encoded pieces of all segments."""
     context: int = 0
     """Tokens at their end with which a new segment has begun, until a turn follows."""
     images: list[bytes] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Trajectory:
     kv_versions: list[np.ndarray] = field(default_factory=list)
     has_kv_versions: bool = False
     text: str = ""
-    """What the last turn says."""
+    """Text of the last turn."""
     limit: Limit = ""
     failure: tuple[str, str] | None = None
     """Kind and message where its environment has failed."""

@@ -26,7 +26,7 @@ GREY, BLUE, GREEN, INK = "#666666", "#1a4f9c", "#1a8040", "#222222"
 
 
 def episode(name: str, number: int) -> list[tuple[str, Any]]:
-    """What is shown, done and earned, in order."""
+    """Images, actions and rewards, in order."""
     section = override({"name": f"{ROOT}/examples/{name}/environment.py:{EXAMPLES[name]}"}, ["limits.turns=8"])
     loaded = play.open_environment(section, UNIT)
     start = play.start_of(loaded, play.make_row(loaded, number, "held_out"), seed=1)

@@ -156,7 +156,7 @@ NEEDED = {
     "greedy_row": "a greedy completion more per group",
     "reference": "a [reference policy](#kl-to-a-reference-policy)",
 }
-"""What a whole method asks of a run, in words. The rest is a forward pass."""
+"""Requirements of a whole method, in words. The rest is a forward pass."""
 
 
 def _overlays() -> str:

@@ -73,7 +73,7 @@ def inspect(browser: Browser, run_dir: Path, folder: Path) -> list[Path]:
 
 
 def most_telling(store: SampleStore) -> SampleRow:
-    """Where learner and engine differ most, near the top of its group."""
+    """Sample with the largest difference between learner and engine, near the top of its group."""
     rows = store.find(SampleQuery(), limit=LOOKED_AT).rows
     near_the_top = (row for row in rows if row.has_payload and row.trajectory in (1, 2))
     return max(near_the_top, key=lambda row: row.logprob_diff_max or 0.0)

@@ -34,7 +34,7 @@ class TrajectoryRecord(Wire):
 
     status: TrajectoryStatus
     finish_reason: FinishReason
-    """That of its last turn."""
+    """Finish reason of the last turn."""
     limit: Limit = ""
     """The limit of the ticket's conversation that ended it before the environment did; empty: none."""
     error_kind: Text = ""
@@ -66,7 +66,7 @@ class TrajectoryRecord(Wire):
 
     @property
     def end(self) -> str:
-        """What ended a conversation: `done` (policy or environment), `cut` (its last turn), a limit, or `failed`."""
+        """End of a conversation: `done` (policy or environment), `cut` (its last turn), a limit, or `failed`."""
         if self.environment_error:
             return "failed"
         return self.limit or ("cut" if self.finish_reason is FinishReason.LENGTH else "done")
@@ -93,7 +93,7 @@ class Group(Wire):
     prompt_ids: Int32Array
     """[P] exact prompt token ids, image placeholders expanded, what the environment opened with included."""
     opening: Many[ObservedMessage] = ()
-    """What the environment showed first, to all trajectories: the end of the prompt's last message if that is a user's,
+    """First messages of the environment, to all trajectories: the end of the prompt's last message if that is a user's,
     or a user's message behind it."""
     blobs: dict[ContentHash, Blob] = Field(default_factory=dict)
     """Encoded bytes of the images of the opening and of observations, by content hash, each once."""
@@ -142,13 +142,13 @@ class Group(Wire):
         return self
 
     def span(self, index: int) -> slice:
-        """Where the tokens of a trajectory are in the columns."""
+        """Slice of a trajectory's tokens in the columns."""
         end = int(self.lengths[: index + 1].sum())
         return slice(end - int(self.lengths[index]), end)
 
 
 class Ack(Wire):
-    """These groups are safe with the learner; the server may forget them."""
+    """Acknowledgement: these groups are safe with the learner; the server may forget them."""
 
     type: Literal["ack"] = "ack"
     ticket_ids: Many[TicketId]

@@ -13,7 +13,7 @@ from protocol.frames import Blob
 from protocol.messages.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, PeerId, Text, Wire
 
 WorkerKind = Literal["reward", "environment"]
-"""What a pool starts, and nothing else."""
+"""Kind of worker, the only ones that a pool starts."""
 ProcessNumber = Annotated[int, Field(gt=0, lt=2**63)]
 """The asking side's number of a process. It is never used again within a session."""
 
@@ -25,9 +25,9 @@ class PoolHello(Wire):
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
     server_id: PeerId
-    """The same after a reconnection: processes of the connection before are ended."""
+    """Server's id, which a reconnection keeps: processes of the connection before are ended."""
     session: PeerId
-    """Of the processes that are asked for from now on."""
+    """Session of the processes that are asked for from now on."""
     heartbeat_s: float = Field(gt=0, lt=3600)
     """The pool says it is alive this often, and so does the asking side."""
     timeout_s: float = Field(gt=0, lt=86400)

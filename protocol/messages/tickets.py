@@ -80,7 +80,7 @@ class Prompt(Wire):
 
 
 class FinishReason(StrEnum):
-    """Why sampling stopped."""
+    """Reason why sampling stopped."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -106,7 +106,7 @@ class Sampling(Wire):
     """Ids that can never be sampled: image and video placeholders and their fences."""
 
     def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Why a completion of these tokens has ended, its prefix included; None: it has not."""
+        """Finish reason of a completion of these tokens, its prefix included; None: it goes on."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_new_tokens else None
@@ -160,7 +160,7 @@ class ConversationLimits(Wire):
 
 
 class PartialRollout(Wire):
-    """What has been sampled of a group so far, finished or not. Columns are flat over trajectories: `N = sum(lengths)`.
+    """Sampled part of a group, finished or not. Columns are flat over trajectories: `N = sum(lengths)`.
 
     Whoever has the ticket next goes on from there: tokens, log-probs and versions stay what they are.
     """
@@ -186,7 +186,7 @@ class PartialRollout(Wire):
         return self
 
     def span(self, index: int) -> slice:
-        """Where the tokens of a trajectory are in the columns."""
+        """Slice of a trajectory's tokens in the columns."""
         end = int(self.lengths[: index + 1].sum())
         return slice(end - int(self.lengths[index]), end)
 
@@ -236,7 +236,7 @@ class Ticket(Wire):
     conversation: ConversationLimits | None = None
     """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
     partial: PartialRollout | None = None
-    """What other servers have sampled of it, to go on from; None: it begins anew."""
+    """Part that other servers have sampled, to go on from; None: the group begins anew."""
     only: Annotated[Many[Annotated[int, Field(ge=0)]], Field(exclude_if=lambda only: not only)] = ()
     """Indices of the trajectories that this server samples, rising: others have the rest. They come back as
     `TicketReturned`. Empty, and not on the wire: all that is not finished, and the group comes back."""

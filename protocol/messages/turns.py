@@ -62,7 +62,7 @@ class ToolCall(Wire):
     """Empty: it was answered. `malformed`: the text is no call; `arguments`: they do not fit the tool; `tool`: the tool
     said so; `not_run`: over the limit of calls in one turn."""
     error: str = Field(default="", max_length=LONGEST_CALL)
-    """What the policy was told."""
+    """Error text that the policy saw."""
     seconds: Seconds = 0.0
     """In the tool; 0 where the environment does not measure its calls one by one."""
 
@@ -81,7 +81,7 @@ class Turn(Wire):
     finish_reason: FinishReason | None = None
     """None: the trajectory's, whose only turn this is."""
     reward: float | None = None
-    """What the environment gave for this turn; None where it was not asked."""
+    """Reward that the environment gave for this turn; None where it was not asked."""
     state_key: str = Field(default="", pattern=r"^[0-9a-f]{0,32}$")
     """The environment's state after this turn, at most 16 bytes in hexadecimal; empty: unsaid."""
     observation: Many[ObservedMessage] = ()

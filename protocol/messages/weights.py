@@ -87,7 +87,7 @@ class Chunk(Wire):
 
 
 class SourceFailure(Wire):
-    """Why a rollout server turned away from another one that sent it a version."""
+    """Reason why a rollout server turned away from another one that sent it a version."""
 
     server_id: PeerId
     reason: Literal["checksum", "silent", "slow", "gone"]
@@ -103,17 +103,17 @@ class SourceRequest(Wire):
     session: PeerId
     """The `hello`'s: only the server itself knows it."""
     endpoint: str = Field(default="", max_length=200)
-    """Where the asking server sends what it has of the version to others; empty: nowhere."""
+    """Endpoint at which the asking server passes the version on to others; empty: nowhere."""
     key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
     """CURVE public key (Z85) of that endpoint; empty: none."""
     base: Version | None = None
     """The version that the asking server has in its memory: it can use differences from that; None: none."""
     failure: SourceFailure | None = None
-    """Why the last answer is of no use; None on the first request."""
+    """Failure of the last source; None on the first request."""
 
 
 class Source(Wire):
-    """Where to fetch a version: from the learner, or from a rollout server that has it or is receiving it."""
+    """Source of a version: the learner, or a rollout server that has it or is receiving it."""
 
     type: Literal["source"] = "source"
     version: Version

@@ -75,7 +75,7 @@ class GenerationRequest:
     seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
     """The prompt with the images that orders have in place of its own, by their content hashes."""
     partial: PartialRollout | None = None
-    """What another server has sampled of the group: each completion begins with that, its order's prefix included."""
+    """Part that another server has sampled of the group: each completion begins with it, the given prefix included."""
     only: tuple[int, ...] = ()
     """The completions that are sampled here, where others have the rest; empty: all."""
     stream: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class GenerationRequest:
         return self.orders[index].images if self.orders else ()
 
     def seen_by(self, index: int) -> SeenPrompt:
-        """What completion `index` is sampled from."""
+        """Prompt of completion `index`."""
         images = self.images_of(index)
         return self.seen[images] if images else SeenPrompt(self.prompt, self.images)
 
@@ -125,7 +125,7 @@ class GenerationRequest:
         return self.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.sampling
 
     def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Why a completion of these tokens has ended, its prefix included; None: it has not."""
+        """Finish reason of a completion of these tokens, its prefix included; None: it goes on."""
         return self.sampling.finish_reason(token_ids)
 
     def demonstration(self, index: int, version: int) -> Completion | None:

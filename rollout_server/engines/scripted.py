@@ -49,7 +49,7 @@ class ScriptedEngine:
         self._asleep = False
         self._version = 0
         self._tasks: dict[int, set[asyncio.Task[Completion]]] = {}
-        """What runs of each request's first turns."""
+        """Tasks of each request's first turns."""
         self._interrupted: set[asyncio.Task[Completion]] = set()
         self._tokens = 0
         self._busy = 0.0

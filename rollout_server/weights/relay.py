@@ -45,7 +45,7 @@ class Relay:
     """Belongs to one event loop. Raises BindError, or KeyFileError, where it cannot listen."""
 
     def __init__(self, config: RunConfig):
-        """It listens at the address that this machine has on its way to the learner, on a free port."""
+        """Listen at the address that this machine has on its way to the learner, on a free port."""
         network = config.network
         self._keys = RelayKeys(read_server_keys(Path(network.keys_dir)).secret) if network.keys_dir else None
         self._context = zmq.Context()

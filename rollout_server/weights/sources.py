@@ -1,4 +1,4 @@
-"""Where a server fetches a version over ZeroMQ: from whom the learner names, itself or another server."""
+"""Choice of a server's source of a version over ZeroMQ, as the learner names it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class WeightSources:
         )
 
     async def _ask(self, socket: ServerSocket, download: Download, failure: SourceFailure | None) -> Source:
-        """Whom to fetch from next. Raises ProtocolError VERSION_GONE, and TimeoutError without an answer."""
+        """Next source to fetch from. Raises ProtocolError VERSION_GONE, and TimeoutError without an answer."""
         manifest = download.manifest
         request = SourceRequest(
             version=manifest.version,

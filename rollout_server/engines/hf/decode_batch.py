@@ -59,7 +59,7 @@ class DecodeRow:
         return self.request.finish_reason(self.token_ids)
 
     def completion(self) -> Completion:
-        """What there is of it, finished or not."""
+        """Completion so far, finished or not."""
         return Completion(
             request_id=self.request.request_id,
             index=self.index,
@@ -162,7 +162,7 @@ class DecodeBatch:
     def prefill_behind(
         self, requests: Sequence[GenerationRequest], parked: Sequence[ParkedRow], version: int
     ) -> Joining:
-        """The same for later turns of conversations, whose rows are `parked`: only what is behind these is computed."""
+        """Prefill for later turns of conversations, whose rows are `parked`: only tokens behind these are computed."""
         rows = [row for request in requests for row in new_rows(request, version)]
         prompts = [row.request.encoded_prompt(row.index) for row in rows]
         pieces = [old.rest_of(prompt) for old, prompt in zip(parked, prompts, strict=True)]

@@ -67,7 +67,7 @@ class ParkedRow:
         )
 
     def rest_of(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        """What such a prompt has behind this row: tokens, and the images among them."""
+        """Rest of such a prompt behind this row: tokens, and the images among them."""
         images = len(self.image_hashes)
         new_images = len(prompt.image_hashes) > images and prompt.pixel_values is not None
         return replace(
@@ -91,7 +91,7 @@ class ParkedRows:
         self._places: dict[Parking, None] = {}
 
     def _kept(self) -> dict[Parking, ParkedRow]:
-        """What is still there: a trajectory that has ended has closed its place."""
+        """Rows that are still there: a trajectory that has ended has closed its place."""
         kept: dict[Parking, ParkedRow] = {place: row for place in self._places if (row := place.kept) is not None}
         self._places = dict.fromkeys(kept)
         return kept

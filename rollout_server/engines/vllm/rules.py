@@ -140,7 +140,7 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
 
 
 def quantization_problems(config: RunConfig, *, cuda: bool) -> Iterator[str]:
-    """What weights of 8 bits need of the model and of the GPU."""
+    """Requirements of weights of 8 bits: model and GPU."""
     quantization = config.rollout.quantization
     setting = f"rollout.quantization is {quantization}"
     if resolve_dtype(config).model.dtype == "float32":
