@@ -111,7 +111,7 @@ class GroupProducer:
                     request=request,
                     blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
                     started_at=started_at,
-                    scoring=None if is_unscored(ticket) else self._rewards.group(ticket.group_size),
+                    scoring=None if ticket.kind is TicketKind.PARITY else self._rewards.group(ticket.group_size),
                 )
         tasks: list[asyncio.Task[Answer | None]] = [
             asyncio.create_task(self._generate(progress)),
@@ -157,7 +157,6 @@ class GroupProducer:
                 sampling=ticket.sampling,
                 orders=ticket.orders,
                 partial=ticket.partial,
-                only=tuple(ticket.only),
                 seen={
                     images: SeenPrompt(
                         prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
@@ -189,7 +188,7 @@ class GroupProducer:
             group.completions[item.index] = item.behind(partial) if partial else item
             if item.finish_reason is not None:
                 group.scores.append(asyncio.create_task(self._score(group, item)))
-            if len(group.completions) == len(group.ticket.indices):
+            if len(group.completions) == group.ticket.group_size:
                 self._has_ended(group.ticket)
                 group.generated.set_result(time.monotonic())
 
@@ -222,12 +221,12 @@ class GroupProducer:
     async def _finish(self, group: _GroupInProgress) -> Answer:
         try:
             generated_at = await group.generated
-            if group.ticket.only or any(c.finish_reason is None for c in group.completions.values()):
+            if any(c.finish_reason is None for c in group.completions.values()):
                 for score in group.scores:
                     score.cancel()
                 return TicketReturned(
                     ticket_id=group.ticket.ticket_id,
-                    partial=partial_rollout(group.completions.values(), group.ticket.group_size),
+                    partial=partial_rollout(group.completions.values()),
                 )
             return self._joined(group, generated_at, dict(await asyncio.gather(*group.scores)))
         except Exception as error:
@@ -264,18 +263,11 @@ class GroupProducer:
         )
 
 
-def is_unscored(ticket: Ticket) -> bool:
-    """Whether only its log-probs are asked for, or another server joins the group and scores it."""
-    return ticket.kind is TicketKind.PARITY or bool(ticket.only)
-
-
-def partial_rollout(completions: Iterable[Completion], group_size: int) -> PartialRollout:
-    """Part of a group that was sampled here, finished or not; `completions` in any order, and nothing of others."""
+def partial_rollout(completions: Iterable[Completion]) -> PartialRollout:
+    """All completions of a group, in any order, finished or not, as the columns of a partial rollout."""
     ordered = sorted(completions, key=lambda completion: completion.index)
-    lengths = np.zeros(group_size, np.int32)
-    lengths[[completion.index for completion in ordered]] = [len(completion.token_ids) for completion in ordered]
     return PartialRollout(
-        lengths=lengths,
+        lengths=np.asarray([len(completion.token_ids) for completion in ordered], np.int32),
         token_ids=np.concatenate([c.token_ids for c in ordered]),
         logprobs=np.concatenate([c.logprobs for c in ordered]),
         versions=np.concatenate([c.versions for c in ordered]),

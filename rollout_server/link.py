@@ -106,7 +106,6 @@ class LearnerLink:
             base_fingerprint=base_fingerprint,
             quantization=config.rollout.quantization,
             max_groups=config.groups_in_flight,
-            max_sequences=config.rollout.max_concurrent_sequences,
             pid=os.getpid(),
             mode=config.trainer.mode,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,7 +31,6 @@ from protocol.messages import (
     ServerHeartbeat,
     Ticket,
     TicketFailed,
-    TicketRecall,
     Tickets,
     WeightManifest,
     Welcome,
@@ -99,7 +98,7 @@ class RolloutServer:
         self._drains = True
         if self.device or not hasattr(self, "producer"):
             return
-        movable = self._movable(self._held)
+        movable = {ticket_id for ticket_id, ticket in self._held.items() if not ticket.conversation}
         if not movable:
             return
         logger.info("ending: %d tickets go back to the learner as they are", len(movable))
@@ -110,10 +109,6 @@ class RolloutServer:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             logger.warning("%d tickets did not come to an end in %g s", len(movable & self._held.keys()), DRAINING_S)
-
-    def _movable(self, ticket_ids: Iterable[int]) -> set[int]:
-        """Tickets in work here that another server could go on with."""
-        return {i for i in ticket_ids if (ticket := self._held.get(i)) is not None and not ticket.conversation}
 
     async def _interrupt(self, movable: set[int]) -> None:
         """Give these tickets back: what has not begun as it came, the rest as it is by now."""
@@ -214,8 +209,6 @@ class RolloutServer:
             message = await self.link.next_message()
             if isinstance(message, Tickets):
                 self._begin(message)
-            elif isinstance(message, TicketRecall):
-                self._in_background(self._interrupt(self._movable(message.ticket_ids)))
             elif isinstance(message, WeightManifest):
                 self.policy_versions.announce(message)
             elif isinstance(message, Welcome):

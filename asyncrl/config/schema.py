@@ -34,7 +34,6 @@ class RunConfig(RunSections):
             reference_problems,
             staleness_problems,
             replay_problems,
-            move_problems,
             device_problems,
             engine_problems,
             training_engine_problems,
@@ -216,23 +215,3 @@ def replay_problems(config: RunSections) -> Iterator[str]:
             f"{where}, but batch.prompts_per_step is 1, and every step trains a new group. Raise the latter, or leave "
             "the former out"
         )
-
-
-def move_problems(config: RunSections) -> Iterator[str]:
-    """Name what leaves moves and divisions of groups nothing to do, with its fix."""
-    learner = config.learner
-    for name in ("move_stragglers", "divide_groups"):
-        where = f"learner.{name} is true"
-        if not getattr(learner, name):
-            continue
-        if not config.largest_staleness:
-            other = "" if config.trainer.mode == "sync" else ", or set learner.max_staleness=1"
-            yield (
-                f"{where}, but learner.max_staleness is 0: an on-policy batch is sampled whole where it was begun. "
-                f"Leave it out{other}"
-            )
-        if config.environment.is_used:
-            yield (
-                f"{where}, but trajectories are conversations, whose environments stay on the server that began them. "
-                "Leave it out"
-            )

@@ -177,13 +177,6 @@ class LearnerConfig(Section):
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
     prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
-    move_stragglers: bool = False
-    """Permission to move a late group, as tokens, to an idle server that is clearly faster than its own. For servers
-    that become slow in the middle of a run; refused on-policy (max_staleness 0) and with an environment."""
-    divide_groups: bool = False
-    """Divide a group that would wait for places on one server among several that have places, also one that moves.
-    What they sample comes together again on one of them, which scores it. Refused on-policy (max_staleness 0) and with
-    an environment."""
     engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
     it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""

@@ -42,8 +42,6 @@ class Observation:
     positions: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
     issued: int = 0
-    divided: int = 0
-    """Tickets that were divided among servers."""
     tokens_generated: int = 0
 
     def watch(
@@ -81,7 +79,6 @@ class Observation:
         if counts.residual:
             self.problems.append(f"ledger residual {counts.residual} at version {ledger.version}: {counts}")
         self.issued, self.dropped = counts.issued, sum(counts.dropped.values())
-        self.divided = ledger.out.divided
         self.meter.append(ledger.length_bias()["length_bias"])
         if self.workload.on_stale == "wait" and abs(self.meter[-1]) > ROUNDING:
             self.problems.append(f"length bias {self.meter[-1]} under wait at version {ledger.version}")

@@ -20,7 +20,6 @@ from typing import Any
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from benchmarks.staleness.observation import Observation
-from benchmarks.staleness.packing import LEAD_S, PackingSender
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import (
     LARGEST_BOUND,
@@ -35,10 +34,8 @@ from benchmarks.staleness.workload import (
 from learner.network.group_receiver import GroupReceiver
 from learner.network.group_verification import verify_group
 from learner.network.servers import ServerState
-from learner.network.straggler_moves import StragglerMoves
 from learner.network.thread import POLL_S
 from learner.network.ticket_sender import TicketSender
-from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
@@ -49,7 +46,6 @@ from protocol.messages import (
     Hello,
     Message,
     TicketFailed,
-    TicketReturned,
     WeightManifest,
     WeightsLoaded,
 )
@@ -117,26 +113,15 @@ class DelayedWeights:
 class SimulatedServer(RolloutServer):
     """The service between its link and its engine."""
 
-    def __init__(self, workload: Workload, number: int, link: SimulatedLink, random_numbers: random.Random):
-        super().__init__(workload.config(number))
+    def __init__(self, workload: Workload, link: SimulatedLink, random_numbers: random.Random):
+        super().__init__(workload.config())
         self.link: Any = link
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
-        self.engine.workload = workload
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
         self.policy_versions = PolicyVersions(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if tickets wait here for weights."""
-        return bool(self._not_begun)
-
-    def will_drain(self, version: int) -> bool:
-        """Whether something has to end here before the engine has this version."""
-        drains = self.config.rollout.weight_update == "drain"
-        return drains and self.engine.version < version and bool(self.engine.unfinished)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
@@ -145,32 +130,15 @@ class SimulatedServer(RolloutServer):
             following.cancel()
 
 
-class EqualSpeeds(ServerSpeeds):
-    """For a hand-out that looks at loads alone."""
-
-    def of(self, server_id: str) -> float:
-        return 1.0
-
-
-class InOrderOfIssue(ExpectedLengths):
-    """For tickets that go out in the order in which they were issued."""
-
-    def of(self, row_id: str) -> float:
-        return 0.0
-
-
 class SimulatedServers:
     """Servers with the part that TicketSender and GroupReceiver need: the connected ones, and a way to each."""
 
-    def __init__(self, max_groups: int, max_sequences: int, speeds: ServerSpeeds, lengths: ExpectedLengths):
+    def __init__(self, max_groups: int):
         self.connected: dict[str, ServerState] = {}
         self.aligned = self.connected
         self.version = 0
-        self.speeds = speeds
-        self.lengths = lengths
         self.errors: Counter[str] = Counter()
         self._max_groups = max_groups
-        self._max_sequences = max_sequences
         self._to_server: dict[str, InOrder] = {}
 
     def welcome(self, server_id: str, to_server: InOrder) -> None:
@@ -182,7 +150,6 @@ class SimulatedServers:
             model_fingerprint=MODEL,
             processor_fingerprint=PROCESSOR,
             max_groups=self._max_groups,
-            max_sequences=self._max_sequences,
             pid=1,
         )
         self.connected[server_id] = ServerState(hello, server_id.encode())
@@ -203,38 +170,19 @@ class SimulatedNetwork:
     def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
         config = workload.config()
         self.changed = asyncio.Event()
-        self.connections: Any = SimulatedServers(
-            config.groups_in_flight,
-            config.rollout.max_concurrent_sequences,
-            ServerSpeeds() if workload.by_speed else EqualSpeeds(),
-            ExpectedLengths() if workload.longest_first else InOrderOfIssue(),
-        )
+        self.connections: Any = SimulatedServers(config.groups_in_flight)
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
-        sender = PackingSender if workload.packs else TicketSender
-        self._tickets = sender(self.connections, ledger, write_ticket, Limits(), workload.divides)
-        self._places = config.rollout.max_concurrent_sequences
-        self._moves = StragglerMoves(self.connections, ledger, workload.divides)
-        self._stragglers_move = workload.moves
-        self._ledger = ledger
+        self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits())
         self._groups = GroupReceiver(self.connections, no_ports, ledger, verify)
         self._turn_is_due = False
         asyncio.get_running_loop().call_later(POLL_S, self._poll)
-        self.servers = [self._connect(workload, number) for number in range(workload.servers)]
-        if isinstance(self._tickets, PackingSender):
-            self._tickets.simulated = {server.link.server_id: server for server in self.servers}
+        self.servers = [self._connect(workload, f"server-{number}") for number in range(workload.servers)]
 
-    def _connect(self, workload: Workload, number: int) -> SimulatedServer:
-        server_id = f"server-{number}"
+    def _connect(self, workload: Workload, server_id: str) -> SimulatedServer:
         link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
         self.connections.welcome(server_id, InOrder(link.inbox.put_nowait, workload.latency_s))
-        return SimulatedServer(workload, number, link, random.Random(f"{workload.seed} {server_id}"))
-
-    async def pack(self) -> None:
-        """Pack what runs, where the workload wants it, and wait until it has moved."""
-        if isinstance(self._tickets, PackingSender):
-            self._tickets.pack(self._places, self.connections.send)
-            await asyncio.sleep(LEAD_S)
+        return SimulatedServer(workload, link, random.Random(f"{workload.seed} {server_id}"))
 
     def announce(self, version: int) -> None:
         self.connections.version = version
@@ -250,9 +198,6 @@ class SimulatedNetwork:
         assert not isinstance(message, TicketFailed), message
         if isinstance(message, Group):
             self._groups.accept(server_id, message, ())
-            self._need_turn()
-        elif isinstance(message, TicketReturned):
-            self._ledger.out.take_return(message.ticket_id, server_id, message.partial)
             self._need_turn()
 
     def _poll(self) -> None:
@@ -270,8 +215,6 @@ class SimulatedNetwork:
         self._turn_is_due = False
         self._groups.keep()
         self._tickets.work()
-        if self._stragglers_move:
-            self._moves.work()
         self.changed.set()
         if self._tickets.is_busy:
             self._need_turn()
@@ -284,9 +227,6 @@ async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNet
     network.announce(0)
     network.admit(0)
     for version in range(workload.steps):
-        if version == workload.steps // 2:
-            for server in network.servers[::4]:
-                server.engine.slow_down(workload.slows_to)
         began = loop.time()
         while not ledger.ready():
             network.changed.clear()
@@ -297,8 +237,7 @@ async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNet
                 return
         took = loop.time()
         groups = ledger.take()
-        await asyncio.sleep(workload.learn_s - LEAD_S * workload.packs)
-        await network.pack()
+        await asyncio.sleep(workload.learn_s)
         if workload.bound is None and version % BOUND_MOVES_EVERY == 0:
             ledger.bound = moves.randint(1, LARGEST_BOUND)
         ledger.advance(version + 1)

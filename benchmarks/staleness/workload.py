@@ -17,7 +17,6 @@ from asyncrl.models.published import fingerprint_of
 from asyncrl.rewards.score import Score
 from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
-from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
 
 VOCABULARY = 64
@@ -47,26 +46,6 @@ class Workload:
     length_sigma: float = 1.0
     longest: int = 128
     seconds_per_token: float = 0.06
-    """Seconds per token of a server whose speed is 1."""
-    speeds: tuple[float, ...] = (1.0,)
-    """Speeds of the servers, cycled."""
-    by_speed: bool = True
-    """Tickets are handed out by measured speed; else evenly."""
-    moves: bool = False
-    """Stragglers move (learner.move_stragglers)."""
-    packs: bool = False
-    """Running trajectories are packed onto few servers before each publication (packing.py)."""
-    divides: bool = False
-    """Groups may be divided among servers (learner.divide_groups)."""
-    slows_to: float = 1.0
-    """One server in four goes on so much slower from the middle of the run on."""
-    of_prompt: float = 0.0
-    """Share of a log-length's variance that is its prompt's; the rest is the completion's own."""
-    epochs: int = 1
-    longest_first: bool = True
-    """Tickets of prompts that had long completions go out first."""
-    tail_steps: int = 1
-    """Period of steps with the longest prompts of all, as if the prompts' shares were known; 1: in order."""
     learn_s: float = 1.0
     """From a full batch to the next version."""
     weights_s: tuple[float, float] = (0.05, 0.3)
@@ -79,17 +58,6 @@ class Workload:
     @property
     def total_groups(self) -> int:
         return self.steps * self.prompts_per_step
-
-    def prompt_at(self, position: int) -> int:
-        """The prompt at a place of the data."""
-        window = self.prompts_per_step * self.tail_steps
-        first = position // window * window
-        rows = [place % (self.total_groups // self.epochs) for place in range(first, first + window)]
-        return (rows if self.tail_steps == 1 else sorted(rows, key=self.prompt_length))[position - first]
-
-    def prompt_length(self, row: int) -> float:
-        """A prompt's part of the standardised log-length."""
-        return float(np.random.default_rng([self.seed, row]).standard_normal()) * math.sqrt(self.of_prompt)
 
     @property
     def first_bound(self) -> int:
@@ -108,12 +76,12 @@ class Workload:
         z = math.log((body + 0.5) / self.median_length) / self.length_sigma
         return 0.5 * math.erfc(z / math.sqrt(2))
 
-    def config(self, number: int = 0, **network: Any) -> RunConfig:
-        """Configuration of server `number`."""
+    def config(self, **network: Any) -> RunConfig:
+        """Configuration of learner and servers."""
         script = {
             "mean_length": self.median_length,
             "length_sigma": self.length_sigma,
-            "seconds_per_token": self.seconds_per_token / self.speeds[number % len(self.speeds)],
+            "seconds_per_token": self.seconds_per_token,
         }
         return RunConfig.model_validate(
             {
@@ -143,7 +111,7 @@ class Workload:
         ticket = Ticket(
             ticket_id=slot.ticket_id,
             kind=TicketKind.TRAIN,
-            prompt=PROMPT.model_copy(update={"row_id": f"simulated:{self.prompt_at(slot.position)}"}),
+            prompt=PROMPT,
             group_size=self.group_size,
             seed=ticket_seed(self.seed, slot.ticket_id),
             min_version=slot.version,
@@ -183,27 +151,5 @@ class OneForAll:
 
 
 class ModelFreeEngine(ScriptedEngine):
-    workload: Workload | None = None
-    """Set where prompts have shares of their own in the lengths."""
-
     async def start(self) -> None:
         self._fingerprint = MODEL
-
-    @property
-    def unfinished(self) -> dict[int, int]:
-        """Trajectories that run or wait for a place, by ticket."""
-        left = {ticket_id: sum(not task.done() for task in tasks) for ticket_id, tasks in self._tasks.items()}
-        return {ticket_id: count for ticket_id, count in left.items() if count}
-
-    def slow_down(self, factor: float) -> None:
-        slower = self._script.seconds_per_token / factor
-        self._script = self._script.model_copy(update={"seconds_per_token": slower})
-
-    def _tokens_of(self, request: GenerationRequest, index: int) -> np.ndarray:
-        if self.workload is None or not self.workload.of_prompt:
-            return super()._tokens_of(request, index)
-        own = np.random.default_rng(request.seed_of(index)).standard_normal() * math.sqrt(1 - self.workload.of_prompt)
-        standard = self.workload.prompt_length(int(request.prompt.row_id.split(":")[1])) + own
-        length = max(1, round(self._script.mean_length * math.exp(self._script.length_sigma * standard)))
-        tokens = [1] * length + [STOP_ID]
-        return np.asarray(tokens[: request.sampling.max_new_tokens], np.int32)

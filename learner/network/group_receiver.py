@@ -90,7 +90,6 @@ class GroupReceiver:
         """
         if not self._arrived:
             return
-        self._measure_speeds()
         self.ledger.receive([received for _, received in self._arrived.values()])
         crash_point("group.journaled")
         owners: dict[str, list[int]] = defaultdict(list)
@@ -107,15 +106,6 @@ class GroupReceiver:
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
         self.health.observe(records)
-
-    def _measure_speeds(self) -> None:
-        held = self.ledger.out.held(is_training=True)
-        for (server_id, *_), received in self._arrived.values():
-            server, ticket, group = self.servers.connected.get(server_id), received.ticket, received.group
-            if server is not None and received.prepared.is_training:
-                self.servers.lengths.observe(ticket.prompt.row_id, float(group.lengths.mean()))
-                has, sequences, seconds = held.get(server_id, 0.0), server.hello.max_sequences, group.timings.generate_s
-                self.servers.speeds.take(server_id, ticket, group.lengths, seconds, held=has, sequences=sequences)
 
     def forget(self) -> None:
         """Drop verified groups without acknowledgement: their servers keep them for the next learner."""

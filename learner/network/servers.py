@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from learner.network.sockets import LearnerSockets
-from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
@@ -92,10 +91,6 @@ class Servers:
         """`device` says from which device memory versions can be fetched now, if from any."""
         self.connected: dict[str, ServerState] = {}
         """Welcomed servers by id."""
-        self.speeds = ServerSpeeds()
-        """How fast each one samples."""
-        self.lengths = ExpectedLengths()
-        """How long completions to each row are."""
         self.errors: Counter[str] = Counter()
         """Unusable messages, refused groups and failed tickets by kind."""
         self.version = version
@@ -302,27 +297,16 @@ class Servers:
         return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
 
     def take_return(self, server_id: str, returned: TicketReturned) -> bool:
-        """Take a ticket back as it is, or the server's part of it; what does not fit it is a failure. False if the
-        server does not hold it."""
+        """Take a ticket back as it is; what does not fit it is a failure. False if the server does not hold it."""
         try:
             if (newest := returned.partial.versions.max(initial=0)) > self.version:
                 raise ValueError(f"a partial token of version {newest}, at version {self.version}")
-            self._measure_return(server_id, returned)
             return self._ledger.out.take_return(returned.ticket_id, server_id, returned.partial)
         except ValueError as problem:
             reason = printable(str(problem))
             self.errors[str(ErrorCode.REFUSED_GROUP)] += 1
             logger.warning("what %s has sampled of ticket %d is refused: %s", server_id, returned.ticket_id, reason)
             return self.give_back(returned.ticket_id, server_id, reason)
-
-    def _measure_return(self, server_id: str, returned: TicketReturned) -> None:
-        """Measure its speed by what it has sampled of a ticket: a divided one's group does not say who was how fast."""
-        out, lengths = self._ledger.out, returned.partial.lengths
-        item, seconds = out.get(returned.ticket_id), out.seconds_held(returned.ticket_id, server_id)
-        if item is None or seconds is None or not item.is_training or lengths.size != item.ticket.group_size:
-            return
-        held, sequences = out.held(is_training=True), self.connected[server_id].hello.max_sequences
-        self.speeds.take(server_id, item.ticket, lengths, seconds, held=held.get(server_id, 0.0), sequences=sequences)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""
@@ -337,7 +321,6 @@ class Servers:
         server = self.connected.pop(server_id)
         self._by_identity.pop(server.identity, None)
         self._by_session.pop(server.hello.session, None)
-        self.speeds.forget(server_id)
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)
         level = logging.INFO if expected and not held else logging.WARNING

@@ -31,7 +31,6 @@ from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
-from learner.network.straggler_moves import StragglerMoves
 from learner.network.ticket_sender import TicketSender
 from learner.network.weight_deltas import WeightDeltas
 from learner.network.weight_sources import WeightSources
@@ -147,10 +146,7 @@ class NetworkThread(threading.Thread):
         if config.network.weights_compression == "delta":
             self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
         self.lease = LeaseGrants(self.servers)
-        divides = config.learner.divide_groups
-        self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits, divides)
-        self.moves = StragglerMoves(self.servers, ledger, divides)
-        self._moves_stragglers = config.learner.move_stragglers
+        self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(
             verify_group,
@@ -258,8 +254,6 @@ class NetworkThread(threading.Thread):
             self.parity.work()
             self.evaluations.work()  # before the sender: when it has released a version, tickets of newer ones can go
             self.tickets.work()
-            if self._moves_stragglers:
-                self.moves.work()
             self.lease.offer()
             self.servers.keep_alive()
 

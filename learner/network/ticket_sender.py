@@ -1,16 +1,20 @@
-"""The ticket sender: tickets are written a slice at a time, issued together, and shared among the servers."""
+"""The ticket sender: tickets are written a slice at a time, issued together, and shared among the servers.
+
+Tickets go out in the order of issue, each to the server that has the fewest groups and may try it.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers, ServerState
-from learner.tickets.hand_out import Room, share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits
@@ -33,8 +37,6 @@ class TicketSender:
     ledger: TicketLedger
     write_ticket: Callable[[TicketSlot], PreparedTicket]
     limits: Limits
-    divides: bool = False
-    """Whether groups may be divided among servers."""
     _admitted: int | None = None
     """Version for which the ledger is asked for training tickets."""
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
@@ -93,34 +95,21 @@ class TicketSender:
         stalled = out.stalled()
         able = {server_id: server for server_id, server in servers.items() if server_id not in stalled}
         late = out.overdue() if able and len(servers) > 1 else []
-        known = self._longest_first(out.waiting())
-        waiting = [item for item in (*late, *known) if self._admitted is not None or not item.is_training]
+        waiting = [item for item in (*late, *out.waiting()) if self._admitted is not None or not item.is_training]
         if not waiting:
             return
         takers = able or servers
         shares: dict[str, list[PreparedTicket]] = {}
         for is_training in (True, False):
             of_kind = [item for item in waiting if item.is_training is is_training]
-            divides = self.divides and not late
-            for server_id, share in self._shares(of_kind, takers, is_training=is_training, divides=divides).items():
+            for server_id, share in self._shares(of_kind, takers, is_training=is_training).items():
                 shares.setdefault(server_id, []).extend(share)
         for server_id, share in shares.items():
             chosen = first_that_fit(share, self.limits)
             self._send(server_id, chosen, self.ledger.batch_mates(chosen) if len(servers) == 1 else [])
 
-    def _longest_first(self, waiting: Iterable[PreparedTicket]) -> list[PreparedTicket]:
-        """Oldest first, and of those that were issued together the longest: unless a batch is sampled together, where
-        the last bits of a log-prob depend on the order."""
-        expected = self.servers.lengths.of
-
-        def key(item: PreparedTicket) -> tuple[int, float, int]:
-            tokens = expected(item.ticket.prompt.row_id) if item.slot.bound and item.is_training else 0.0
-            return item.slot.version, -tokens, item.ticket.ticket_id
-
-        return sorted(waiting, key=key)
-
     def _shares(
-        self, waiting: Sequence[PreparedTicket], takers: Mapping[str, ServerState], *, is_training: bool, divides: bool
+        self, waiting: Sequence[PreparedTicket], takers: Mapping[str, ServerState], *, is_training: bool
     ) -> dict[str, list[PreparedTicket]]:
         out, items, servers = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}, self.servers.aligned
 
@@ -134,8 +123,9 @@ class TicketSender:
             others = able[_version_of(items[ticket_id])]
             return server_id in others and out.may_try(ticket_id, server_id, others)
 
-        rooms = rooms_of(self.servers, self.ledger, takers, is_training=is_training)
-        return share_tickets(waiting, rooms, may_try, divides=divides)
+        held = out.held(is_training=is_training)
+        rooms = {name: Room(held.get(name, 0), server.hello.max_groups) for name, server in takers.items()}
+        return share_tickets(waiting, rooms, may_try)
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
@@ -143,30 +133,43 @@ class TicketSender:
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
-            only = {item.ticket.ticket_id: item.ticket.only for item in chosen if item.ticket.only}
-            for ticket_id, indices in only.items():
-                logger.debug("%s gets only trajectories %s of ticket %d", server_id, list(indices), ticket_id)
-            before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id, only)
+            before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             for holders in sorted(set(before.values())):
                 late = [ticket_id for ticket_id, others in before.items() if others == holders]
                 logger.warning("%s gets tickets %s, too: %s is late with them", server_id, late, holders)
             crash_point("tickets.sent")
 
 
-def rooms_of(
-    servers: Servers, ledger: TicketLedger, takers: Mapping[str, ServerState], *, is_training: bool
-) -> dict[str, Room]:
-    """Used and free slots of each of these servers, for training or for evaluation tickets."""
-    held = ledger.out.held(is_training=is_training)
-    return {
-        server_id: Room(
-            held=held.get(server_id, 0.0),
-            most=server.hello.max_groups,
-            sequences=server.hello.max_sequences,
-            speed=servers.speeds.of(server_id),
-        )
-        for server_id, server in takers.items()
-    }
+class Room(NamedTuple):
+    """Number of groups that a server has, and that it is willing to have."""
+
+    held: int
+    most: int
+
+
+def share_tickets(
+    waiting: Sequence[PreparedTicket], rooms: Mapping[str, Room], may_try: Callable[[int, str], bool]
+) -> dict[str, list[PreparedTicket]]:
+    """Tickets of each server, in the order of `waiting`: each ticket goes to the least loaded server with room.
+
+    `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no server can take is in no share.
+    """
+    shares: dict[str, list[PreparedTicket]] = {}
+    free = [(room.held, order, name) for order, (name, room) in enumerate(rooms.items()) if room.held < room.most]
+    heapq.heapify(free)
+    for item in waiting:
+        passed: list[tuple[int, int, str]] = []
+        while free:
+            held, order, name = heapq.heappop(free)
+            if may_try(item.ticket.ticket_id, name):
+                shares.setdefault(name, []).append(item)
+                if held + 1 < rooms[name].most:
+                    passed.append((held + 1, order, name))
+                break
+            passed.append((held, order, name))
+        for entry in passed:
+            heapq.heappush(free, entry)
+    return shares
 
 
 def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:

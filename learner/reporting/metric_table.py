@@ -200,11 +200,10 @@ METRICS = (
     _counter(
         "tickets_returned",
         "tickets",
-        "Tickets that a server gave back with what it had sampled of them: it left, or another was free.",
+        "Tickets that a leaving server gave back with what it had sampled of them.",
         "0, or few",
     ),
-    _counter("tokens_returned", "tokens", "Sampled tokens that came back so, and were not sampled again.", "0, or few"),
-    _counter("tickets_divided", "tickets", "Tickets whose trajectories were divided among servers.", "0, or few"),
+    _counter("tokens_returned", "tokens", "Sampled tokens of such tickets, not sampled again.", "0, or few"),
     _counter("tickets_reissued", "tickets", "Tickets that another server got, too: the first was late.", "0, or few"),
     _counter(
         "duplicate_groups",

@@ -195,7 +195,6 @@ class LearnerExporter:
         out = self._ledger.out
         m["ticket_deadline_seconds"].set(out.deadline.seconds(TicketKind.TRAIN))
         m.raise_to("tickets_reissued_total", out.reissued)
-        m.raise_to("tickets_divided_total", out.divided)
         m.raise_to("tickets_returned_total", out.returned)
         m.raise_to("tokens_returned_total", out.returned_tokens)
         m.raise_to("duplicate_groups_total", out.duplicates)

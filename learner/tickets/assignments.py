@@ -5,9 +5,6 @@ The ledger adds and removes tickets. `learner/network/servers.py` decides which 
 
 A ticket that is over its deadline goes to another server, too. The first group to arrive counts; the other server
 then *owes* the ticket: it still works on it, and its group will be recognised as a duplicate.
-
-A ticket may be divided among servers, each of which samples some of its trajectories and returns them. When no server
-has any of it, what is missing goes out again, or, where nothing is, the whole to be scored.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from types import MappingProxyType
 
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import PreparedTicket
@@ -39,13 +35,11 @@ class Outstanding:
     prepared: PreparedTicket
     holders: dict[str, float] = field(default_factory=dict)
     """Servers that have the ticket, and since when, in monotonic seconds; the first one first."""
-    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Trajectories that such a server samples, where it does not sample all of them."""
     attempts: int = 0
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
-    """Time until which a server that held the ticket before the learner restarted may still return its group."""
+    """Monotonic seconds until which a server that held the ticket before a restart may come back with it."""
 
     @property
     def deadline(self) -> int:
@@ -63,9 +57,7 @@ class OutstandingTickets:
         self.duplicates = 0
         """Groups of such tickets that came second."""
         self.returned = 0
-        """Tickets that a server gave back with what it had sampled of them, though it was to sample more."""
-        self.divided = 0
-        """Tickets whose trajectories were divided among servers, counted each time."""
+        """Tickets that a server gave back with what it had sampled of them."""
         self.returned_tokens = 0
         """Sampled tokens that came back with such tickets, each counted at every return."""
         self._lock = lock
@@ -107,7 +99,6 @@ class OutstandingTickets:
 
     def _release(self, entry: Outstanding, server_id: str) -> float | None:
         """Take the ticket from a server. Returns since when it had it."""
-        entry.parts.pop(server_id, None)
         return entry.holders.pop(server_id, None)
 
     def _forget_paid(self) -> None:
@@ -179,23 +170,11 @@ class OutstandingTickets:
             entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
             return sum(server_id in entry.holders for entry in entries)
 
-    def held(self, *, is_training: bool) -> dict[str, float]:
-        """Groups that each server has work for: of a divided ticket as much as it samples."""
-        groups: dict[str, float] = defaultdict(float)
+    def held(self, *, is_training: bool) -> Counter[str]:
+        """Number of training, or of evaluation tickets that each server has."""
         with self._lock:
-            for _, entry in self._all():
-                if entry.prepared.is_training is is_training:
-                    for server_id in entry.holders:
-                        part = entry.parts.get(server_id)
-                        groups[server_id] += 1.0 if part is None else len(part) / entry.prepared.ticket.group_size
-        return groups
-
-    def seconds_held(self, ticket_id: int, server_id: str) -> float | None:
-        """How long a server has had a ticket whose group is awaited; None: it has not."""
-        with self._lock:
-            entry = self._entries.get(ticket_id)
-            since = entry.holders.get(server_id) if entry else None
-            return None if since is None else time.monotonic() - since
+            entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
+            return Counter(server_id for entry in entries for server_id in entry.holders)
 
     def holds_since(self, server_id: str, moment: float) -> bool:
         """Whether a server has had one of its tickets since this monotonic time, or longer."""
@@ -216,23 +195,14 @@ class OutstandingTickets:
                 not entry.holders and entry.prepared.slot.version > version for entry in training
             )
 
-    def assign(
-        self, ticket_ids: Iterable[int], server_id: str, only: Mapping[int, Sequence[int]] = MappingProxyType({})
-    ) -> dict[int, str]:
-        """Note that a server gets these tickets, and of some `only` these trajectories. Returns who had others already,
-        by ticket."""
+    def assign(self, ticket_ids: Iterable[int], server_id: str) -> dict[int, str]:
+        """Note that a server gets these tickets. Returns the servers that had some already, by ticket."""
         with self._lock:
             before: dict[int, str] = {}
             for ticket_id in ticket_ids:
                 entry = self._entries[ticket_id]
-                part = tuple(only.get(ticket_id, ()))
-                if part:
-                    self.divided += not entry.holders
-                elif entry.holders:
+                if entry.holders:
                     before[ticket_id] = ", ".join(entry.holders)
-                todo = part or entry.prepared.unfinished
-                if len(todo) < entry.prepared.ticket.group_size:
-                    entry.parts[server_id] = todo
                 entry.holders[server_id] = time.monotonic()
             self.reissued += len(before)
             return before
@@ -283,8 +253,7 @@ class OutstandingTickets:
             return True
 
     def take_return(self, ticket_id: int, server_id: str, partial: PartialRollout) -> bool:
-        """Keep what a server has sampled of a ticket that it gives back, or of its part of it; False, and nothing else,
-        if it does not hold it.
+        """Keep what a server has sampled of a ticket that it gives back. Returns False if it does not hold the ticket.
 
         On-policy a ticket begins anew: a batch is sampled whole, to the last bit. Raises ValueError where the columns
         do not fit the ticket.
@@ -296,10 +265,6 @@ class OutstandingTickets:
             if ticket_id in self._entries and (entry.prepared.slot.bound or not entry.prepared.is_training):
                 before = entry.prepared.ticket.partial
                 entry.prepared = entry.prepared.going_on(before.joined(partial) if before else partial)
-                part = entry.parts.get(server_id, entry.prepared.unfinished)
-                if not {*part} & {*entry.prepared.unfinished}:
-                    self._measure(entry, server_id)
-                    return True
                 logger.info("ticket %d comes back from %s with %d tokens", ticket_id, server_id, partial.token_ids.size)
                 self.returned += 1
                 self.returned_tokens += partial.token_ids.size

@@ -83,26 +83,6 @@ class PreparedTicket:
         """For a server that goes on with what another has sampled. Raises ValueError where that does not fit."""
         return replace(self, ticket=self.ticket.going_on(partial))
 
-    def divided(self, only: Sequence[int]) -> PreparedTicket:
-        """For a server that samples these trajectories of the group alone."""
-        return replace(self, ticket=self.ticket.divided(only))
-
-    @cached_property
-    def unfinished(self) -> tuple[int, ...]:
-        """Trajectories of which something is to be sampled, by this ticket's server."""
-        return tuple(index for index in self.ticket.indices if not self.ticket.is_finished(index))
-
-    @property
-    def portion(self) -> float:
-        """Number of these trajectories, in groups."""
-        return len(self.unfinished) / self.ticket.group_size
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether another server may go on with what one has begun: not on-policy, where a batch is sampled whole, to
-        the last bit, and not a conversation, whose environments stay where they are."""
-        return self.is_training and self.slot.bound > 0 and self.ticket.conversation is None
-
     def anew(self) -> PreparedTicket:
         """Without what another server has sampled."""
         if self.ticket.partial is None:

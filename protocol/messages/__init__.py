@@ -58,7 +58,6 @@ from protocol.messages.tickets import (
     TextPart,
     Ticket,
     TicketKind,
-    TicketRecall,
     Tickets,
     TrajectoryOrder,
     Video,
@@ -88,17 +87,7 @@ ControlFromServer = (
     Hello | Group | TicketFailed | TicketReturned | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error
 )
 ControlFromLearner = (
-    Welcome
-    | Refusal
-    | Tickets
-    | TicketRecall
-    | Ack
-    | WeightManifest
-    | LearnerHeartbeat
-    | LeaseGrant
-    | LeaseRecall
-    | Goodbye
-    | Error
+    Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | LeaseGrant | LeaseRecall | Goodbye | Error
 )
 WeightsFromServer = SourceRequest | ChunkRequest | TransferRequest | TransferEnd
 WeightsFromLearner = Source | Chunk | TransferStart | Error

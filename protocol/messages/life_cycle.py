@@ -44,8 +44,6 @@ class Hello(Wire):
     """Grid that its engine rounds every version to: the policy that samples is then that one."""
     max_groups: int = Field(gt=0)
     """Training groups that the server is willing to hold at once, running or queued, and rows of an evaluation."""
-    max_sequences: int = Field(default=0, ge=0)
-    """Trajectories that its engine decodes at once; 0: unsaid."""
     pid: int
     mode: Literal["async", "sync"] = "async"
     """`sync`: the server touches the device only while it holds the lease that the learner grants."""

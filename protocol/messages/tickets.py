@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -237,9 +237,6 @@ class Ticket(Wire):
     """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
     partial: PartialRollout | None = None
     """Part that other servers have sampled, to go on from; None: the group begins anew."""
-    only: Annotated[Many[Annotated[int, Field(ge=0)]], Field(exclude_if=lambda only: not only)] = ()
-    """Indices of the trajectories that this server samples, rising: others have the rest. They come back as
-    `TicketReturned`. Empty, and not on the wire: all that is not finished, and the group comes back."""
 
     @model_validator(mode="after")
     def _orders_fit(self) -> Ticket:
@@ -291,34 +288,9 @@ class Ticket(Wire):
                 raise ValueError(f"{where}: partial trajectory {index} goes on behind the stop token ids {stops}")
         return self
 
-    @model_validator(mode="after")
-    def _only_fits(self) -> Ticket:
-        where, only = f"ticket {self.ticket_id} (row {self.prompt.row_id})", self.only
-        if only and (list(only) != sorted({*only}) or only[-1] >= self.group_size):
-            raise ValueError(f"{where}: only the trajectories {list(only)} of {self.group_size}")
-        if only and self.conversation:
-            raise ValueError(f"{where}: a conversation cannot be divided: its environments are on one server")
-        return self
-
     def going_on(self, partial: PartialRollout) -> Ticket:
         """The ticket for a server that goes on from there. Raises ValueError where it does not fit."""
         return Ticket.model_validate({**dict(self), "partial": partial})
-
-    def divided(self, only: Iterable[int]) -> Ticket:
-        """The ticket for a server that samples these trajectories alone."""
-        return self.model_copy(update={"only": tuple(only)})
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Trajectories that the server samples, or finds finished in `partial`."""
-        return self.only or range(self.group_size)
-
-    def is_finished(self, index: int) -> bool:
-        """Whether `partial` has the whole of trajectory `index`."""
-        if self.partial is None:
-            return False
-        token_ids = self.partial.token_ids[self.partial.span(index)].tolist()
-        return self.sampling.finish_reason(token_ids) is not None
 
     @property
     def begins_at(self) -> int:
@@ -329,13 +301,6 @@ class Ticket(Wire):
     def order(self, index: int) -> TrajectoryOrder:
         """The wish for trajectory `index` of the group."""
         return self.orders[index] if self.orders else NO_ORDER
-
-
-class TicketRecall(Wire):
-    """The learner wants these tickets back as they are; groups that are complete come as ever."""
-
-    type: Literal["ticket_recall"] = "ticket_recall"
-    ticket_ids: Many[TicketId]
 
 
 class Tickets(Wire):

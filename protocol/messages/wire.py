@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
-PROTOCOL_MAJOR = 11
+PROTOCOL_MAJOR = 12
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
 PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""

@@ -76,18 +76,11 @@ class GenerationRequest:
     """The prompt with the images that orders have in place of its own, by their content hashes."""
     partial: PartialRollout | None = None
     """Part that another server has sampled of the group: each completion begins with it, the given prefix included."""
-    only: tuple[int, ...] = ()
-    """The completions that are sampled here, where others have the rest; empty: all."""
     stream: tuple[int, ...] = ()
     """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
     whose indices are the completions' own."""
     parking: tuple[Parking, ...] = ()
     """One for each completion of a conversation's turn, or none."""
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Places within the group of the completions to give."""
-        return self.only or range(self.group_size)
 
     def seed_of(self, index: int) -> tuple[int, ...]:
         """Seeds of the random stream of completion `index`."""

@@ -85,7 +85,7 @@ class ScriptedEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         started = time.monotonic()
-        tasks = [self._begin(request, index) for request in requests for index in request.indices]
+        tasks = [self._begin(request, index) for request in requests for index in range(request.group_size)]
         self._sequences += len(tasks)
         try:
             for task in asyncio.as_completed(tasks):

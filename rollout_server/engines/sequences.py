@@ -55,7 +55,7 @@ async def completions(
     tasks: list[Begun] = []
     whole: list[Completion] = []
     for request in requests:
-        for index in request.indices:
+        for index in range(request.group_size):
             if (completion := request.demonstration(index, version)) is not None:
                 whole.append(completion)
             else:

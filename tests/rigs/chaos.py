@@ -4,11 +4,11 @@
 
 Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
 weights over ZeroMQ, the others map them. With `--fleet` all pull, in a chain: the learner sends a version to one
-server, which sends differences on to the next; groups are divided among servers, and move away from the first, which
-is slow. Some kills are aimed: the victim dies at a named place in its code (between
-journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a transfer);
-the others come at a random time. Each round is one epoch; rounds follow until there are enough kills and, with 100 or
-more, until every place has seen a death. A round passes if
+server, which sends differences on to the next. Some kills are aimed: the victim dies at a named place in its code
+(between journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a
+transfer, while a server that was asked to end gives its tickets back); the others come at a random time. Each round is
+one epoch; rounds follow until there are enough kills and, with 100 or more, until every place has seen a death. A round
+passes if
 
 - every prompt of the epoch was trained exactly once, by the journal and by what the learner says it trained on;
 - every group that a server saw acknowledged was trained, or is one that the learner says it dropped as stale (never
@@ -22,6 +22,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import sqlite3
 import tempfile
 import time
@@ -48,8 +49,10 @@ AIMED_S = 25.0
 MANY_KILLS = 100
 """With so many, rounds go on until every place has seen a death."""
 MOST_ROUNDS = 12
+LEFT = 130
+"""Exit status of a server that was asked to end."""
 FETCHING, RELAYING, RETURNING = "weights.fetching", "weights.relaying", "ticket.returning"
-"""Only a server that pulls its weights passes the first, and one of a fleet the others."""
+"""Only a server that pulls its weights passes the first, one of a fleet the second, and one that leaves the third."""
 AIMS: dict[str, dict[str, int]] = {
     "learner": {
         "tickets.journaled": 2,
@@ -72,7 +75,7 @@ AIMS: dict[str, dict[str, int]] = {
         "weights.loading": 120,
         FETCHING: 4,
         RELAYING: 4,
-        RETURNING: 4,
+        RETURNING: 2,
     },
 }
 """Place -> at which pass of it a process dies, at most."""
@@ -90,6 +93,8 @@ class Victim:
     aim: str = ""
     dies_at: float = 0.0
     """Monotonic time of the kill, whatever it is doing then."""
+    leaves_at: float = float("inf")
+    """Monotonic time at which it is asked to end."""
 
     @property
     def log(self) -> Path:
@@ -118,8 +123,6 @@ class Round:
     dropped: int = 0
     relayed: int = 0
     """Versions that a server had from another one."""
-    divided: int = 0
-    """Times that a server got a part of a group."""
     returned: int = 0
     """Times that a server gave a group back before its end."""
     checks: int = 0
@@ -156,13 +159,11 @@ class Chaos:
     def _server(self, number: int) -> Victim:
         """The first one pulls its weights over ZeroMQ, the others map them; of a fleet all pull."""
         pulls = number == 0 or self._is_fleet
-        slow = self._is_fleet and number == 0
-        script = {"engine_args": {**self.config.rollout.engine_args, "seconds_per_token": 0.06}} if slow else {}
         sections = {
             "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
-            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"} | script),
+            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
         }
-        never = set() if self._is_fleet else {RELAYING, RETURNING} if pulls else {RELAYING, RETURNING, FETCHING}
+        never = set() if self._is_fleet else {RELAYING} if pulls else {RELAYING, FETCHING}
         places = {place: count for place, count in AIMS["rollout_server"].items() if place not in never}
         file = write_config(
             self.config.model_copy(update=sections), self.run_dir.with_name(f"{self.run_dir.name}-server-{number}")
@@ -192,24 +193,32 @@ class Chaos:
     def _start(self, victim: Victim) -> None:
         """Start a service, which is to die at a place (rather at one that has seen few deaths) or after a time."""
         resume = victim is self.learner and (self.run_dir / JOURNAL_FILE).exists()
-        victim.aim, crash_at, life_s = "", "", float("inf")
+        victim.aim, crash_at, life_s, victim.leaves_at = "", "", float("inf"), float("inf")
         if self.kills_left > 0:
             life_s = self.rng.uniform(0.2, 5.0)  # starting takes about a second: some die while they do
             if self.rng.random() < 0.75:
                 weights = [1 / (1 + 20 * self._deaths[f"{victim.module} {place}"]) for place in victim.places]
                 (victim.aim,) = self.rng.choices(list(victim.places), weights)
                 crash_at, life_s = f"{victim.aim}:{self.rng.randint(1, victim.places[victim.aim])}", AIMED_S
+                if victim.aim == RETURNING:
+                    victim.leaves_at = time.monotonic() + self.rng.uniform(2.0, 5.0)
         victim.dies_at = time.monotonic() + life_s
         victim.process = start(victim.module, victim.config, *(["--resume"] if resume else []), crash_at=crash_at)
 
     def _look_after(self, victim: Victim) -> None:
         code = victim.code
         if code is None:
+            if victim.process and time.monotonic() >= victim.leaves_at:
+                victim.leaves_at = float("inf")
+                victim.process.send_signal(signal.SIGTERM)
             if self.kills_left > 0 and time.monotonic() >= victim.dies_at:
                 victim.aim = ""
                 victim.kill()
             return
         if code == 0:
+            return
+        if code == LEFT and victim.aim == RETURNING:  # it had fewer tickets to give back
+            self._start(victim)
             return
         if code != -9:
             raise AssertionError(f"{victim.config} ended with {code}\n{self._logs()}")
@@ -263,12 +272,9 @@ class Chaos:
         assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
         self.result.relayed = len(re.findall(r"from other servers: [1-9]", said))
-        wrote = self.learner.log.read_text(errors="replace")
-        self.result.divided = len(re.findall(r"gets only trajectories", wrote))
-        self.result.returned = len(re.findall(r"comes back from", wrote))
+        self.result.returned = len(re.findall(r"comes back from", self.learner.log.read_text(errors="replace")))
         if self._is_fleet:
             assert self.result.relayed, "no version came from another server"
-            assert self.result.divided, "no group was divided"
 
     def _logs(self) -> str:
         return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
@@ -286,12 +292,10 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, fleet
             "model": {"path": str(model), "freeze_vision_tower": False},
             "data": {"train_files": [str(data / "rl.parquet")], "max_prompt_length": 128, "max_response_length": 32},
             "batch": {"prompts_per_step": PROMPTS_PER_STEP, "group_size": 2, "tokens_per_microbatch": 1024},
-            "learner": {"max_staleness": 2, "on_stale": on_stale, "cpu_threads": 1}
-            | ({"divide_groups": True, "move_stragglers": True} if fleet else {}),
+            "learner": {"max_staleness": 2, "on_stale": on_stale, "cpu_threads": 1},
             "rollout": {
                 "engine": "scripted",
                 "cpu_threads": 1,
-                **({"max_concurrent_sequences": 3} if fleet else {}),
                 "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.02},
             },
             "reward": {"functions": [{"function": f"{ROOT}/tests/rigs/short_reward.py:short"}], "workers": 1},
@@ -343,16 +347,15 @@ def run_chaos(
         tell(
             f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
             f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
-            f"{result.dropped} dropped, {result.relayed} versions relayed, {result.divided} parts of "
-            f"groups, {result.returned} groups given back, ledger sound {result.checks} times, "
-            f"{result.seconds:.0f} s"
+            f"{result.dropped} dropped, {result.relayed} versions relayed, {result.returned} groups given back, "
+            f"ledger sound {result.checks} times, {result.seconds:.0f} s"
         )
     return rounds
 
 
 def spared(deaths: Counter[str], fleet: bool) -> list[str]:
     """Places where nobody has died."""
-    never = () if fleet else (RELAYING, RETURNING)
+    never = () if fleet else (RELAYING,)
     places = (f"{module} {place}" for module, places in AIMS.items() for place in places if place not in never)
     return [place for place in places if not deaths[place]]
 
@@ -365,7 +368,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
-    parser.add_argument("--fleet", action="store_true", help="relays, differences, divided groups and moves")
+    parser.add_argument("--fleet", action="store_true", help="relays and differences")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
     arguments = vars(parser.parse_args())
     folder = arguments.pop("folder") or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))

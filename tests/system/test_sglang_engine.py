@@ -225,7 +225,7 @@ def test_closing_the_iterator_aborts_what_still_runs(sglang: SGLangRig) -> None:
     sglang.run(nothing_is_left(), timeout_s=5)
 
 
-def test_what_is_interrupted_goes_on_behind_its_own_tokens_also_in_parts(sglang: SGLangRig) -> None:
+def test_what_is_interrupted_goes_on_behind_its_own_tokens(sglang: SGLangRig) -> None:
     request = sglang.request(QUESTION, picture(1), tokens=300, size=3, temperature=0.8)
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
@@ -233,10 +233,9 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens_also_in_parts(sglang:
         await sglang.sampled(40, [request])
         await sglang.engine.interrupt([request.request_id])
         begun = await work
-        partial = partial_rollout(begun, request.group_size)
+        partial = partial_rollout(begun)
         going_on = dataclasses.replace(request, request_id=710, partial=partial)
-        parts = [dataclasses.replace(going_on, request_id=711 + len(only), only=only) for only in ((0, 2), (1,))]
-        return begun, [done.behind(partial) for done in await complete_all(sglang.engine, parts)]
+        return begun, [done.behind(partial) for done in await complete_all(sglang.engine, [going_on])]
 
     begun, done = sglang.run(scenario())
     assert all(start.finish_reason is None and len(start.token_ids) for start in begun)

@@ -143,33 +143,6 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
     assert "WARNING" not in theirs.read_text()
 
 
-def test_divided_groups_are_trained_once_though_a_server_dies_in_the_middle(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    """Three groups in flight, and places for a group and a half on each server: what is issued while each has one group
-    is divided."""
-    run, steps = tmp_path / "run", 60
-    config = with_ports(
-        scripted(
-            make_config,
-            learner={"max_staleness": 2, "divide_groups": True},
-            trainer={"max_steps": steps},
-            rollout={"max_concurrent_sequences": 6},
-            batch={"group_size": 4, "prompts_per_step": 1},
-        )
-    )
-    file = write_config(config, run)
-    second = config.telemetry.model_copy(update={"rollout_port": 0})
-    other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
-    learner, dying, staying = start("learner", file), start("rollout_server", file), start("rollout_server", other)
-    with running(learner, dying, staying):
-        divided = "asyncrl_learner_tickets_divided_total"
-        wait_until(lambda: counted(config, "learner", divided) > 0, "a divided group", run)
-        dying.kill()
-        assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
-    assert_every_prompt_trained_once(run, steps, per_step=1)
-
-
 def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = write_config(with_ports(scripted(make_config)), run)

@@ -94,7 +94,7 @@ def test_equal_seeds_give_equal_completions_whoever_else_runs(rig: Rig) -> None:
     assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
 
 
-def test_what_is_interrupted_goes_on_behind_its_own_tokens_also_in_parts(rig: Rig) -> None:
+def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
     request = rig.request(QUESTION, picture(1), tokens=200, size=3, temperature=0.8, stop_token_ids=(7,), seed=7)
     neighbour = rig.request("read", tokens=20)
 
@@ -105,10 +105,9 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens_also_in_parts(rig: Ri
             await asyncio.sleep(0.001)
         await rig.engine.interrupt([request.request_id])
         begun = [done for done in await work if done.request_id == request.request_id]
-        partial = partial_rollout(begun, request.group_size)
+        partial = partial_rollout(begun)
         going_on = dataclasses.replace(request, request_id=710, partial=partial)
-        parts = [dataclasses.replace(going_on, request_id=711 + len(only), only=only) for only in ((0, 2), (1,))]
-        return begun, [done.behind(partial) for done in await complete_all(rig.engine, parts)]
+        return begun, [done.behind(partial) for done in await complete_all(rig.engine, [going_on])]
 
     begun, done = rig.run(scenario())
     assert any(start.finish_reason is None and len(start.token_ids) for start in begun)

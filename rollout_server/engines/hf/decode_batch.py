@@ -76,7 +76,7 @@ def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
     """The group's rows, each with a random stream that depends only on the ticket's seed and the row's index."""
     length = request.sampling.max_new_tokens
     rows: list[DecodeRow] = []
-    for index in request.indices:
+    for index in range(request.group_size):
         prefix = request.prefix(index)
         versions = [version] * len(prefix)
         rows.append(

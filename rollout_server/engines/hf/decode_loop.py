@@ -79,7 +79,7 @@ class DecodeLoop:
                 self._arrivals |= {id(request): arrived for request in mine}
                 self._queue.extend(mine)
                 self._turn.notify_all()
-            unfinished = {(request.request_id, request.stream): len(request.indices) for request in mine}
+            unfinished = {(request.request_id, request.stream): request.group_size for request in mine}
             while unfinished:
                 item = await arrived.get()
                 if isinstance(item, EngineDied):
@@ -111,7 +111,7 @@ class DecodeLoop:
             self._deliver(running)
             for request in [*self._queue, *(request for request, rows in self._suspects if not rows)]:
                 if is_meant(request) and (arrived := self._arrivals.get(id(request))):
-                    for index in request.indices:
+                    for index in range(request.group_size):
                         arrived.put_nowait(request.begun(index, self.version))
             self._queue = deque(request for request in self._queue if not is_meant(request))
             self._suspects = deque(suspect for suspect in self._suspects if not is_meant(suspect[0]))
@@ -214,20 +214,20 @@ class DecodeLoop:
         if self._draining or self._suspects or not self._queue:
             return False
         room = self._max_sequences - len(self.batch.rows)
-        waiting = sum(len(request.indices) for request in self._queue)
+        waiting = sum(request.group_size for request in self._queue)
         return not self.batch.rows or room >= min(self._max_sequences // 4, waiting)
 
     def _take_admissible(self) -> list[GenerationRequest]:
         """Take whole groups that fit, at most PREFILL_TOKENS per pass but one at least; the rest precedes decoding."""
         admitted: list[GenerationRequest] = []
         room, longest = self._max_sequences - len(self.batch.rows), 0
-        while self._admissible() and len(self._queue[0].indices) <= room:
+        while self._admissible() and self._queue[0].group_size <= room:
             parked = self.parked.known(self._queue[0])
             longest = max(longest, len(self._queue[0].prompt.token_ids) - (len(parked) if parked else 0))
             if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
                 break
             admitted.append(self._queue.popleft())
-            room -= len(admitted[-1].indices)
+            room -= admitted[-1].group_size
         return admitted
 
     async def _advance(self, admitted: list[GenerationRequest]) -> None:
@@ -238,7 +238,7 @@ class DecodeLoop:
             request, resumed = self._suspects.popleft()
             admitted = [] if resumed else [request]
         parked = self.parked.take(admitted)
-        self._make_room(sum(len(request.indices) for request in admitted))
+        self._make_room(sum(request.group_size for request in admitted))
         try:
             finished, failed = await self.on_thread(self._work, admitted, parked, resumed)
         except Exception as error:

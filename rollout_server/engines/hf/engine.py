@@ -119,9 +119,9 @@ class HFEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Raise UserError for a request that cannot be sampled as its ticket asks."""
-        if len(request.indices) > self._config.rollout.max_concurrent_sequences:
+        if request.group_size > self._config.rollout.max_concurrent_sequences:
             raise UserError(
-                f"a group of {len(request.indices)} cannot be decoded together: rollout.max_concurrent_sequences is "
+                f"a group of {request.group_size} cannot be decoded together: rollout.max_concurrent_sequences is "
                 f"{self._config.rollout.max_concurrent_sequences}"
             )
         unbanned = set(self._placeholder_ids) - set(request.sampling.banned_token_ids)

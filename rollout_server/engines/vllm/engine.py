@@ -159,7 +159,7 @@ class VLLMEngine:
 
     async def _inputs_of(self, request: GenerationRequest) -> Mapping[Any, Any] | FailedRequest:
         """vLLM's inputs by prefix and images of the completions that are sampled, or the reason why there are none."""
-        sampled = [i for i in request.indices if request.finish_reason(request.prefix(i)) is None]
+        sampled = [i for i in range(request.group_size) if request.finish_reason(request.prefix(i)) is None]
         starts = {(request.prefix(index), request.images_of(index)): index for index in sampled}
         try:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)

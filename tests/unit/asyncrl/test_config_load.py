@@ -174,18 +174,6 @@ def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal
         load_config(minimal, fine)
 
 
-@pytest.mark.parametrize("setting", ["move_stragglers", "divide_groups"])
-def test_groups_that_can_go_nowhere_are_not_asked_to(minimal: Path, setting: str) -> None:
-    on, on_policy = f"learner.{setting}=true", "learner.max_staleness=0"
-    load_config(minimal, [on])
-    where = f"learner.{setting} is true, but "
-    message = refusal(minimal, on, on_policy)
-    assert f"{where}learner.max_staleness is 0: " in message
-    assert message.rstrip().endswith("Leave it out, or set learner.max_staleness=1")
-    assert "max_staleness=1" not in refusal(minimal, on, "trainer.mode=sync"), "that would be refused, too"
-    assert f"{where}trajectories are conversations" in refusal(minimal, on, "environment.name=lamp.py:Lamp")
-
-
 @pytest.mark.parametrize(
     ("addition", "expected"),
     [

@@ -52,7 +52,7 @@ class Rig:
 
     def join(self, name: str) -> None:
         """Connect a server, as after its parity check."""
-        hello: Any = SimpleNamespace(server_id=name, session=name, max_groups=ROOM, max_sequences=0)
+        hello: Any = SimpleNamespace(server_id=name, session=name, max_groups=ROOM)
         self.servers.connected[name] = ServerState(hello, name.encode(), aligned=True)
         if self.servers.manifest is not None:
             self.servers._tell(name, self.servers.manifest)

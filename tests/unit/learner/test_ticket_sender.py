@@ -10,7 +10,6 @@ import pytest
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers
 from learner.network.ticket_sender import TicketSender
-from learner.tickets.hand_out import ExpectedLengths, ServerSpeeds
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import Limits
@@ -23,8 +22,7 @@ class ServersOfAll:
     """Servers that take everything."""
 
     def __init__(self, *server_ids: str) -> None:
-        hello = SimpleNamespace(max_groups=100, max_sequences=0)
-        self.speeds, self.lengths = ServerSpeeds(), ExpectedLengths()
+        hello = SimpleNamespace(max_groups=100)
         self.aligned = {name: SimpleNamespace(hello=hello, told=0) for name in server_ids}
         self.sent: list[int] = []
         self.to: list[str] = []

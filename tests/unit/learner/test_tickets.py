@@ -210,16 +210,15 @@ def test_a_server_that_reconnects_keeps_what_it_holds_and_a_lost_one_keeps_nothi
     assert (counts.waiting, counts.in_flight, counts.buffered, counts.residual) == (2, 1, 1, 0)
 
 
-def test_a_divided_ticket_comes_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is lost, what others have sampled of it stays, and only the rest goes out again."""
+def test_a_ticket_that_comes_back_keeps_what_was_sampled_of_it() -> None:
     ledger = make_ledger(1, 1, 2)
     slot = ledger.admissible(0)[0]
     item = prepared(slot)
     item = replace(item, ticket=item.ticket.model_copy(update={"group_size": 3, "orders": ()}))
     ledger.issue([item])
-    most, out = item.ticket.sampling.max_new_tokens, ledger.out
+    out = ledger.out
 
-    def part(*lengths: int) -> PartialRollout:
+    def sampled(*lengths: int) -> PartialRollout:
         count = sum(lengths)
         numbers = np.full(count, slot.version, np.int32)
         ids = np.full(count, 20, np.int32)
@@ -227,32 +226,23 @@ def test_a_divided_ticket_comes_together_again(monkeypatch: pytest.MonkeyPatch) 
             lengths=np.asarray(lengths, np.int32), token_ids=ids, logprobs=np.zeros(count, np.float32), versions=numbers
         )
 
-    out.assign([0], "a", {0: (0,)})
-    out.assign([0], "b", {0: (1, 2)})
-    assert (out.held(is_training=True), out.divided) == ({"a": 1 / 3, "b": 2 / 3}, 1)
-    assert out.take_return(0, "b", part(0, most, 2))
-    assert (out.returned, out.returned_tokens) == (1, most + 2), "it gave its part back before the end"
+    out.assign([0], "a")
+    out.assign([0], "b")
+    assert out.held(is_training=True) == {"a": 1, "b": 1}
+    assert not out.take_return(0, "c", sampled(1, 1, 1)), "it does not hold the ticket"
+    assert out.take_return(0, "b", sampled(0, 1, 2))
+    assert (out.returned, out.returned_tokens) == (1, 3)
     assert out.waiting() == [], "a works on"
-    assert ledger.counts().residual == 0
-    out.reconcile("a")
+    assert out.take_return(0, "a", sampled(2, 0, 1))
     (waiting,) = out.waiting()
-    assert waiting.unfinished == (0, 2)
-    out.assign([0], "c", {0: (0,)})
-    assert out.take_return(0, "c", part(most, 0, 0))
-    assert out.returned == 1, "it did its part"
-    out.assign([0], "d", {0: (2,)})
-    assert out.take_return(0, "d", part(0, 0, most))
-    (waiting,) = out.waiting()
-    assert waiting.unfinished == ()
     assert waiting.ticket.partial is not None
-    assert waiting.ticket.partial.lengths.tolist() == [most] * 3
-    out.assign([0], "e")
-    assert out.held(is_training=True) == {"e": 0.0}
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 100.0)
-    arrive(ledger, item, server_id="e")
+    assert waiting.ticket.partial.lengths.tolist() == [2, 1, 2]
+    assert ledger.counts().residual == 0
+    out.assign([0], "d")
+    with pytest.raises(ValueError, match="2 partial trajectories"):
+        out.take_return(0, "d", sampled(1, 1))
+    arrive(ledger, item, server_id="d")
     assert ledger.counts().buffered == 1
-    assert out.deadline.seconds(TicketKind.TRAIN) >= 300.0, "where judges take long, the next is not late to be scored"
 
 
 class AtOnce(TicketDeadline):

@@ -70,7 +70,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
         await second.start()
         whole = await complete_all(second, [request])
         begun = await interrupted(first, request, neighbour, tokens=24)
-        going_on = replace(request, partial=partial_rollout(begun, request.group_size))
+        going_on = replace(request, partial=partial_rollout(begun))
         same = await complete_all(second, [going_on])
         await second.update_weights(1, policies[1].items())
         newer = await complete_all(second, [going_on])
@@ -79,7 +79,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
         return whole, begun, same, newer
 
     whole, begun, same, newer = asyncio.run(asyncio.wait_for(scenario(), 120))
-    partial = partial_rollout(begun, request.group_size)
+    partial = partial_rollout(begun)
     in_order = [sorted(done, key=lambda c: c.index) for done in (whole, begun, same, newer)]
     assert any(c.finish_reason is None and len(c.token_ids) > len(orders[c.index].prefix) for c in begun)
     for uninterrupted, start, end, changed in zip(*in_order, strict=True):
@@ -205,75 +205,6 @@ def test_scripted_sequences_that_begin_while_they_are_interrupted_go_on(
 
     done = asyncio.run(asyncio.wait_for(scenario(), 30))
     assert [completion.finish_reason is not None for completion in done] == [True, True]
-
-
-@pytest.mark.parametrize("parts", [((0, 2), (1, 3)), ((3,), (0, 1, 2))])
-def test_a_divided_group_is_the_group_that_one_server_would_have_sampled(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], parts: tuple[tuple[int, ...], ...]
-) -> None:
-    config = make_config(rollout={"max_concurrent_sequences": 4})
-    processor = PromptProcessor(config.model)
-    orders = (TrajectoryOrder(), TrajectoryOrder(prefix=HINT), TrajectoryOrder(prefix=DONE), TrajectoryOrder())
-    sampled = request_for(config, prompts[0], 0, tokens=24, size=4, stop_token_ids=(STOP,))
-    request = replace(sampled, orders=orders, seed=3)
-
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
-        engine = HFEngine(config, processor)
-        await engine.start()
-        whole = await complete_all(engine, [request])
-        joined: PartialRollout | None = None
-        for part in parts:
-            done = await complete_all(engine, [replace(request, only=part)])
-            assert {completion.index for completion in done} == {*part}
-            partial = partial_rollout(done, request.group_size)
-            joined = joined.joined(partial) if joined else partial
-        assert joined is not None
-        before = engine.usage.tokens_generated
-        again = await complete_all(engine, [replace(request, partial=joined)])
-        assert engine.usage.tokens_generated == before, "nothing is left to be sampled"
-        await engine.close()
-        return whole, [completion.behind(joined) for completion in again]
-
-    whole, again = asyncio.run(asyncio.wait_for(scenario(), 120))
-    in_order = [sorted(done, key=lambda c: c.index) for done in (whole, again)]
-    for one, other in zip(*in_order, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert np.abs(one.logprobs - other.logprobs).max() < 1e-4
-        assert one.finish_reason is other.finish_reason
-
-
-def test_what_is_sampled_of_a_divided_ticket_is_joined_and_scored_as_one_group(make_config: MakeConfig) -> None:
-    config = make_config(rollout={"engine": "scripted", "engine_args": {"mean_length": 12, "length_sigma": 0.8}})
-    processor = PromptProcessor(config.model)
-    tickets = written(config, processor, 1)
-    (ticket,) = tickets.tickets
-
-    async def scenario() -> None:
-        engine = ScriptedEngine(config, processor)
-        producer = GroupProducer(engine, OneForAll(), processor, "server")  # type: ignore[arg-type]
-
-        async def produced(wanted: Ticket) -> Group | TicketReturned:
-            (answer,) = [answer async for answer in producer.produce([wanted], tickets.blobs)]
-            assert isinstance(answer, Group | TicketReturned)
-            return answer
-
-        whole, first = await produced(ticket), await produced(ticket.divided([1]))
-        assert isinstance(whole, Group)
-        assert isinstance(first, TicketReturned)
-        going_on = ticket.going_on(first.partial)
-        assert [going_on.is_finished(index) for index in range(ticket.group_size)] == [
-            index == 1 for index in range(ticket.group_size)
-        ]
-        group = await produced(going_on)
-        assert isinstance(group, Group), "the whole, with what was missing"
-        for column in ("lengths", "token_ids", "loss_mask", "logprobs", "versions"):
-            assert getattr(group, column).tolist() == getattr(whole, column).tolist(), column
-        assert group.trajectories == whole.trajectories
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-    for only in ([1, 0], [0, 0], [ticket.group_size]):
-        with pytest.raises(ValueError, match="only the trajectories"):
-            Ticket.model_validate({**dict(ticket), "only": tuple(only)})
 
 
 def test_of_two_samples_of_a_trajectory_the_first_stays_and_is_gone_on_from() -> None:
