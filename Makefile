@@ -16,7 +16,7 @@ help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make demo-agent  train a small agent to look before it reads, on this machine"
 	@echo "make wheel  build dist/asyncrl-*.whl"
-	@echo "make test   run the tests, vLLM's and SGLang's included: they are installed first"
+	@echo "make test   run the core's tests on a wheel without plug-ins, then those of plug-ins and docs"
 	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make check  lint and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
@@ -53,8 +53,12 @@ wheel: install
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
 
+# The core's tests run without the plug-ins, on a wheel that has none; the others run in this folder.
+CORE_TESTS := tests/unit tests/system tests/gpu
 test: install-vllm install-sglang
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python scripts/core_tree.py build/core
+	cd build/core && .venv/bin/python -m pytest -n $(JOBS) $(CORE_TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) tests $(CORE_TESTS:%=--ignore=%)
 
 test-fast: install
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit

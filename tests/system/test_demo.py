@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.demo import data
 from asyncrl.demo.prepare import WARM_START
+from scripts.core_tree import install, without_plugins
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command
 
@@ -30,7 +30,6 @@ DRAWN_PORTS = (
 QUICK = ("--quick", "--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0", *DRAWN_PORTS)
 FEW = 8
 """Held-out rows of the demo whose processes are not forks."""
-AS_MADE = ("--ignore-installed", "--no-index", "--no-deps", "--no-compile", "-q")
 
 
 def pip(python: Path | str, *arguments: str) -> None:
@@ -41,10 +40,11 @@ def pip(python: Path | str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make wheel` builds it, from a copy: a build leaves folders beside the sources."""
+    """The wheel without plug-ins, with the flags of `make wheel`, from a copy: a build leaves folders beside it."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    (source / "pyproject.toml").write_text(without_plugins((ROOT / "pyproject.toml").read_text()))
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     (flags,) = re.findall(r"-m pip wheel (.+) --wheel-dir dist \.$", (ROOT / "Makefile").read_text(), re.M)
@@ -57,11 +57,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the programs of an environment that has the wheel and, from this one, everything but the checkout."""
     environment = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
-    # A path alone: its own .pth files, of which one makes the checkout importable, are not read.
-    Path(packages, "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    pip(environment / "bin" / "python", "install", *AS_MADE, str(wheel))
+    install(wheel, environment)
     return environment / "bin"
 
 
@@ -90,6 +86,8 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     installed: Path, tmp_path: Path
 ) -> None:
     where = "import asyncrl, learner, protocol; print(asyncrl.__file__, learner.__file__, protocol.__file__)"
+    absent = "from importlib.util import find_spec; assert find_spec('asyncrl_plugins') is None"
+    subprocess.run([installed / "python", "-c", absent], cwd=tmp_path, env=outside(), check=True)
     found = subprocess.check_output([installed / "python", "-c", where], cwd=tmp_path, env=outside(), text=True)
     assert all(Path(file).is_relative_to(installed.parent) for file in found.split()), found
     command = [installed / "asyncrl", "demo", *QUICK, f"data.max_val_rows={FEW}", "batch.group_size=2"]
