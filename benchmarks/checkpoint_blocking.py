@@ -122,7 +122,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
             engine.prepare()
         processor = PromptProcessor(config.model).processor
         ids = np.random.default_rng(0).integers(5, 200, TOKENS)
-        group = TrainGroup(fixed_prompt(ids), (Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids)),))
+        group = TrainGroup(fixed_prompt(ids), (Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool)),))
 
         def step() -> float:
             began = time.monotonic()

@@ -102,7 +102,7 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
         image_hashes=facts(kind).image_hashes,
         lengths=np.full(GROUP_SIZE, TOKENS, np.int32),
         token_ids=random.integers(0, BANNED[0], total).astype(np.int32),
-        loss_mask=np.ones(total, np.uint8),
+        source=np.zeros(total, np.uint8),
         logprobs=-random.random(total, np.float32),
         versions=np.full(total, version, np.int32),
         trajectories=(record,) * GROUP_SIZE,

@@ -103,7 +103,7 @@ class MadeUpRun:
                 "prompt_ids": facts(kind).token_ids,
                 "lengths": lengths,
                 "token_ids": whole.token_ids[:total],
-                "loss_mask": whole.loss_mask[:total],
+                "source": whole.source[:total],
                 "logprobs": whole.logprobs[:total],
                 "versions": np.full(total, version - staleness, np.int32),
                 "trajectories": tuple(self._record(int(length)) for length in lengths),

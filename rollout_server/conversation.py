@@ -42,6 +42,7 @@ from protocol.messages import (
     Prompt,
     Sampling,
     Ticket,
+    TokenSource,
 )
 from rollout_server.engines.base import (
     Completion,
@@ -375,10 +376,10 @@ class ConversationProducer:
         failed = Score("error")
         prompt = opened.first.prompt
         shown = [*(opened.opening.images if opened.opening else ()), *(i for t in trajectories for i in t.images)]
-        masks = [np.zeros(trajectory.length, np.uint8) for trajectory in trajectories]
-        for trajectory, mask in zip(trajectories, masks, strict=True):
+        sources = [np.full(trajectory.length, TokenSource.OBSERVATION, np.uint8) for trajectory in trajectories]
+        for trajectory, source in zip(trajectories, sources, strict=True):
             for turn in trajectory.turns:
-                mask[turn.start : turn.end] = 1
+                source[turn.start : turn.end] = TokenSource.POLICY
         has_kv_versions = any(trajectory.has_kv_versions for trajectory in trajectories)
         opening_grids = prompt.image_grids[len(opened.ticket.prompt.image_hashes) :]
         return Group(
@@ -393,12 +394,16 @@ class ConversationProducer:
             video_hashes=prompt.video_hashes,
             lengths=np.asarray([trajectory.length for trajectory in trajectories], np.int32),
             token_ids=np.concatenate([piece.token_ids for t in trajectories for piece in t.pieces]),
-            loss_mask=np.concatenate(masks),
+            source=np.concatenate(sources),
             logprobs=np.concatenate([column for t in trajectories for column in t.logprobs]),
             versions=np.concatenate([column for t in trajectories for column in t.versions]),
             kv_versions=np.concatenate([c for t in trajectories for c in t.kv_versions]) if has_kv_versions else None,
             trajectories=tuple(
-                t.record(scores.get(t.index, failed), zero_over_limit=self._environments.zero_over_limit)
+                t.record(
+                    scores.get(t.index, failed),
+                    opened.ticket.role(t.index),
+                    zero_over_limit=self._environments.zero_over_limit,
+                )
                 for t in trajectories
             ),
             timings=GroupTimings(

@@ -29,7 +29,9 @@ from protocol.messages import (
     TicketFailed,
     TicketKind,
     TicketReturned,
+    TokenSource,
     TrajectoryRecord,
+    TrajectoryRole,
     TrajectoryStatus,
     Turn,
 )
@@ -237,9 +239,9 @@ class GroupProducer:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
         request = group.request
         prefixes = [len(request.ordered(c.index)) for c in ordered]
-        records = [trajectory_record(request, c, scores[c.index]) for c in ordered]
+        records = [trajectory_record(request, c, scores[c.index], group.ticket.role(c.index)) for c in ordered]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
-        sampled = [np.arange(length) >= n for length, n in zip(lengths, prefixes, strict=True)]
+        inserted = [np.arange(length) < n for length, n in zip(lengths, prefixes, strict=True)]
         prompt = group.request.prompt
         return Group(
             ticket_id=group.ticket.ticket_id,
@@ -251,7 +253,7 @@ class GroupProducer:
             video_hashes=prompt.video_hashes,
             lengths=lengths,
             token_ids=np.concatenate([c.token_ids for c in ordered]),
-            loss_mask=np.concatenate(sampled).astype(np.uint8),
+            source=np.where(np.concatenate(inserted), TokenSource.INSERTED, TokenSource.POLICY).astype(np.uint8),
             logprobs=np.concatenate([c.logprobs for c in ordered]),
             versions=np.concatenate([c.versions for c in ordered]),
             kv_versions=kv_versions_column(ordered),
@@ -292,7 +294,9 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
     return TicketFailed(ticket_id=ticket.ticket_id, error_kind=kind, error_message=str(error)[:MESSAGE_LENGTH])
 
 
-def trajectory_record(request: GenerationRequest, completion: Completion, score: Score) -> TrajectoryRecord:
+def trajectory_record(
+    request: GenerationRequest, completion: Completion, score: Score, role: TrajectoryRole
+) -> TrajectoryRecord:
     """A failed reward is a status with its kind; it is never a score of 0."""
     prefix, length = len(request.ordered(completion.index)), len(completion.token_ids)
     seen = request.seen_by(completion.index).prompt.image_hashes
@@ -305,6 +309,7 @@ def trajectory_record(request: GenerationRequest, completion: Completion, score:
     return TrajectoryRecord(
         status=status,
         finish_reason=completion.finish_reason,
+        role=role,
         error_kind=score.error_kind,
         error_message=score.error_message,
         rewards=score.components,

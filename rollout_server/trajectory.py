@@ -13,7 +13,7 @@ from asyncrl.models.history import Shown
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.rows import sampled_piece
 from asyncrl.rewards.score import Score
-from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryStatus, Turn
+from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion, Parking
 from rollout_server.environments import Environment
 
@@ -89,7 +89,7 @@ class Trajectory:
         for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
             column.clear()
 
-    def record(self, score: Score, *, zero_over_limit: bool) -> TrajectoryRecord:
+    def record(self, score: Score, role: TrajectoryRole, *, zero_over_limit: bool) -> TrajectoryRecord:
         """A failed environment or reward is a status with its kind; it is never a score of 0."""
         finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
         if self.failure is not None:
@@ -106,6 +106,7 @@ class Trajectory:
         return TrajectoryRecord(
             status=status,
             finish_reason=finish_reason,
+            role=role,
             limit=self.limit,
             error_kind=score.error_kind,
             error_message=score.error_message,

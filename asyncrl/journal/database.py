@@ -11,8 +11,9 @@ from pathlib import Path
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
+from protocol.messages import PROTOCOL_MAJOR
 
-SCHEMA = 5
+SCHEMA = 6
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES
@@ -101,6 +102,16 @@ def open_database(path: Path, durability: Durability, *, begun: bool) -> sqlite3
         empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
         db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
     return db
+
+
+def schema_problem(schema: int) -> str:
+    """Reason that a journal of this schema is refused, as the end of a sentence, and the way out; empty: it is read."""
+    if schema == SCHEMA:
+        return ""
+    return (
+        f"has schema {schema}, and this version of asyncrl reads schema {SCHEMA} (protocol {PROTOCOL_MAJOR}). "
+        "Go on with the version of asyncrl that wrote it"
+    )
 
 
 @contextmanager

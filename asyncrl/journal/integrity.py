@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.errors import BadStateError
-from asyncrl.journal.database import DROPPED, SCHEMA, STALE, WAY_OUT
+from asyncrl.journal.database import DROPPED, STALE, WAY_OUT, schema_problem
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path
 
 _DIGESTED = {
@@ -114,8 +114,8 @@ def _find_damage(path: Path, mark: CommitMark, saved_step: int) -> str | None:
     with closing(_open_read_only(path)) as db:
         db.execute("PRAGMA cell_size_check = ON")
         db.execute("BEGIN")  # one state of the file for all that follows
-        if (schema := _scalar(db, "PRAGMA user_version")) != SCHEMA:
-            return f"has schema {schema}, and this version of asyncrl reads schema {SCHEMA}"
+        if problem := schema_problem(_scalar(db, "PRAGMA user_version")):
+            return problem
         problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(3)")]
         if problems != ["ok"]:
             return f"is damaged: {'; '.join(problems)}"

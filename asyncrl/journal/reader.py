@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.errors import BadStateError
-from asyncrl.journal.database import SCHEMA, SLOT, WAY_OUT, TicketSlot, explain_errors
+from asyncrl.journal.database import SLOT, WAY_OUT, TicketSlot, explain_errors, schema_problem
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path, unpack_group
 from protocol.messages import Group
 
@@ -102,9 +102,8 @@ class JournalReader(JournalView):
         self._db = sqlite3.connect(
             read_only_uri(path, untouched), uri=True, isolation_level=None, check_same_thread=False
         )
-        schema = self._rows("PRAGMA user_version")[0][0]
-        if schema != SCHEMA:
-            raise BadStateError(f"{path} has schema {schema}, and this version of asyncrl reads schema {SCHEMA}")
+        if problem := schema_problem(self._rows("PRAGMA user_version")[0][0]):
+            raise BadStateError(f"{path} {problem}. {WAY_OUT}")
 
     @property
     def changes(self) -> int:

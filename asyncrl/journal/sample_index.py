@@ -204,7 +204,7 @@ def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tup
     some = np.flatnonzero(group.lengths)
     if some.size:
         starts = (np.cumsum(group.lengths) - group.lengths)[some]
-        is_sampled = group.loss_mask == 1
+        is_sampled = group.is_sampled
         oldest[some] = np.minimum.reduceat(np.where(is_sampled, group.versions, version), starts)
         if differences is not None:
             largest[some] = np.fmax.reduceat(np.where(is_sampled, np.abs(differences), np.nan), starts)

@@ -61,7 +61,7 @@ class Observation:
         self.ended.append(ended)
         for received in groups:
             group, ticket_id = received.group, received.ticket.ticket_id
-            in_loss = group.loss_mask == 1
+            in_loss = group.is_sampled
             ages = version - group.versions[in_loss]
             bound = self.issued_bounds[ticket_id]
             if ages.size and (ages.max() > bound or ages.min() < 0):

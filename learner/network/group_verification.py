@@ -16,7 +16,7 @@ from asyncrl.models.bridge import TurnBridge
 from learner.network.turn_verification import turn_problems
 from learner.tickets.ticket import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import FinishReason, Group, Ticket, TicketKind, printable
+from protocol.messages import FinishReason, Group, Ticket, TicketKind, TokenSource, printable
 
 LOGPROB_SLACK = 1e-4
 """Distance above 0 by which rounding may put the log-prob of a certain token."""
@@ -46,6 +46,7 @@ def verify_group(
         _opening_problems(group, max_prompt_length),
         _shape_problems(group, ticket),
         _order_problems(group, ticket),
+        _source_problems(group, ticket) if ticket.conversation is None else (),
         _token_problems(group, ticket, vocabulary),
         turn_problems(group, ticket, bridge),
         _ending_problems(group, ticket) if ticket.conversation is None else (),
@@ -104,8 +105,9 @@ def _shape_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     longest = int(group.lengths.max())
     if longest > ticket.sampling.max_new_tokens:
         yield f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
-    if group.loss_mask.size and group.loss_mask.max() > 1:
-        yield "loss_mask has values other than 0 and 1"
+    for index, record in enumerate(group.trajectories):
+        if record.role is not (role := ticket.role(index)):
+            yield f"trajectory {index} has the role {record.role}, its ticket asks for {role}"
 
 
 def _order_problems(group: Group, ticket: Ticket) -> Iterator[str]:
@@ -120,12 +122,23 @@ def _order_problems(group: Group, ticket: Ticket) -> Iterator[str]:
         place = slice(start, start + min(count, length))
         if not _same(group.token_ids[place], np.asarray(order.prefix)):
             yield f"completion {index} does not begin with the {count} token ids that its order puts there"
-        if group.loss_mask[place].any() or group.logprobs[place].any():
-            yield f"completion {index} has a loss mask or a log-prob on the {count} tokens that its order puts there"
+        if group.logprobs[place].any():
+            yield f"completion {index} has a log-prob on the {count} tokens that its order puts there"
         is_whole = count == ticket.sampling.max_new_tokens or order.prefix[-1] in ticket.sampling.stop_token_ids
         if (length == count) != is_whole:
             rest = "nothing may be" if is_whole else "something must be"
             yield f"completion {index} has {length} tokens, but behind the {count} of its order {rest} sampled"
+
+
+def _source_problems(group: Group, ticket: Ticket) -> Iterator[str]:
+    """Compare sources where nobody answers: tokens of a prefix are inserted, and the policy samples the others."""
+    owner = np.repeat(np.arange(group.lengths.size), group.lengths)
+    place = np.arange(owner.size) - (np.cumsum(group.lengths) - group.lengths)[owner]
+    prefixes = np.array([len(ticket.order(index).prefix) for index in range(group.lengths.size)])
+    expected = np.where(place < prefixes[owner], TokenSource.INSERTED, TokenSource.POLICY)
+    for position in np.flatnonzero(group.source != expected)[:1]:
+        index = owner[position]
+        yield f"completion {index} has other sources than {prefixes[index]} inserted tokens and then sampled ones"
 
 
 def _token_problems(group: Group, ticket: Ticket, vocabulary: int) -> Iterator[str]:
@@ -134,8 +147,9 @@ def _token_problems(group: Group, ticket: Ticket, vocabulary: int) -> Iterator[s
     if int(np.maximum.reduce(group.token_ids.view(np.uint32))) >= vocabulary:  # a negative id becomes a large one
         yield f"token ids outside the vocabulary of {vocabulary}"
     token_ids, logprobs = group.token_ids, group.logprobs
-    if group.loss_mask.min() == 0:  # else no copy: the policy sampled all of them
-        token_ids, logprobs = token_ids[group.loss_mask == 1], logprobs[group.loss_mask == 1]
+    sampled = group.is_sampled
+    if not sampled.all():  # else no copy
+        token_ids, logprobs = token_ids[sampled], logprobs[sampled]
     banned = np.unique(token_ids[np.isin(token_ids, ticket.sampling.banned_token_ids)])
     if banned.size:
         yield (
@@ -152,7 +166,7 @@ def _ending_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     most = ticket.sampling.max_new_tokens
     ends = np.cumsum(group.lengths).tolist()
     for index, (record, length, end) in enumerate(zip(group.trajectories, group.lengths.tolist(), ends, strict=True)):
-        if not length or not group.loss_mask[end - 1]:
+        if not length or group.source[end - 1] != TokenSource.POLICY:
             continue
         last = int(group.token_ids[end - 1])
         if record.finish_reason is FinishReason.STOP and last not in ticket.sampling.stop_token_ids:
@@ -182,7 +196,7 @@ def _version_problems(group: Group, ticket: Ticket, version: int) -> Iterator[st
             yield f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
     if oldest == newest:
         return
-    sampled = group.loss_mask == 1
+    sampled = group.is_sampled
     owner, versions = np.repeat(np.arange(group.lengths.size), group.lengths)[sampled], group.versions[sampled]
     for place in np.flatnonzero((np.diff(versions) < 0) & (np.diff(owner) == 0)):
         yield (

@@ -18,14 +18,23 @@ from asyncrl.environments.recording import history_of, images_of, observation_of
 from asyncrl.errors import UserError
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.history import History
-from protocol.messages import ConversationLimits, FinishReason, Group, Ticket, TrajectoryRecord, TrajectoryStatus, Turn
+from protocol.messages import (
+    ConversationLimits,
+    FinishReason,
+    Group,
+    Ticket,
+    TokenSource,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
 
 
 class _Columns(NamedTuple):
     """Columns of one trajectory, [T] each."""
 
     token_ids: np.ndarray
-    loss_mask: np.ndarray
+    source: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     kv_versions: np.ndarray
@@ -67,7 +76,7 @@ def _has_turns(record: TrajectoryRecord) -> bool:
 def _columns(group: Group, index: int) -> _Columns:
     place = group.span(index)
     kv_versions = group.versions if group.kv_versions is None else group.kv_versions
-    columns = (group.token_ids, group.loss_mask, group.logprobs, group.versions, kv_versions)
+    columns = (group.token_ids, group.source, group.logprobs, group.versions, kv_versions)
     return _Columns(*(column[place] for column in columns))
 
 
@@ -127,8 +136,8 @@ def _trajectory_problems(
 
 def _turn_problems(turn: Turn, columns: _Columns, ticket: Ticket, limits: ConversationLimits) -> Iterator[str]:
     length, last = turn.end - turn.start, int(columns.token_ids[turn.end - 1 : turn.end].sum())
-    if not columns.loss_mask[turn.start : turn.end].all():
-        yield "has a loss mask of 0 on a token that it sampled"
+    if (columns.source[turn.start : turn.end] != TokenSource.POLICY).any():
+        yield "has another source than the policy at a token that it sampled"
     if length > limits.tokens_per_turn:
         yield f"has {length} tokens, over the limit of {limits.tokens_per_turn}"
     is_full = limits.tokens_per_turn == length or ticket.sampling.max_new_tokens == turn.end
@@ -174,8 +183,8 @@ def _between_problems(
     grids, own = [list(image.grid) for image in images_of(turn.observation)], made.pieces[-1].image_grids.tolist()
     if grids != own:
         yield f"the image grids differ: {grids} against {own}"
-    if columns.loss_mask[between].any() or columns.logprobs[between].any():
-        yield "a token of the observation has a loss mask or a log-prob: nobody sampled it there"
+    if (columns.source[between] != TokenSource.OBSERVATION).any() or columns.logprobs[between].any():
+        yield "a token of the observation has another source or a log-prob: nobody sampled it there"
     for name, versions in (("version", columns.versions), ("key-value version", columns.kv_versions)):
         if (versions[between] != versions[turn.end - 1]).any():
             yield f"a token of the observation has another {name} than the token before it, {versions[turn.end - 1]}"

@@ -127,4 +127,4 @@ def _untrained(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> Trai
         ids = first.token_ids[:1]
         return replace(group, completions=(Completion(first.row, ids, np.zeros_like(ids)),))
     showing = min((c for c in group.completions if any(map(shown, c.observed))), key=lambda c: len(c.token_ids))
-    return replace(group, completions=(replace(showing, loss_mask=np.zeros_like(showing.loss_mask)),))
+    return replace(group, completions=(replace(showing, is_trained=np.zeros_like(showing.is_trained)),))

@@ -16,7 +16,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.processing import MeasuredPrompt
 from protocol.codec import Frame, Limits, encode
-from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind
+from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind, TokenSource, TrajectoryRole
 
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
@@ -138,13 +138,12 @@ class ReceivedGroup:
     @cached_property
     def is_baseline(self) -> np.ndarray:
         """[group_size] bool: greedy trajectories, which are scored and not trained."""
-        orders = self.ticket.orders
-        return np.array([order.greedy for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
+        return np.array([record.role is TrajectoryRole.BASELINE for record in self.group.trajectories], bool)
 
     @cached_property
     def is_sampled(self) -> np.ndarray:
         """[N] bool: tokens that the policy drew at random."""
-        return (self.group.loss_mask == 1) & ~np.repeat(self.is_baseline, self.group.lengths)
+        return self.group.is_sampled & ~np.repeat(self.is_baseline, self.group.lengths)
 
     @cached_property
     def is_noisy(self) -> np.ndarray:
@@ -155,24 +154,17 @@ class ReceivedGroup:
     @cached_property
     def is_demonstration(self) -> np.ndarray:
         """[group_size] bool: trajectories of which no token was sampled."""
-        prefixes = np.array([len(order.prefix) for order in self.ticket.orders]) if self.ticket.orders else 0
-        return (self.group.lengths == prefixes) & (self.group.lengths > 0)
+        return np.array([record.role is TrajectoryRole.DEMONSTRATION for record in self.group.trajectories], bool)
 
     @property
     def lacks_baseline(self) -> bool:
         """Whether its greedy trajectory has no score, so that nothing can be said about the others."""
-        if not self.ticket.orders:
-            return False
-        records = zip(self.group.trajectories, self.is_baseline, strict=True)
-        return any(is_baseline and record.reward is None for record, is_baseline in records)
+        return any(r.role is TrajectoryRole.BASELINE and r.reward is None for r in self.group.trajectories)
 
     @cached_property
     def is_prefix(self) -> np.ndarray:
         """[N] bool: tokens that the ticket's orders put in place, which no policy sampled."""
-        if not self.ticket.orders:
-            return np.zeros(self.group.versions.size, bool)
-        rows = zip(self.group.lengths.tolist(), self.ticket.orders, strict=True)
-        return np.concatenate([np.arange(length) < len(order.prefix) for length, order in rows])
+        return self.group.source == TokenSource.INSERTED
 
     @cached_property
     def oldest_version(self) -> int:

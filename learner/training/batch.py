@@ -101,10 +101,10 @@ class Batch:
 
     @cached_property
     def trained(self) -> TrainedTokens:
-        """The `N` tokens of all training groups that a loss mask selects: sampled ones, and those of demonstrations and
+        """The `N` tokens of all training groups that count in the loss: sampled ones, and those of demonstrations and
         hints where the method uses them."""
         completions = [completion for group in self.train_groups for completion in group.completions]
-        masks = [completion.loss_mask for completion in completions] or [np.zeros(0, np.uint8)]
+        masks = [completion.is_trained for completion in completions] or [np.zeros(0, bool)]
         number, column = flat_rows([len(mask) for mask in masks])
         kept = np.flatnonzero(np.concatenate(masks))
         rows = np.asarray([completion.row for completion in completions], np.int64)
@@ -207,14 +207,14 @@ def make_batch(
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
-        loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
+        is_trained = group.is_sampled | item.is_prefix if demonstrations else group.is_sampled
         left_out = item.is_baseline | item.lacks_baseline
         bounds = [0, *group.lengths.cumsum().tolist()]
-        trained = np.append(0, loss_mask.cumsum(dtype=np.int64))[bounds].tolist()
+        trained = np.append(0, is_trained.cumsum(dtype=np.int64))[bounds].tolist()
         rows = zip(group.trajectories, left_out.tolist(), pairwise(bounds), pairwise(trained), strict=True)
         for index, (record, is_out, (start, end), (before, after)) in enumerate(rows):
             if after > before and not is_out and record.status.is_scored:
-                token_ids, mask = group.token_ids[start:end], loss_mask[start:end]
+                token_ids, mask = group.token_ids[start:end], is_trained[start:end]
                 completions.append(Completion(len(scores), token_ids, mask, segments_of(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)

@@ -305,7 +305,7 @@ class TorchEngine:
 
     def _fixed_micro_batch(self, device: torch.device | None = None) -> MicroBatch:
         ids = self._fixed_tokens
-        completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
+        completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
         return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], device or self.device)
 
 

@@ -50,6 +50,6 @@ class ModelFlops:
             "vision_tower": sum(images) + sum(int(p.video_grids.prod(axis=1).sum()) for p in prompts),
             "connector": sum(group.prompt.media_tokens for group in groups),
             "language_model": sum(group.num_tokens for group in groups),
-            "head": sum(np.count_nonzero(c.loss_mask) for group in groups for c in group.completions),
+            "head": sum(np.count_nonzero(c.is_trained) for group in groups for c in group.completions),
         }
         return float(sum(self._flops[part] * count for part, count in inputs.items()))

@@ -40,8 +40,8 @@ class Completion:
     row: int
     """Index in the batch."""
     token_ids: np.ndarray
-    loss_mask: np.ndarray
-    """1 on tokens that count in the loss."""
+    is_trained: np.ndarray
+    """bool: tokens that count in the loss."""
     segments: tuple[Segment, ...] = (Segment(),)
     """In order; the first one begins with token 0. They are packed like completions of their own."""
 
@@ -187,7 +187,7 @@ def build_micro_batch(
     # before a token's own has an input less than tokens.
     before = np.cumsum([prompt for prompt, _ in lengths])[group_of] + np.arange(len(tokens)) - number
     sources = np.where(place == 0, np.cumsum(sizes)[::2][group_of], before) - 1
-    kept = np.flatnonzero(np.concatenate([completion.loss_mask for completion in completions]))
+    kept = np.flatnonzero(np.concatenate([completion.is_trained for completion in completions]))
     owner, column = flat_rows([len(completion.token_ids) for completion in completions])
     rows = np.asarray([completion.row for completion in completions])
     prompts = [group.whole_prompt for group in groups]

@@ -45,6 +45,7 @@ from protocol.messages.pools import (
     ProcessStop,
     WorkerKind,
 )
+from protocol.messages.sources import TokenSource, TrajectoryRole
 from protocol.messages.tickets import (
     NO_ORDER,
     ChatMessage,

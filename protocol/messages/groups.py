@@ -5,9 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.messages.sources import TokenSource, TrajectoryRole
 from protocol.messages.tickets import FinishReason, PartialRollout
 from protocol.messages.turns import ObservedMessage, Turn
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, Wire
@@ -35,6 +37,8 @@ class TrajectoryRecord(Wire):
     status: TrajectoryStatus
     finish_reason: FinishReason
     """Finish reason of the last turn."""
+    role: TrajectoryRole = TrajectoryRole.TRAIN
+    """Purpose that its ticket gives it."""
     limit: Limit = ""
     """The limit of the ticket's conversation that ended it before the environment did; empty: none."""
     error_kind: Text = ""
@@ -81,7 +85,7 @@ class GroupTimings(Wire):
     """Waits for the environment, of all trajectories together."""
 
 
-TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "kv_versions")
+TOKEN_COLUMNS = ("token_ids", "source", "logprobs", "versions", "kv_versions")
 
 
 class Group(Wire):
@@ -109,13 +113,13 @@ class Group(Wire):
     """[group_size] completion tokens of each trajectory."""
     token_ids: Int32Array
     """[N] completion token ids."""
-    loss_mask: UInt8Array
-    """[N] 1 on tokens that the policy sampled, 0 on what the ticket's orders or the environment put in. Log-probs of an
-    observation are 0, and its versions are those of the token before it."""
+    source: UInt8Array
+    """[N] `TokenSource` of each token."""
     logprobs: Float32Array
     """[N] behaviour log-probabilities of the sampled tokens, 0 elsewhere."""
     versions: Int32Array
-    """[N] policy version that sampled each token, stamped when it was decoded; where it was put in, the current one."""
+    """[N] policy version that sampled each token, stamped when it was decoded. An inserted token has the version that
+    was current then, an observed one that of the token before it."""
     kv_versions: Int32Array | None = None
     """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
     trajectories: Many[TrajectoryRecord]
@@ -140,6 +144,11 @@ class Group(Wire):
                 if turn.start > turn.end or turn.end > length or turn.context > turn.start:
                     raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
         return self
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """[N] bool: tokens that the policy sampled."""
+        return self.source == TokenSource.POLICY
 
     def span(self, index: int) -> slice:
         """Slice of a trajectory's tokens in the columns."""

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from protocol.frames import Blob, Float32Array, Int32Array
+from protocol.messages.sources import TrajectoryRole
 from protocol.messages.wire import ContentHash, Many, TicketId, Version, Wire
 
 
@@ -131,9 +132,9 @@ class TrajectoryOrder(Wire):
     greedy: bool = False
     """The most probable token each time, as at temperature 0: a trajectory that is scored and not trained."""
     prefix: Many[Annotated[int, Field(ge=0, lt=2**31)]] = ()
-    """[K] token ids that the completion begins with, put there and not sampled: their loss mask and log-prob are 0, and
-    their version is the one that was current then. They count in `max_new_tokens`. A stop token at their end makes them
-    the whole completion: a demonstration."""
+    """[K] token ids that the completion begins with, put there and not sampled: their log-prob is 0, and their
+    version is the one that was current then. They count in `max_new_tokens`. A stop token at their end makes them the
+    whole completion: a demonstration."""
     images: Many[ContentHash] = ()
     """Content hashes of images that the engine sees in place of the prompt's, one for each and as large; none: the
     prompt's own. Their bytes travel with the ticket. The reward sees the prompt's."""
@@ -297,6 +298,14 @@ class Ticket(Wire):
         """Oldest version whose weights may sample the next token: versions never fall within a trajectory."""
         sampled = self.partial.versions if self.partial else ()
         return max(self.min_version, int(np.max(sampled, initial=0)))
+
+    def role(self, index: int) -> TrajectoryRole:
+        """Purpose of trajectory `index` of the group."""
+        order = self.order(index)
+        if order.greedy:
+            return TrajectoryRole.BASELINE
+        is_whole = order.prefix and self.sampling.finish_reason(order.prefix)
+        return TrajectoryRole.DEMONSTRATION if is_whole else TrajectoryRole.TRAIN
 
     def order(self, index: int) -> TrajectoryOrder:
         """The wish for trajectory `index` of the group."""

@@ -21,6 +21,7 @@ from protocol.messages import (
     FinishReason,
     Group,
     GroupTimings,
+    TokenSource,
     ToolCall,
     TrajectoryRecord,
     TrajectoryStatus,
@@ -62,15 +63,15 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
     assert item.bridge is not None
     usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]
     usable.remove(stop)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("token_ids", "loss_mask", "logprobs", "versions")}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("token_ids", "source", "logprobs", "versions")}
     records: list[TrajectoryRecord] = []
     blobs = {content_hash(image): memoryview(image) for image in (WIDE, TALL)}
 
-    def add(ids: Sequence[int] | np.ndarray, mask: int, version: int) -> int:
-        logprobs = -draw.random(len(ids)) if mask else np.zeros(len(ids))
-        made = (ids, np.full(len(ids), mask), logprobs, np.full(len(ids), version))
+    def add(ids: Sequence[int] | np.ndarray, source: TokenSource, version: int) -> int:
+        logprobs = -draw.random(len(ids)) if source is TokenSource.POLICY else np.zeros(len(ids))
+        made = (ids, np.full(len(ids), source), logprobs, np.full(len(ids), version))
         for (name, parts), column in zip(columns.items(), made, strict=True):
-            dtype = {"loss_mask": np.uint8, "logprobs": np.float32}.get(name, np.int32)
+            dtype = {"source": np.uint8, "logprobs": np.float32}.get(name, np.int32)
             parts.append(np.asarray(column, dtype))
         return len(ids)
 
@@ -80,7 +81,7 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
         for number, observation in enumerate([*shown, None]):
             is_cut = index == 1 and observation is None
             said = [*draw.choice(usable, 4 if is_cut else 3).tolist(), *([] if is_cut else [stop])]
-            end = place + add(said, 1, number)
+            end = place + add(said, TokenSource.POLICY, number)
             facts = item.bridge.measure(said[-1], observation) if observation else None
             turns.append(
                 Turn(
@@ -94,7 +95,7 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
                     observation=recorded(observation, facts.image_grids) if observation and facts else (),
                 )
             )
-            place = end + (add(facts.token_ids, 0, number) if facts else 0)
+            place = end + (add(facts.token_ids, TokenSource.OBSERVATION, number) if facts else 0)
         lengths.append(place)
         is_cut = turns[-1].finish_reason is FinishReason.LENGTH
         records.append(
@@ -121,7 +122,7 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
         image_hashes=facts.image_hashes,
         lengths=np.asarray(lengths, np.int32),
         token_ids=np.concatenate(columns["token_ids"]),
-        loss_mask=np.concatenate(columns["loss_mask"]),
+        source=np.concatenate(columns["source"]),
         logprobs=np.concatenate(columns["logprobs"]),
         versions=np.concatenate(columns["versions"]),
         trajectories=tuple(records),

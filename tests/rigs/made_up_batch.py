@@ -15,7 +15,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, make_batch
 from learner.training.engine import TorchEngine
-from protocol.messages import FinishReason, Group, GroupTimings, Ticket, TrajectoryRecord, TrajectoryStatus
+from protocol.messages import FinishReason, Group, GroupTimings, Ticket, TokenSource, TrajectoryRecord, TrajectoryStatus
 
 
 def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
@@ -41,8 +41,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
                     status=status, finish_reason=FinishReason.STOP, error_kind=kind, reward=reward, turns=()
                 )
             )
-        mask = np.ones(total, np.uint8)
-        mask[rng.random(total) < 0.1] = 0
+        source = np.where(rng.random(total) < 0.1, TokenSource.OBSERVATION, TokenSource.POLICY).astype(np.uint8)
         group = Group(
             ticket_id=number,
             server_id="s",
@@ -51,7 +50,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
             image_hashes=prompt.image_hashes,
             lengths=lengths.astype(np.int32),
             token_ids=rng.choice(usable, total).astype(np.int32),
-            loss_mask=mask,
+            source=source,
             logprobs=(-6 + rng.normal(0, 0.3, total)).astype(np.float32),
             versions=np.full(total, number % 3, np.int32),
             trajectories=tuple(records),
@@ -65,16 +64,23 @@ def _ordered(group: Group, ticket: Ticket, stop: int) -> Group:
     """The group with the prefixes of its ticket's orders; behind a demonstration there is nothing."""
     if not ticket.orders:
         return group
-    names = ("token_ids", "loss_mask", "logprobs", "versions")
+    names = ("token_ids", "source", "logprobs", "versions")
     rows = zip(*(np.split(getattr(group, name), np.cumsum(group.lengths)[:-1]) for name in names), strict=True)
     made: list[list[np.ndarray]] = []
     for row, order in zip(rows, ticket.orders, strict=True):
         count = len(order.prefix)
         room = 0 if order.prefix[-1:] == (stop,) else ticket.sampling.max_new_tokens - count
-        put_in = (np.asarray(order.prefix), np.zeros(count), np.zeros(count), np.full(count, row[3][0]))
+        put_in = (
+            np.asarray(order.prefix),
+            np.full(count, TokenSource.INSERTED),
+            np.zeros(count),
+            np.full(count, row[3][0]),
+        )
         made.append([np.append(a, b[:room]).astype(b.dtype) for a, b in zip(put_in, row, strict=True)])
     columns = {name: np.concatenate(parts) for name, parts in zip(names, zip(*made, strict=True), strict=True)}
-    return group.model_copy(update=columns | {"lengths": np.asarray([len(row[0]) for row in made], np.int32)})
+    roles = [record.model_copy(update={"role": ticket.role(i)}) for i, record in enumerate(group.trajectories)]
+    lengths = np.asarray([len(row[0]) for row in made], np.int32)
+    return group.model_copy(update=columns | {"lengths": lengths, "trajectories": tuple(roles)})
 
 
 class KeepGradients(TorchEngine):

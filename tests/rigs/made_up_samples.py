@@ -19,7 +19,7 @@ from asyncrl.tools.samples.model import (
     ShownMessage,
     TrajectoryDetail,
 )
-from protocol.messages import ToolCall
+from protocol.messages import TokenSource, ToolCall
 
 GROUPS, GROUP_SIZE = 60, 4
 HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET, AGREED_TICKET, CONVERSATION_TICKET = 3, 4, 5, 6, 8
@@ -99,12 +99,12 @@ def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
     gaps = np.resize(np.float32([0, 0.05, -0.05, 0.2, -0.2, 0.5, -2.0]), size)
     if ticket_id == AGREED_TICKET:  # engine and learner agree to the noise
         gaps *= 0.005
-    loss_mask, masked = np.ones(size, np.uint8), np.zeros(size, bool)
-    loss_mask[1:2] = 0
+    source, masked = np.full(size, TokenSource.POLICY, np.uint8), np.zeros(size, bool)
+    source[1:2] = TokenSource.OBSERVATION
     masked[2:3] = True
     return TrajectoryDetail(
         row, rewards={"answer": float(number)}, tokens=tokens, token_ids=np.arange(size, dtype=np.int32),
-        logprobs=engine, learner_logprobs=engine + gaps, loss_mask=loss_mask, masked=masked,
+        logprobs=engine, learner_logprobs=engine + gaps, source=source, masked=masked,
         versions=np.resize(np.int32([ticket_id, ticket_id - ticket_id % 3]), size),
         turns=_turns(number) if ticket_id == CONVERSATION_TICKET else (),
         limit="turns" if ticket_id == CONVERSATION_TICKET and number == 1 else "",

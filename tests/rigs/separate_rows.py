@@ -52,7 +52,7 @@ def _separately(model: Any, config: RunConfig, banned: torch.Tensor, group: Trai
 def _row_separately(
     model: Any, config: RunConfig, banned: torch.Tensor, group: TrainGroup, c: Completion, segment: Segment, end: int
 ) -> torch.Tensor:
-    token_ids, mask = c.token_ids[segment.start : end], c.loss_mask[segment.start : end]
+    token_ids, mask = c.token_ids[segment.start : end], c.is_trained[segment.start : end]
     text = replace(group.prompt, token_ids=token_ids, token_types=np.zeros_like(token_ids), pixel_values=None)
     nothing = replace(text, image_grids=group.prompt.image_grids[:0], image_hashes=())
     row = joined_row(group.prompt, [segment.observed or nothing])

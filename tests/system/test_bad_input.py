@@ -37,7 +37,9 @@ from protocol.messages import (
     FinishReason,
     Group,
     Ticket,
+    TokenSource,
     TrajectoryRecord,
+    TrajectoryRole,
     TrajectoryStatus,
 )
 from rollout_server.engines.base import Completion, GenerationRequest
@@ -313,7 +315,7 @@ LIES: dict[str, tuple[Change, str]] = {
         lambda g, p: {
             "trajectories": g.trajectories[1:],
             "lengths": g.lengths[1:],
-            **{name: getattr(g, name)[3:] for name in ("token_ids", "loss_mask", "logprobs", "versions")},
+            **{name: getattr(g, name)[3:] for name in ("token_ids", "source", "logprobs", "versions")},
         },
         "3 trajectories for a group size of 4",
     ),
@@ -339,7 +341,18 @@ LIES: dict[str, tuple[Change, str]] = {
         lambda g, p: {"token_ids": with_value(g.token_ids, p.image_token_id or 0)},
         "the policy sampled image placeholder ids",
     ),
-    "an odd loss mask": (lambda g, p: {"loss_mask": with_value(g.loss_mask, 2)}, "loss_mask has values other than"),
+    "an odd source": (
+        lambda g, p: {"source": with_value(g.source, 7)},
+        "completion 0 has other sources than 0 inserted",
+    ),
+    "an observation that nobody gave": (
+        lambda g, p: {"source": with_value(g.source, TokenSource.OBSERVATION)},
+        "completion 0 has other sources than 0 inserted",
+    ),
+    "another role": (
+        lambda g, p: {"trajectories": with_record(g, role=TrajectoryRole.BASELINE)},
+        "trajectory 0 has the role baseline, its ticket asks for train",
+    ),
     "a reward of an error": (lambda g, p: first_error(g, error_kind="x"), "trajectory 0 is error with reward 0.0"),
     "no reward": (
         lambda g, p: {"trajectories": with_record(g, reward=None)},
@@ -387,13 +400,6 @@ def test_the_limit_of_a_completion_holds_and_what_is_allowed_passes(
     # Versions may grow within a completion, and fall from one to the next.
     rising = np.tile(np.array([3, 4, 5], good.versions.dtype), len(good.trajectories))
     verify(good.model_copy(update={"versions": rising}), item.ticket, prompt, version=5, vocabulary=500)
-    # Tokens that the policy did not sample have no log-prob to check, and may be images.
-    changes = {
-        "loss_mask": with_value(good.loss_mask, 0),
-        "logprobs": with_value(good.logprobs, np.nan),
-        "token_ids": with_value(good.token_ids, processor.image_token_id or 0),
-    }
-    verify(good.model_copy(update=changes), item.ticket, prompt, version=5, vocabulary=500)
 
 
 def verify(group: Group, ticket: Ticket, prompt: Any, like: Group | None = None, **facts: int) -> None:

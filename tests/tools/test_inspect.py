@@ -98,7 +98,7 @@ def test_levels_of_tokens() -> None:
         logprobs=np.asarray([-0.05, -1.0, -3.0, -9.0]),
         learner_logprobs=np.asarray([-0.06, -0.7, -5.0, math.nan]),
         versions=np.asarray([7, 6, 0, 7]),
-        loss_mask=np.asarray([1, 1, 1, 0]),
+        source=np.asarray([0, 0, 0, 1]),
         masked=np.asarray([0, 0, 1, 0], bool),
     )
     levels = token_levels(trajectory)

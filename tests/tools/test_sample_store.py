@@ -35,6 +35,7 @@ from learner.training.batch import Batch
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import encode
+from protocol.messages import TokenSource
 from tests.rigs.file_sizes import file_size_limit
 from tests.rigs.fuzz import content as fuzz
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -101,7 +102,7 @@ def make_up_training(batch: Batch) -> TrainedBatch:
     random = np.random.default_rng(1)
     behaviour = batch.behaviour_logprobs.numpy()
     logprobs = behaviour + random.normal(0, 0.3, len(behaviour)).astype(np.float32)
-    sampled = np.concatenate([item.group.loss_mask for item in batch.received]) == 1
+    sampled = np.concatenate([item.group.is_sampled for item in batch.received])
     scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([item.group.lengths for item in batch.received]))
     trained = sampled & scored
     advantages = random.normal(size=len(batch.scores)).astype(np.float32)
@@ -207,7 +208,7 @@ def test_a_group_in_full(run: MadeUpRun, store: SampleStore) -> None:
     processor = PromptProcessor(run.config.model)
     for number, (trajectory, end) in enumerate(zip(detail.trajectories, ends, strict=True)):
         here = slice(int(end - item.group.lengths[number]), int(end))
-        for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+        for name in ("token_ids", "logprobs", "source", "versions"):
             assert np.array_equal(getattr(trajectory, name), getattr(item.group, name)[here])
         assert np.array_equal(trajectory.masked, part.masked[here])
         assert "".join(trajectory.tokens) == processor.tokenizer.decode(trajectory.token_ids.tolist())
@@ -356,7 +357,7 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     values = step(batch, 2)
     trained = ~np.isnan(step.trained.logprobs)
     scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([i.group.lengths for i in batch.received]))
-    sampled = np.concatenate([item.group.loss_mask for item in batch.received]) == 1
+    sampled = np.concatenate([item.group.is_sampled for item in batch.received])
     assert np.array_equal(trained, sampled & scored)
     difference = (step.trained.logprobs - batch.behaviour_logprobs.numpy())[trained]
     assert np.abs(difference).max() == pytest.approx(values["logprob_diff_max"])
@@ -372,12 +373,14 @@ def test_tokens_that_were_put_there_are_marked_and_differ_from_no_engine(
     config = make_config()
     item = made_up_batch(config, PromptProcessor(config.model)).received[0]
     begins, lengths = np.cumsum(item.group.lengths) - item.group.lengths, item.group.lengths.tolist()
-    mask, logprobs = np.ones(sum(lengths), np.uint8), np.full(sum(lengths), -1.0, np.float32)
+    source, logprobs = np.full(sum(lengths), TokenSource.POLICY, np.uint8), np.full(sum(lengths), -1.0, np.float32)
     for row, count in ((0, lengths[0]), (1, 2)):
-        mask[begins[row] : begins[row] + count] = 0
+        source[begins[row] : begins[row] + count] = TokenSource.INSERTED
     learner = logprobs + np.float32(0.25)
-    learner[mask == 0] = -7.0
-    group = item.group.model_copy(update={"loss_mask": mask, "logprobs": np.where(mask == 1, logprobs, np.float32(0))})
+    learner[source != TokenSource.POLICY] = -7.0
+    group = item.group.model_copy(
+        update={"source": source, "logprobs": np.where(source == TokenSource.POLICY, logprobs, np.float32(0))}
+    )
     run = tmp_path / "run"
     run.mkdir()
     sizes = config.model_copy(update={"batch": config.batch.model_copy(update={"group_size": 3})})

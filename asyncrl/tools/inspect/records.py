@@ -12,6 +12,7 @@ import numpy as np
 from asyncrl.tools.inspect.pictures import image_facts
 from asyncrl.tools.inspect.token_levels import telling_colouring, token_levels
 from asyncrl.tools.samples.model import SampleDetail, SampleRow, ShownMessage, TrajectoryDetail
+from protocol.messages import TokenSource
 
 
 def row_record(row: SampleRow) -> dict[str, Any]:
@@ -46,10 +47,10 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
         "consumed_at": trajectory.consumed_at,
         "tokens": trajectory.tokens,
         "token_ids": trajectory.token_ids.tolist(),
-        "logprobs": _rounded(np.where(trajectory.loss_mask == 1, trajectory.logprobs, np.nan)),
+        "logprobs": _rounded(np.where(trajectory.is_sampled, trajectory.logprobs, np.nan)),
         "learner_logprobs": None if learner is None else _rounded(learner),
         "versions": trajectory.versions.tolist(),
-        "loss_mask": trajectory.loss_mask.tolist(),
+        "source": [TokenSource(source).name.lower() for source in trajectory.source.tolist()],
         "masked": trajectory.masked.astype(int).tolist(),
         "levels": token_levels(trajectory),
         "limit": trajectory.limit,

@@ -277,7 +277,7 @@ def _largest_differences(trajectory: TrajectoryDetail) -> Iterator[Text]:
     if learner is None:
         yield Text("the learner's log-probs of this group are not known", "dim")
         return
-    gaps = np.nan_to_num(np.where(trajectory.loss_mask == 1, learner - engine, 0.0), nan=0.0)
+    gaps = np.nan_to_num(np.where(trajectory.is_sampled, learner - engine, 0.0), nan=0.0)
     for i in np.argsort(-abs(gaps), kind="stable")[:NUM_LARGEST]:
         if abs(gaps[i]) >= DIFFERENCES[0]:
             yield Text(

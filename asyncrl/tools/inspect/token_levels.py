@@ -61,7 +61,7 @@ def token_levels(trajectory: TrajectoryDetail) -> dict[Colouring, str]:
         "mask": [MASKED if gone else "0" for gone in trajectory.masked],
         "logprob": [str(sum(value <= math.log(share) for share in PROBABILITIES)) for value in engine],
     }
-    sampled = trajectory.loss_mask.tolist()
+    sampled = trajectory.is_sampled.tolist()
     return {
         name: "".join(level if is_sampled else UNSAMPLED for level, is_sampled in zip(column, sampled, strict=True))
         for name, column in levels.items()

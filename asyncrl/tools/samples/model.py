@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from protocol.messages import ToolCall
+from protocol.messages import TokenSource, ToolCall
 
 Order = Literal["newest", "oldest", "best", "worst", "stalest", "longest"]
 
@@ -138,8 +138,8 @@ class TrajectoryDetail:
     learner_logprobs: np.ndarray | None = None
     """The learner's at the step, to three digits of the difference; NaN where nothing was trained; None: not known."""
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """1 on tokens that the policy sampled."""
+    source: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """uint8 `TokenSource` of each token."""
     masked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     """bool: the correction dropped the token."""
     turns: tuple[SampleTurn, ...] = ()
@@ -148,9 +148,14 @@ class TrajectoryDetail:
     """The limit of `environment.limits` that ended it; empty: none."""
 
     @property
+    def is_sampled(self) -> np.ndarray:
+        """[T] bool: tokens that the policy sampled."""
+        return self.source == TokenSource.POLICY
+
+    @property
     def consumed_at(self) -> int:
         """The policy version that trained on it."""
-        sampled = self.versions[self.loss_mask == 1]
+        sampled = self.versions[self.is_sampled]
         return int(sampled.min()) + self.row.staleness if sampled.size else 0
 
 

@@ -180,7 +180,7 @@ class SampleStore:
                 logprobs=group.logprobs[part],
                 learner_logprobs=None if learner is None else learner[part],
                 versions=group.versions[part],
-                loss_mask=group.loss_mask[part],
+                source=group.source[part],
                 masked=masked[part],
                 turns=_turns(record, group),
                 limit=record.limit,
@@ -191,8 +191,8 @@ class SampleStore:
 
 def _put_there(group: Group, trajectory: int) -> int:
     """Number of tokens before the first sampled one."""
-    mask = group.loss_mask[group.span(trajectory)]
-    return int(mask.argmax()) if mask.any() else mask.size
+    sampled = group.is_sampled[group.span(trajectory)]
+    return int(sampled.argmax()) if sampled.any() else sampled.size
 
 
 def _turns(record: TrajectoryRecord, group: Group) -> tuple[SampleTurn, ...]:

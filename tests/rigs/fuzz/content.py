@@ -135,7 +135,7 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
         image_hashes=(image(ticket_id)[0],),
         lengths=sizes,
         token_ids=token_ids,
-        loss_mask=np.ones(total, np.uint8),
+        source=np.zeros(total, np.uint8),
         logprobs=-random.random(total, np.float32),
         versions=np.full(total, version, np.int32),
         trajectories=records,

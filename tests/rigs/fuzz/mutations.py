@@ -140,7 +140,7 @@ def wrong_group(rng: random.Random, ticket_id: int, version: int, server_id: str
         with_one("logprobs", float("nan"), 1.0, float("inf"), -float("inf")),
         with_one("token_ids", content.BANNED, content.VOCABULARY, -1, 2**31 - 1),
         with_one("prompt_ids", -1, content.VOCABULARY),
-        with_one("loss_mask", 7),
+        with_one("source", 1, 2, 7),
         {"prompt_ids": right.prompt_ids[:-1]},
         {"versions": right.versions + rng.choice((1, 1000, -version - 1))},
         {"image_grids": right.image_grids + 1},

@@ -203,9 +203,10 @@ def _without_experts(batch: Batch) -> Batch:
     kept = []
     for group in batch.train_groups:
         masked = (
-            replace(c, loss_mask=c.loss_mask * ~_prefix_of(batch, c.row, len(c.loss_mask))) for c in group.completions
+            replace(c, is_trained=c.is_trained & ~_prefix_of(batch, c.row, len(c.is_trained)))
+            for c in group.completions
         )
-        kept.append(replace(group, completions=tuple(c for c in masked if c.loss_mask.any())))
+        kept.append(replace(group, completions=tuple(c for c in masked if c.is_trained.any())))
     scores = torch.where(batch.is_demonstration, torch.nan, batch.scores)
     return replace(batch, train_groups=tuple(kept), scores=scores)
 

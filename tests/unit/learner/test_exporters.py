@@ -177,10 +177,10 @@ def stale_batch() -> Batch:
     """Tokens of versions 4, 6 (from a cache of 3) and 5, 6, 6, whose last is not trained."""
     slots = TicketLedger(throwaway_journal(), prompts_per_step=2, bound=1, total_groups=2).admissible(0)
     first, second = received(prepared(slots[0]), 4, 6), received(prepared(slots[1]), 5, 6, 6)
-    cached, mask = np.asarray([4, 3], np.int32), np.asarray([1, 1, 0], np.uint8)
+    cached, source = np.asarray([4, 3], np.int32), np.asarray([0, 0, 1], np.uint8)
     return batch_of(
         replace(first, group=first.group.model_copy(update={"kv_versions": cached})),
-        replace(second, group=second.group.model_copy(update={"loss_mask": mask})),
+        replace(second, group=second.group.model_copy(update={"source": source})),
     )
 
 

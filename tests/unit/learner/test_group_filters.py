@@ -369,8 +369,8 @@ def test_every_position_is_trained_filtered_or_passed_over_once(
                 ledger.advance(version - 1)
                 again = ledger.take_again(version, prepared)
                 assert [(item.slot, item.is_replayed) for item in again] == [(i.slot, i.is_replayed) for i in taken]
-                masks = [np.concatenate([item.group.loss_mask for item in batch]) for batch in (again, taken)]
-                assert np.array_equal(*masks)
+                sources = [np.concatenate([item.group.source for item in batch]) for batch in (again, taken)]
+                assert np.array_equal(*sources)
             ledger.advance(version)
             assert ledger.counts() == before
             assert {name: number for name, number in ledger._counters.items() if number} == places

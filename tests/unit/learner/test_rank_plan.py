@@ -47,7 +47,7 @@ def test_each_completion_is_trained_once_and_ranks_have_as_much_to_do(size: int,
         if not share.is_idle
         for part in share.groups
         for completion in part.completions
-        if completion.loss_mask.any()
+        if completion.is_trained.any()
     ]
     assert sorted(trained) == list(range(28))
     for shares in plan:
@@ -57,7 +57,7 @@ def test_each_completion_is_trained_once_and_ranks_have_as_much_to_do(size: int,
         assert max(tokens) <= max(budget, 60) + companion
     if budget == 4000:
         tokens = [
-            sum(part.num_tokens for part in share.groups if part.completions[0].loss_mask.any()) for share in plan[0]
+            sum(part.num_tokens for part in share.groups if part.completions[0].is_trained.any()) for share in plan[0]
         ]
         assert len(plan) == 1
         assert max(tokens) < 1.3 * min(tokens)
@@ -74,7 +74,7 @@ def test_a_rank_without_images_is_shown_what_an_environment_shows_another() -> N
     asked, answered = group(5, [30], 0), group(5, [30], 1)
     observed = replace(answered.completions[0], segments=(Segment(observed=seen),))
     (shares,) = plan_shares([asked, replace(answered, completions=(observed,))], 100, 2)
-    masks = [[int(c.loss_mask.sum()) for part in share.groups for c in part.completions] for share in shares]
+    masks = [[int(c.is_trained.sum()) for part in share.groups for c in part.completions] for share in shares]
     assert sorted(masks) == [[30], [30, 0]]
     assert all(
         any(o is seen for part in share.groups for c in part.completions for o in c.observed) for share in shares

@@ -30,7 +30,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Group
+from protocol.messages import Group, TokenSource
 from rollout_server.environments import Environments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.made_up_batch import KeepGradients
@@ -157,8 +157,10 @@ def test_segments_pass_verification_also_after_the_wire_and_the_journal(
     rule = item.ticket.conversation
     assert rule is not None
     for index, record in enumerate(kept.trajectories):
-        token_ids, mask = columns_of(kept, "token_ids", index), columns_of(kept, "loss_mask", index)
-        assert mask.sum() == sum(turn.end - turn.start for turn in record.turns), "a sampled token is trained once"
+        token_ids, source = columns_of(kept, "token_ids", index), columns_of(kept, "source", index)
+        assert (source == TokenSource.POLICY).sum() == sum(turn.end - turn.start for turn in record.turns), (
+            "a sampled token is trained once"
+        )
         said = [processor.decode(token_ids[turn.start : turn.end]) for turn in record.turns]
         for number, (before, turn) in enumerate(pairwise(record.turns)):
             thoughts = ["<think>" in text for text in said[: number + 1]]
@@ -229,8 +231,11 @@ def test_a_history_that_was_tampered_with_is_refused(made: tuple[RunConfig, Prom
         ),
         (with_turn(group, index, number, context=turn.context - 1), where + f"a segment of {turn.context - 1} tokens"),
         (with_turn(group, index, number, start=turn.start + 1), where + "stand other tokens"),
-        (with_column(group, "loss_mask", first + 1, 1), where + "a token of the observation has a loss mask"),
-        (with_column(group, "logprobs", first + 1, -1.0), where + "a token of the observation has a loss mask"),
+        (
+            with_column(group, "source", first + 1, TokenSource.POLICY),
+            where + "a token of the observation has another source",
+        ),
+        (with_column(group, "logprobs", first + 1, -1.0), where + "a token of the observation has another source"),
         (with_column(group, "versions", first + 1, 1), where + "a token of the observation has another version"),
         (with_turn(group, index, 0, context=3, start=3), f"completion {index}: its first turn has a history of 3"),
         (with_turn(group, index, 0, observation=(other,)), f"completion {index}: after turn 0 the image grids differ"),
@@ -321,7 +326,7 @@ def test_turns_are_those_of_the_records_and_every_sampled_token_learns_once(
         step = LearnerStep(Roles(engine), config.model_copy(update={"algorithm": algorithm}))
         assert np.isfinite(step(batch, 0)["loss"])
         assert engine.logprobs.grad is not None
-        assert len(engine.logprobs) == int(item.group.loss_mask.sum()), "token means divide by sampled tokens"
+        assert len(engine.logprobs) == int(item.group.is_sampled.sum()), "token means divide by sampled tokens"
 
 
 def test_a_step_says_how_often_histories_were_rewritten(

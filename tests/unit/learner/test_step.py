@@ -313,7 +313,7 @@ def _separately(model: Any, config: RunConfig, prompt: EncodedPrompt, completion
         inputs["mm_token_type_ids"] = torch.from_numpy(types).long()
     logits = model(**inputs, use_cache=False).logits[0]
     start = len(prompt.token_ids) - 1
-    kept = torch.from_numpy(np.flatnonzero(completion.loss_mask))
+    kept = torch.from_numpy(np.flatnonzero(completion.is_trained))
     banned = torch.tensor(sorted(PromptProcessor(config.model).placeholder_ids))
     logprobs = sampling_logprobs(logits[start + kept], temperature=config.rollout.temperature, banned=banned)
     return gather_logprobs(logprobs, torch.from_numpy(completion.token_ids).long()[kept])

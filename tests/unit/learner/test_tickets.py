@@ -161,7 +161,7 @@ def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
     step(ledger)
     arrive(ledger, first[0], 0, 0, 1, 2)
     (group,) = step(ledger)
-    assert group.group.loss_mask.tolist() == [0, 0, 1, 1]
+    assert group.group.is_sampled.tolist() == [False, False, True, True]
     assert ledger.counts().dropped == {"stale": 0}
     assert ledger.length_bias()["length_bias"] == pytest.approx(4 / 6 - 1)
 
@@ -402,7 +402,7 @@ def test_nothing_is_lost_or_doubled(
 
     def consume() -> None:
         for group in step(ledger):
-            sampled = group.group.versions[group.group.loss_mask == 1]
+            sampled = group.group.versions[group.group.is_sampled]
             assert ledger.version - 1 - int(sampled.min()) <= max_staleness
             trained.append(group.slot.position)
 

@@ -20,7 +20,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch, make_batch
 from protocol.errors import ProtocolError
-from protocol.messages import Ticket, TrajectoryOrder, TrajectoryStatus
+from protocol.messages import Ticket, TokenSource, TrajectoryOrder, TrajectoryStatus
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
@@ -45,12 +45,13 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
     columns = {
         "lengths": np.asarray(LENGTHS, np.int32),
         "token_ids": ids,
-        "loss_mask": (~PREFIXES).astype(np.uint8),
+        "source": np.where(PREFIXES, TokenSource.INSERTED, TokenSource.POLICY).astype(np.uint8),
         "logprobs": np.where(PREFIXES, 0, -1).astype(np.float32),
         "versions": np.where(PREFIXES, 1, 2).astype(np.int32),
     }
     scored = [
-        record.model_copy(update={"rewards": {"exact_match": record.reward}}) for record in item.group.trajectories
+        record.model_copy(update={"rewards": {"exact_match": record.reward}, "role": ticket.role(index)})
+        for index, record in enumerate(item.group.trajectories)
     ]
     group = item.group.model_copy(update={**columns, "trajectories": tuple(scored)})
     return ReceivedGroup(replace(item.prepared, ticket=ticket), group)
@@ -112,8 +113,10 @@ def test_only_sampled_tokens_grow_old(make_config: MakeConfig) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another token": ({"token_ids": {1: 99}}, "completion 0 does not begin with the 2 token ids"),
-    "trained": ({"loss_mask": {8: 1}}, "completion 2 has a loss mask or a log-prob on the 2 tokens"),
-    "a log-prob": ({"logprobs": {0: -0.5}}, "completion 0 has a loss mask or a log-prob"),
+    "trained": ({"source": {8: TokenSource.POLICY}}, "completion 2 has other sources than 2 inserted tokens"),
+    "inserted": ({"source": {4: TokenSource.INSERTED}}, "completion 1 has other sources than 0 inserted tokens"),
+    "observed": ({"source": {4: TokenSource.OBSERVATION}}, "completion 1 has other sources than 0 inserted tokens"),
+    "a log-prob": ({"logprobs": {0: -0.5}}, "completion 0 has a log-prob"),
     "a longer demonstration": ({"lengths": {1: 3, 2: 3}}, "completion 2"),
     "nothing behind a hint": ({"lengths": {0: 2, 1: 5}}, "completion 0 has 2 tokens, .* something must be sampled"),
     "a shorter hint": ({"lengths": {0: 1, 1: 6}}, "completion 0 does not begin"),

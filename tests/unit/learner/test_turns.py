@@ -28,7 +28,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import FinishReason, Group, ObservedImage, TextPart, ToolCall, TrajectoryStatus
+from protocol.messages import FinishReason, Group, ObservedImage, TextPart, TokenSource, ToolCall, TrajectoryStatus
 from tests.rigs.conversations import LIMITS, OPENING, SHOWN, TALL, conversation
 from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.pictures import picture
@@ -137,16 +137,16 @@ TAMPERED: dict[str, tuple[Callable[[Group], Group], str]] = {
     ),
     "grid": (lambda g: with_shown(g, 0, 0, grid=(1, 6, 4)), r"completion 0: after turn 0 the image grids differ"),
     "mask of a turn": (
-        lambda g: with_column(g, "loss_mask", 1, 0),
-        "completion 0: turn 0 has a loss mask of 0 on a token that it sampled",
+        lambda g: with_column(g, "source", 1, TokenSource.OBSERVATION),
+        "completion 0: turn 0 has another source than the policy at a token that it sampled",
     ),
     "mask of an observation": (
-        lambda g: with_column(g, "loss_mask", end_of(g, 1, 0), 1),
-        "completion 1: after turn 0 a token of the observation has a loss mask or a log-prob",
+        lambda g: with_column(g, "source", end_of(g, 1, 0), TokenSource.POLICY),
+        "completion 1: after turn 0 a token of the observation has another source or a log-prob",
     ),
     "log-prob of an observation": (
         lambda g: with_column(g, "logprobs", end_of(g, 1, 0), -1),
-        "completion 1: after turn 0 a token of the observation has a loss mask or a log-prob",
+        "completion 1: after turn 0 a token of the observation has another source or a log-prob",
     ),
     "version of an observation": (
         lambda g: with_column(g, "versions", end_of(g, 0, 1), 2),
@@ -286,7 +286,7 @@ def test_the_first_turn_learns_from_a_reward_at_the_end_and_from_what_it_was_sho
     turns, first = item.group.trajectories[0].turns, int(item.group.lengths[0])
     for turn in turns:
         assert bool((gradients[turn.start : turn.end] != 0).all())
-    sampled = torch.from_numpy(item.group.loss_mask[:first] == 1)
+    sampled = torch.from_numpy(item.group.is_sampled[:first])
     assert not gradients[:first][~sampled].any()
     assert int(sampled.sum()) == sum(turn.end - turn.start for turn in turns)
 
@@ -300,10 +300,10 @@ def test_turns_of_the_trained_tokens_are_those_of_the_records(made: tuple[Prompt
     assert turns.turn_rewards.tolist() == [x for number in numbers for x in (0.0, 0.0, 0.0, number / 4)]
     assert turns.outcomes.tolist() == [0.25, -0.25, 0.0, -0.25]
 
-    mask = item.group.loss_mask.copy()
-    mask[item.group.trajectories[0].turns[1].start : item.group.trajectories[0].turns[1].end] = 0
+    source, turn = item.group.source.copy(), item.group.trajectories[0].turns[1]
+    source[turn.start : turn.end] = TokenSource.OBSERVATION
     limited = with_record(item.group, 3, limit="turns", status=TrajectoryStatus.TRUNCATED)
-    limited = with_turn(limited, 1, 0, state_key="").model_copy(update={"loss_mask": mask})
+    limited = with_turn(limited, 1, 0, state_key="").model_copy(update={"source": source})
     turns = make_batch([replace(item, group=limited)], processor).turns(zero_over_limit=True)
     assert turns.turn.tolist() == [number for number in (0, 2, 0, 1, 0, 0, 1) for _ in range(4)]
     assert turns.turn_rewards[turns.turn_rewards > 0].tolist() == [0.5, 0.25], "what is not trained gives no credit"

@@ -33,7 +33,7 @@ def large_group(tokens: int) -> Group:
         image_hashes=(),
         lengths=np.asarray([tokens], np.int32),
         token_ids=np.zeros(tokens, np.int32),
-        loss_mask=np.ones(tokens, np.uint8),
+        source=np.zeros(tokens, np.uint8),
         logprobs=np.zeros(tokens, np.float32),
         versions=np.zeros(tokens, np.int32),
         trajectories=(record,),

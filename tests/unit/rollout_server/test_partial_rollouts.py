@@ -126,7 +126,7 @@ def test_a_returned_ticket_becomes_one_group(make_config: MakeConfig) -> None:
                 continue
             (group,) = await produced(second, ticket.going_on(returned.partial))
             assert isinstance(group, Group)
-            for column in ("lengths", "token_ids", "loss_mask", "logprobs", "versions"):
+            for column in ("lengths", "token_ids", "source", "logprobs", "versions"):
                 assert getattr(group, column).tolist() == getattr(whole, column).tolist(), column
             assert [t.turns for t in group.trajectories] == [t.turns for t in whole.trajectories]
 

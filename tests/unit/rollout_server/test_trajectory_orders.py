@@ -13,7 +13,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
 from benchmarks.staleness.workload import OneForAll
-from protocol.messages import FinishReason, Group, Ticket, TrajectoryOrder
+from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryOrder
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
@@ -133,9 +133,12 @@ def test_a_group_says_what_its_orders_put_there(make_config: MakeConfig) -> None
         return group
 
     group = asyncio.run(scenario())
-    masks = np.split(group.loss_mask, np.cumsum(group.lengths)[:-1])
+    sources = np.split(group.source, np.cumsum(group.lengths)[:-1])
     ids = np.split(group.token_ids, np.cumsum(group.lengths)[:-1])
-    assert [len(mask) - int(mask.sum()) for mask in masks] == [3, 2, 0, 0, 0, 0, 0, 0]
+    inserted = [(source == TokenSource.INSERTED).tolist() for source in sources]
+    assert inserted == [[i < n for i in range(len(s))] for n, s in zip([3, 2, 0, 0, 0, 0, 0, 0], sources, strict=True)]
+    roles = [record.role for record in group.trajectories]
+    assert roles == ["train", "demonstration", "baseline", "baseline", "train", "train", "train", "train"]
     assert ids[0][:3].tolist() == list(HINT)
     assert len(ids[0]) == len(ids[4]) == ticket.sampling.max_new_tokens, "the prefix counts"
     assert group.trajectories[0].turns[0].start == 3
