@@ -392,7 +392,7 @@ def test_tokens_that_were_put_there_are_marked_and_differ_from_no_engine(
             journal.add_group(item.slot.ticket_id, encode(group))
             journal.consume(FIRST, [item.slot])
             journal.count(issued=1, trained=1)
-        trained = TrainedBatch(np.zeros(4, np.float32), learner, np.zeros(len(mask), bool))
+        trained = TrainedBatch(np.zeros(4, np.float32), learner, np.zeros(len(source), bool))
         index.write(FIRST, FIRST - 1, [(item.ticket.prompt, group)], trained)
     ticket = str(item.slot.ticket_id)
     assert inspect([str(run), "--ticket", ticket, "--json"]) == 0

@@ -292,7 +292,9 @@ def test_a_greedy_baseline_is_no_spread() -> None:
     item = prepared(slot)
     orders = (TrajectoryOrder(greedy=True), TrajectoryOrder())
     item = replace(item, ticket=item.ticket.model_copy(update={"orders": orders}))
-    group = sampled_group(received(item, [1, 0]))
+    item = received(item, [1, 0])
+    roles = tuple(r.model_copy(update={"role": item.ticket.role(i)}) for i, r in enumerate(item.group.trajectories))
+    group = sampled_group(replace(item, group=item.group.model_copy(update={"trajectories": roles})))
     assert group.scores().tolist() == [0]
     assert group.lengths == [1]
 

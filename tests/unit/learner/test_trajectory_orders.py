@@ -38,7 +38,8 @@ PREFIXES = np.array([1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0], bool)
 def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
     """A group of four trajectories as `ORDERS` has them; the sampled tokens are of version 2, the others of 1."""
     item = made_up_batch(config, processor).received[0]
-    ticket = Ticket.model_validate(item.ticket.model_dump() | {"orders": ORDERS})
+    sampling = item.ticket.sampling.model_copy(update={"stop_token_ids": (STOP,)})
+    ticket = Ticket.model_validate(item.ticket.model_dump() | {"orders": ORDERS, "sampling": sampling})
     ids = np.arange(20, 20 + len(PREFIXES), dtype=np.int32)
     ids[np.cumsum(LENGTHS) - 1] = STOP
     ids[PREFIXES] = [token for order in ORDERS for token in order.prefix]
