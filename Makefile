@@ -18,7 +18,7 @@ help:
 	@echo "make wheel  build dist/asyncrl-*.whl"
 	@echo "make test   run the core's tests on a wheel without plug-ins, then those of plug-ins and docs"
 	@echo "make test-fast  run the unit tests, in two minutes"
-	@echo "make check  lint and type-check"
+	@echo "make check  lint code and English, and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
 	@echo "make bench  run the benchmarks and print their tables"
@@ -66,6 +66,7 @@ test-fast: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/lint_english.py
 	$(BIN)/pyright
 
 chaos: install

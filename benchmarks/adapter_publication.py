@@ -80,7 +80,7 @@ class Pair:
 
 
 async def measure(model: Path, repeats: int) -> dict[str, Pair]:
-    """In turn, so that a change of the machine's speed meets all of them."""
+    """Measure alternately, so that a change of the machine's speed meets all arms."""
     pairs = {name: Pair(config_of(model, lora)) for name, lora in KINDS.items()}
     for pair in pairs.values():
         await pair.start()

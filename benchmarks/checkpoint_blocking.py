@@ -59,7 +59,7 @@ def make_models(folder: Path) -> list[Path]:
 
 
 def measure(model: Path, words: argparse.Namespace, *, beside: bool) -> dict[str, float]:
-    """In fresh processes, one for each rank."""
+    """Measure in fresh processes, one for each rank."""
     ranks = words.ranks
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -163,7 +163,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
 
 
 def _tensors_of(plan: MemoryPlan, name: str) -> int:
-    """Without what torch does not count: contexts, CUDA graphs, and gaps between tensors."""
+    """Bytes of tensors, without contexts, CUDA graphs, and gaps between tensors, which torch does not count."""
     (phase,) = (phase for phase in plan.phases if phase.name == name)
     return sum(line.nbytes for line in phase.lines if not line.name.startswith(("context", "CUDA graphs", "allocator")))
 

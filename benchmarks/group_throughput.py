@@ -54,9 +54,9 @@ from protocol.codec import encode
 from protocol.sockets import LearnerSocket
 
 WARM_UP_GROUPS = 300
-"""At the beginning of every round: caches, the processor's clock, buffers that grow."""
+"""Groups at the beginning of every round that fill caches, raise the processor's clock and grow buffers."""
 PAUSE_S = 0.1
-"""Between rounds."""
+"""Pause between rounds."""
 BUSY_CORES = 1 / 3
 """Used by other processes: a round is then marked."""
 ENOUGH_ROUNDS = 3

@@ -54,7 +54,7 @@ def save(name: str, measured: dict[str, Any]) -> None:
 
 
 def measure_recording() -> None:
-    """In the learner."""
+    """Measure recording in the learner."""
     from asyncrl.telemetry.trackers.threads import TrackerThread
     from learner.reporting.reporter import Reporter
 
@@ -172,7 +172,7 @@ def as_launcher(config_file: str) -> None:
 
 
 def run(config: RunConfig, folder: Path) -> None:
-    """In a terminal of its own, scraped until it ends."""
+    """Run the panel in a terminal of its own, scraped until it ends."""
     file = folder / "config.yaml"
     file.write_text(dump_config(config))
     ours, theirs = pty.openpty()
@@ -245,7 +245,7 @@ class _scraped:
 
 
 def table(folder: Path) -> tuple[str, bool]:
-    """In Markdown, and whether every target is met."""
+    """Table in Markdown, and whether every target is met."""
     recording, panel = (json.loads((folder / f"{name}.json").read_text()) for name in ("recording", "panel"))
     scrapes = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("scrapes-*.json"))}
     spent = sum(recording["parts"].values())

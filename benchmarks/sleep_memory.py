@@ -38,7 +38,7 @@ def make_model(folder: Path) -> Path:
 
 
 def measure(side: str, model: Path) -> dict[str, float]:
-    """In a fresh process: the memory of another side's past is not this one's."""
+    """Measure in a fresh process: the memory of another side's past is not this one's."""
     command = [sys.executable, "-m", "benchmarks.sleep_memory", "--side", side, "--model", str(model)]
     # One arena: with one per thread, which of them keeps 16 MiB for reuse is a matter of luck.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "1"}

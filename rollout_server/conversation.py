@@ -1,7 +1,7 @@
 """Conversations: the policy takes a turn, an environment answers, and all of it stays one row of tokens.
 
-A trajectory that waits for its environment runs nowhere: its next turn is a request of its own, whose prompt is the
-whole row, and what the engine has parked of it only saves work. So new weights come in between turns, and one slow
+A trajectory that waits for its environment occupies no decoding slot. Its next turn is a new request whose prompt is
+the whole row; the KV cache that the engine kept only saves work. New weights are loaded between turns, and a slow
 environment delays its own trajectory alone.
 The random numbers of a turn follow from the ticket's seed, the trajectory's index and the turn's number, whatever else
 is sampled beside it and whenever an environment answers.
@@ -67,7 +67,7 @@ class _Ticket:
     limits: ConversationLimits
     bridge: TurnBridge
     prompt: Prompt
-    """With the opening."""
+    """Prompt with the opening."""
     blobs: Mapping[str, bytes]
     """Encoded media of that prompt by content hash."""
     opening: Observation | None

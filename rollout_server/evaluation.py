@@ -133,7 +133,7 @@ async def _playing(
 
 
 async def _all(works: Sequence[Coroutine[None, None, None]]) -> None:
-    """Do them beside each other; the first error ends all."""
+    """Run the tasks side by side; the first error ends all."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -248,7 +248,7 @@ class RolloutServer:
         self._in_background(self._work_tickets(message.model_copy(update={"tickets": new})))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it beside what else is done, until the learner says goodbye."""
+        """Run in the background until the learner says goodbye."""
         task = self._tasks.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)

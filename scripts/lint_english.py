@@ -25,12 +25,15 @@ PAGES = ("README.md", "CHANGELOG.md", "docs", "docker", *CODE)
 UNREAD = ("docs/lab-log", "docs/decisions")
 OPENINGS = (
     *("What", "Of", "That", "It", "By", "Who", "Whoever", "Whose", "Whom", "Also", "Until", "Only", "Nobody"),
-    *("Somebody", "Everybody", "Which", "Whichever", "Whatever", "Where", "Wherever", "Why", "These", "Those"),
-    *("Then", "Thereby", "And", "But", "Or", "Because", "Since", "As", "So", "Its", "Their", "Them", "They"),
+    *("Somebody", "Everybody", "Which", "Whichever", "Whatever", "Where", "Wherever", "Why", "When", "These", "Those"),
+    *("Then", "Thereby", "And", "But", "Or", "Because", "Since", "As", "So", "Its", "Their", "Them", "They", "There"),
+    "Such",
 )
-"""First words without a noun. As, And and the like begin half a sentence."""
-PHRASES = ("The same", "The one", "The ones", "For what", "For whom", "From what", "In what", "With what", "On what")
-INDIRECT = re.compile(r"^(Whether|How|When)\b(?![^.;:?]*\b\w)")
+"""First words that are no noun and no verb: relative clauses and pronouns, each half a sentence."""
+PREPOSITIONS = ("For", "In", "With", "Without", "Between", "Beside", "Before", "After", "On", "At")
+"""First words that are refused in docstrings and good enough for a heading (In the terminal)."""
+PHRASES = ("The same", "The one", "The ones", "Do it", "Do them", r"Whether \S+[.;:]", r"Whether \S+ \S+[.;:]")
+"""Beginnings of several words, as regular expressions: a Whether needs a subject and a verb."""
 WORST = (
     "of sums of parts of groups",
     "also where it has ended before",
@@ -44,7 +47,8 @@ WORST = (
     "may come back with it",
 )
 """Sentences that nobody understood, in lower case: none of them comes back."""
-_OPENING = re.compile(rf"^(?:{'|'.join(sorted((*PHRASES, *OPENINGS), key=len, reverse=True))})\b(?!-)")
+_OPENING = re.compile(rf"(?:{'|'.join(PHRASES)}|(?:{'|'.join(OPENINGS)})\b(?!-))")
+_PREPOSITION = re.compile(rf"(?:{'|'.join(PREPOSITIONS)})\b(?!-)")
 _FENCE = re.compile(r"^(```|~~~)")
 
 
@@ -62,8 +66,7 @@ class Finding(NamedTuple):
 
 def is_refused(text: str) -> bool:
     """True for a text whose first word is no noun and no verb, or that has one of the WORST sentences."""
-    words = " ".join(text.split())
-    return bool(_OPENING.match(words)) or any(sentence in words.lower() for sentence in WORST)
+    return bool(_OPENING.match(text)) or any(sentence in text.lower() for sentence in WORST)
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -92,18 +95,14 @@ def headings(text: str) -> Iterator[tuple[int, str]]:
 
 def findings(paths: Sequence[Path]) -> Iterator[Finding]:
     """Refused texts of Python and Markdown files, folders searched."""
-    for path in paths:
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in files:
-            if any(file.is_relative_to(ROOT / unread) for unread in UNREAD):
-                continue
-            if file.suffix == ".py":
-                found = docstrings(ast.parse(file.read_text()))
-            elif file.suffix == ".md":
-                found = headings(file.read_text())
-            else:
-                continue
-            yield from (Finding(file, line, " ".join(text.split())) for line, text in found if is_refused(text))
+    for file in (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])):
+        if any(file.is_relative_to(ROOT / unread) for unread in UNREAD):
+            continue
+        if file.suffix == ".py":
+            texts = [(line, " ".join(text.split())) for line, text in docstrings(ast.parse(file.read_text()))]
+            yield from (Finding(file, *one) for one in texts if is_refused(one[1]) or _PREPOSITION.match(one[1]))
+        elif file.suffix == ".md":
+            yield from (Finding(file, *one) for one in headings(file.read_text()) if is_refused(one[1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,8 +11,8 @@ from asyncrl.environments.settings import LimitsConfig
 
 
 def imply_response_length(values: Any) -> Any:
-    """With an environment, data.max_response_length and environment.limits.tokens are one number: the tokens behind the
-    prompt. The one that is not given follows from the other."""
+    """Set data.max_response_length or environment.limits.tokens from the other: with an environment both are the number
+    of tokens behind the prompt. The one that is not given follows from the other."""
     if not isinstance(values, dict):
         return values
     environment, data = values.get("environment"), values.get("data")

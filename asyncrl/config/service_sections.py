@@ -112,7 +112,7 @@ class ReferenceConfig(Section):
     reset_every_steps: int = Field(default=0, ge=0)
     """Make it the policy again after so many steps (ProRL, arXiv 2505.24864); 0 means never."""
     reset_optimizer: bool = False
-    """With each of these resets begin AdamW's moments of the policy anew, too (ProRL). The learning rate goes on."""
+    """Reset AdamW's moments of the policy together with the reference (ProRL). The learning rate goes on."""
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Share of itself that it keeps in each step, in which it moves towards the policy: 0.99 follows some hundred steps
     behind. 0 means that it does not move."""
@@ -174,8 +174,8 @@ class LearnerConfig(Section):
     auto = moved by learner.adaptive_staleness."""
     adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
     on_stale: OnStale = "wait"
-    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
-    prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
+    """Treatment of a group that is not there before it gets older than max_staleness: `wait` for it, go on and `drop`
+    it (its prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
     engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of

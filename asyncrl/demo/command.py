@@ -47,7 +47,7 @@ def demo(
 
 
 def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
-    """Before minutes are spent on data and warm start."""
+    """Check the settings before minutes are spent on data and warm start."""
     check_parts(from_scratch=from_scratch)
     config = load_config(GRPO, changes)
     if any(change.startswith(("run_dir=", "model.path=")) for change in changes):

@@ -56,7 +56,7 @@ class AgentEnvironment:
         tools: list[dict[str, Any]] = Field(default_factory=list)
         """Schemas of the tools that the agent has, as in its requests: the prompt tells of them."""
         host: str = "127.0.0.1"
-        """On which the model is offered to agents."""
+        """Host on which the model is offered to agents."""
         folder: str = "."
         """Working directory of the command."""
 

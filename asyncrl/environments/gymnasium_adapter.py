@@ -48,7 +48,7 @@ class GymnasiumEnvironment:
 
     @classmethod
     async def list_tools(cls, config: Any) -> list[Tool]:
-        """There are none. Checks what can be checked before the first episode."""
+        """List no tools. Checks what can be checked before the first episode."""
         if bool(config.act) == bool(config.actions):
             raise UserError("environment.config: give either `actions`, words of a Discrete space, or `act`")
         _functions(config)

@@ -18,7 +18,7 @@ class ToolError(Exception):
     """A mistake of the model: its text is the observation, and the episode goes on."""
 
     kind = "tool"
-    """For the record: `malformed`, `unknown_tool`, `arguments` and `not_run` are said by who runs tools."""
+    """Kind for the record: whoever runs tools sets `malformed`, `unknown_tool`, `arguments` or `not_run`."""
 
     def of_kind(self, kind: str) -> ToolError:
         """Set the kind and return the error."""

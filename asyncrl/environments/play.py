@@ -52,7 +52,7 @@ class Played:
     calls: int = 0
     call_errors: int = 0
     images: int = 0
-    """In observations, which environment.limits.images counts."""
+    """Images in observations, which environment.limits.images counts."""
     info: dict[str, Any] = field(default_factory=dict)
     close_error: str = ""
     """Error in the environment's `close`; the rewards count."""

@@ -46,13 +46,13 @@ class TimeoutsConfig(Section):
     """Longest times, in seconds. What takes longer is an error of the environment, never a score."""
 
     start_s: float = Field(default=120.0, gt=0)
-    """For a worker to import the environment's files."""
+    """Time limit for a worker to import the environment's files."""
     reset_s: float = Field(default=30.0, gt=0)
-    """For the start of an episode."""
+    """Time limit for the start of an episode."""
     step_s: float = Field(default=20.0, gt=0)
-    """For the answer to one turn; then the environment's process is killed."""
+    """Time limit for the answer to one turn; then the environment's process is killed."""
     trajectory_s: float = Field(default=300.0, gt=0)
-    """For all turns of a trajectory, the policy's share included."""
+    """Time limit for all turns of a trajectory, the policy's share included."""
 
 
 class EnvironmentConfig(Section):

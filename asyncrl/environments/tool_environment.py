@@ -55,7 +55,7 @@ class ToolContext:
     images: list[ShownImage] = field(default_factory=list)
     """Images by number: those of the prompt, then what tools have shown, in order of appearance."""
     state: dict[str, Any] = field(default_factory=dict)
-    """For tools to keep what they need until the trajectory ends."""
+    """State that tools keep until the trajectory ends."""
     rng: random.Random = field(default_factory=random.Random)
     """Seeded by the ticket's seed and the trajectory's place in its group."""
     reward: float = 0.0

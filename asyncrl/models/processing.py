@@ -69,7 +69,7 @@ class MeasuredPrompt:
     video_hashes: tuple[str, ...] = ()
     """Hashes of each video's frames as they were encoded here, see `Group.video_hashes`."""
     seconds_per_grid: tuple[float, ...] = ()
-    """Between two temporal patches of each video; what Qwen2.5-VL spaces their positions by."""
+    """Seconds between two temporal patches of each video; Qwen2.5-VL spaces their positions by it."""
     unexpanded_ids: np.ndarray | None = None
     """[U] int32 with one placeholder for each image and video, for an engine that expands them itself; None without."""
 

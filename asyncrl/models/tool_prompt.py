@@ -45,7 +45,7 @@ class ToolPrompt:
                 f"environment.show_tools is template, but the model's chat template {missing}. Use text or auto"
             )
         self.schemas = list(shown.schemas) if shown.show != "text" and not missing else None
-        """For the template's own list; None: `text` stands in the system message."""
+        """Schemas for the template's own list; None: `text` stands in the system message."""
         self.text = "" if self.schemas else shown.text()
         self.digest = hashlib.sha256(shown.as_json.encode()).hexdigest()[:16]
         told = self.text or shown.as_json

@@ -52,9 +52,9 @@ LOOK_EVERY_S = 0.5
 FIRST_WAIT_S = 300.0
 """Wait for a pool that has not answered yet, where network.start_timeout_s is 0."""
 MEETING_S = 3.0
-"""After the first pool of several has answered, the others have so long until the first processes are spread."""
+"""Time for the other pools, after the first one has answered, until the first processes are spread."""
 PLACE_WAIT_S = 90.0
-"""For the pool to have a free place: longer than it waits for one itself."""
+"""Time for the pool to have a free place: longer than it waits for one itself."""
 START_TRIES = 5
 """Starts that may end with the pool, one after the other."""
 BACK_OFF_S = 1.0

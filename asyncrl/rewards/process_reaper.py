@@ -27,7 +27,7 @@ from asyncrl.rewards import channel
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 COLLECT_EVERY_MS = 1000
-"""Between looks at orphans of the worker that have ended."""
+"""Time between looks at orphans of the worker that have ended."""
 
 
 def run_guarded(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:

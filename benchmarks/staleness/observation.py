@@ -35,7 +35,7 @@ class Observation:
     waits: list[float] = field(default_factory=list)
     """Seconds before each step."""
     ended: list[float] = field(default_factory=list)
-    """When each step ended."""
+    """End time of each step."""
     meter: list[float] = field(default_factory=list)
     """The ledger's length-bias meter after each step."""
     issued_bounds: dict[int, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Observation:
             self.positions[received.slot.position] += 1
 
     def account(self, ledger: TicketLedger) -> None:
-        """After each step."""
+        """Check the ledger after each step."""
         counts = ledger.counts()
         if counts.residual:
             self.problems.append(f"ledger residual {counts.residual} at version {ledger.version}: {counts}")
@@ -84,7 +84,7 @@ class Observation:
             self.problems.append(f"length bias {self.meter[-1]} under wait at version {ledger.version}")
 
     def finish(self) -> None:
-        """At the end of the run."""
+        """Check the totals at the end of the run."""
         wrong = {p: n for p, n in self.positions.items() if n != 1}
         if wrong or len(self.positions) != self.workload.total_groups:
             total = self.workload.total_groups
@@ -136,7 +136,7 @@ class Observation:
 
     @property
     def seconds_per_step(self) -> float:
-        """Without the ends of the run."""
+        """Mean seconds per step, without the ends of the run."""
         first, last = self._middle.start, self._middle.stop
         return (self.ended[last - 1] - self.ended[first - 1]) / (last - first)
 

@@ -50,7 +50,8 @@ def run_over_sockets(
     seen: Observation | None = None,
     timeout_s: float = 10.0,
 ) -> Observation:
-    """In the workload's own seconds. `weights_s` and `latency_s` are what this machine's sockets make them.
+    """Run over sockets, in the workload's own seconds. `weights_s` and `latency_s` are what this machine's sockets make
+    them.
 
     `server_types`: in place of as many good servers; `seen` is filled as the run goes on.
     """

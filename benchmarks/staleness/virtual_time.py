@@ -40,7 +40,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """At once, on this thread: the clock must not jump while another thread works."""
+        """Run at once, on this thread: the clock must not jump while another thread works."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

@@ -121,7 +121,7 @@ class Workload:
 
 
 class TextlessProcessor:
-    """In place of a PromptProcessor: one prompt, and completions that nobody reads."""
+    """Stand-in for a PromptProcessor: one prompt, and completions that nobody reads."""
 
     tokenizer = range(VOCABULARY)
     placeholder_ids = ()
@@ -135,7 +135,7 @@ class TextlessProcessor:
 
 
 class OneForAll:
-    """In place of a RewardPool: every sample scores 1."""
+    """Stand-in for a RewardPool: every sample scores 1."""
 
     output_dropped_bytes = 0
 

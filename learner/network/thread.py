@@ -155,7 +155,7 @@ class NetworkThread(threading.Thread):
             max_prompt_length=config.data.max_prompt_length,
         )
         self._told_at = -_CHECK_EVERY_S
-        """When `progress` of a wait was called last."""
+        """Time of the last call of a wait's `progress`."""
         self.groups = GroupReceiver(self.servers, self._sockets, ledger, verify)
         self.parity = ParityHandshake(
             self.servers,

@@ -42,7 +42,7 @@ class TicketSender:
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
     """Tickets still to be written, and those written, of each order."""
     _looked_at: float = float("-inf")
-    """When tickets were looked for that a server is late with, in monotonic seconds."""
+    """Time of the last look for late tickets, in monotonic seconds."""
 
     @property
     def is_busy(self) -> bool:

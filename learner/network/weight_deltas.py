@@ -96,7 +96,8 @@ class WeightDeltas:
         return self._pairs[key]
 
     def _compute(self, pair: _Pair, offset: int, old: memoryview, new: memoryview) -> None:
-        """In a thread of the pool. The views keep both versions' files from being filled again."""
+        """Compute the difference in a thread of the pool. The views keep both versions' files from being filled
+        again."""
         packed = None
         try:
             packed = pack(old, new, pair.width)

@@ -64,7 +64,7 @@ class WeightSources:
         self._liars: dict[str, str] = {}
         """Servers, with their sessions, that have sent bytes with wrong checksums: nobody is sent to them."""
         self._failures: dict[str, list[float]] = {}
-        """When sources failed a server, those in a row."""
+        """Times of a server's consecutive failed transfers, by source."""
         self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=MEASURED) for kind in (False, True)}
         """Seconds of the last transfers, of plain bytes and of differences."""
         self._within_s = {False: 0.0, True: 0.0}

@@ -47,7 +47,7 @@ class Node:
     failed: set[str] = field(default_factory=set)
     """Servers that have failed this one."""
     fed_at: float = 0.0
-    """When its source was named."""
+    """Time at which its source was named."""
     seconds: float | None = None
     """From then until it had all; None: it has not, or had several sources."""
     fed: set[str] = field(default_factory=set)

@@ -1,8 +1,8 @@
 """Plan of an update over ranks: each rank gets the same number of micro-batches, of about the same cost.
 
 All ranks make the same plan of the same batch. They compute layer by layer together, so that each takes part in every
-micro-batch of the others: a rank without work of its own repeats a part, of which nothing counts, and one without
-images beside a rank with some adds the smallest prompt that has them, of which no token is trained.
+micro-batch of the others. A rank without work repeats a part with a loss of 0. A rank without images beside a rank
+with some adds the smallest prompt that has images, and trains none of its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Share:
 
 
 def plan_shares(groups: Sequence[TrainGroup], budget: int, size: int) -> list[list[Share]]:
-    """For each of the micro-batches one share for each of `size` ranks.
+    """Shares of each micro-batch, one for each of `size` ranks.
 
     Parts are given out from the largest on, always to the micro-batch with the fewest tokens (LPT, Graham 1969). Where
     that leaves one over the budget, each rank gets one more; a part over the budget has one for itself.

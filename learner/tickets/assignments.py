@@ -67,7 +67,7 @@ class OutstandingTickets:
         self._given_up: list[tuple[PreparedTicket, str]] = []
         """Evaluation tickets that have failed for good, and why."""
         self._answered_at: dict[str, float] = {}
-        """When a server last sent a group, or said that it failed at one."""
+        """Time at which a server last sent a group, or reported a failure of one."""
 
     def add(self, prepared: PreparedTicket, *, withheld_until: float = 0.0) -> None:
         with self._lock:

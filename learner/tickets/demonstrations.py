@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 WORD_END = re.compile(r"\s+")
 _SEED = 0x4445
-"""Beside the run's seed and the ticket's number: the draws of orders are not those of sampling."""
+"""Seed beside the run's seed and the ticket's number: the draws of orders are not those of sampling."""
 
 
 class Demonstrations:

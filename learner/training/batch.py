@@ -117,8 +117,8 @@ class Batch:
     def turns(self, *, zero_over_limit: bool) -> TurnColumns:
         """Turns of the trained tokens, from the records.
 
-        `zero_over_limit`: trajectories that a limit ended are scored with 0, so that their turns earned nothing. What a
-        turn earned of which no token is trained is in no column: credit for it would go to another turn.
+        `zero_over_limit`: trajectories that a limit ended are scored with 0, so that their turns earned nothing. The
+        reward of a turn without a trained token is left out: credit for it would go to another turn.
         """
         nan = float("nan")
         outcomes: list[float] = []

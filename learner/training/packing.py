@@ -43,7 +43,7 @@ class Completion:
     is_trained: np.ndarray
     """bool: tokens that count in the loss."""
     segments: tuple[Segment, ...] = (Segment(),)
-    """In order; the first one begins with token 0. They are packed like completions of their own."""
+    """Segments in order; the first one begins with token 0. They are packed like completions of their own."""
 
     @property
     def num_inputs(self) -> int:

@@ -40,7 +40,7 @@ class Reference(TorchEngine):
         self._compares_distributions = config.algorithm.kl_estimator == "full"
 
     def _make_updates(self) -> None:
-        """There is none. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
+        """Make no updates. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._settings.moves else []
         self._moving: list[torch.nn.Parameter] = trained
         self.masters = self.sharding.masters(self.model if self._settings.ema else torch.nn.Module())
@@ -118,7 +118,7 @@ class Reference(TorchEngine):
                 self.masters.round_into_parameters()
 
     def fall_asleep(self) -> int:
-        """With the policy: nothing to do where it is in host memory between its uses."""
+        """Sleep with the policy: nothing to do where the reference is in host memory between its uses."""
         return 0 if self._settings.offload else super().fall_asleep()
 
     def wake_up(self) -> int:

@@ -88,8 +88,8 @@ class Sharding(Protocol):
         ...
 
     def read_state(self, file: Path) -> Any:
-        """Such a state, in host memory, whatever the placement was: of what was divided, whole tensors, or where they
-        are found."""
+        """Optimiser state from a file, in host memory, for any earlier placement: of divided tensors, whole ones, or
+        their places."""
         ...
 
     def changed(self) -> None:

@@ -64,7 +64,7 @@ class ToolCall(Wire):
     error: str = Field(default="", max_length=LONGEST_CALL)
     """Error text that the policy saw."""
     seconds: Seconds = 0.0
-    """In the tool; 0 where the environment does not measure its calls one by one."""
+    """Seconds in the tool; 0 where the environment does not measure its calls one by one."""
 
 
 def _is_json_object(text: str) -> str:

@@ -162,7 +162,8 @@ class Completion:
     """The request's: it tells later turns of one ticket apart."""
 
     def behind(self, partial: PartialRollout) -> Completion:
-        """With log-probs and versions of what was sampled elsewhere: the engine knows only the tokens of its prefix."""
+        """Completion with log-probs and versions of tokens that were sampled elsewhere: the engine knows only the
+        tokens of its prefix."""
         span = partial.span(self.index)
         place = slice(0, span.stop - span.start)
         logprobs, versions = self.logprobs.copy(), self.versions.copy()

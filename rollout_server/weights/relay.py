@@ -73,11 +73,11 @@ class Relay:
         self._offers: list[Download] = []
         """The newest version, and the one before while somebody fetches it."""
         self._read_at = -KEPT_S
-        """When the version before the newest was asked for last."""
+        """Time of the last request for the version before the newest."""
         self._parked: dict[tuple[bytes, int], ChunkRequest] = {}
         """Requests that wait for bytes, by connection and offset."""
         self._told_at: dict[bytes, float] = {}
-        """When a connection that waits was told so last, or began to wait."""
+        """Time at which a waiting connection was last told so, or began to wait."""
         self._task = asyncio.create_task(self._serve())
 
     def admit(self, peer_keys: Collection[str]) -> None:

@@ -31,7 +31,7 @@ GROUP_SIZE = 2
 RESPONSE_TOKENS = 32
 ROWS, HELD_OUT_ROWS = 256, 4
 BEYOND_START_S = 300.0
-"""For the steps, the checkpoint and the export; the start has network.start_timeout_s."""
+"""Time for the steps, the checkpoint and the export; the start has network.start_timeout_s."""
 STOP_S = 30.0
 LOG = "trial.log"
 

@@ -28,7 +28,7 @@ from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.store import SampleStore
 
 REQUEST_TIMEOUT_S = 10.0
-"""After this long a silent connection is closed."""
+"""Time after which a silent connection is closed."""
 MOST_ROWS = 500
 KEPT_GROUPS = 8
 """Groups whose images are kept, so that a page may fetch them without the group being read again."""

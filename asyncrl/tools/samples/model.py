@@ -61,7 +61,7 @@ class SampleRow:
     has_payload: bool
     """True if the journal keeps its tokens."""
     completion: str = ""
-    """In a list: the beginning of the completion, as long as its tokens are kept."""
+    """Completion; in a list its beginning, as long as its tokens are kept."""
     put_there: int = 0
     """Tokens at its beginning that the ticket's order put there: a hint, or a whole demonstration. 0, too, where its
     tokens are no longer kept."""
