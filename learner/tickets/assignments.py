@@ -39,7 +39,7 @@ class Outstanding:
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
-    """Monotonic seconds until which a server that held the ticket before a restart may come back with it."""
+    """Monotonic seconds until which a server that held the ticket before a restart may still return its group."""
 
     @property
     def deadline(self) -> int:

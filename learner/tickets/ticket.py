@@ -80,11 +80,11 @@ class PreparedTicket:
         return PromptFacts.of(self.bridge.processor.measure(prompt, self.blobs_of(group)))
 
     def going_on(self, partial: PartialRollout) -> PreparedTicket:
-        """For a server that goes on with what another has sampled. Raises ValueError where that does not fit."""
+        """Ticket for a server that continues what another has sampled. Raises ValueError where that does not fit."""
         return replace(self, ticket=self.ticket.going_on(partial))
 
     def anew(self) -> PreparedTicket:
-        """Without what another server has sampled."""
+        """Ticket without the samples of another server."""
         if self.ticket.partial is None:
             return self
         return replace(self, ticket=self.ticket.model_copy(update={"partial": None}))
