@@ -37,7 +37,7 @@ $(VENV)/installed-vllm: $(VENV)/installed
 
 install-sglang: $(SGLANG_VENV)/installed
 
-$(SGLANG_VENV)/installed: scripts/install_sglang.sh scripts/requirements_sglang.txt rollout_server/engines/sglang/kernel_stand_in.py
+$(SGLANG_VENV)/installed: scripts/install_sglang.sh scripts/requirements_sglang.txt asyncrl_plugins/sglang/kernel_stand_in.py
 	PYTHON="$(PYTHON)" VENV="$(SGLANG_VENV)" bash scripts/install_sglang.sh
 	@touch $@
 

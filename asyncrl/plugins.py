@@ -19,10 +19,10 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
     from asyncrl.config.sections import Section
 
 Group = Literal[
@@ -41,7 +41,7 @@ Group = Literal[
 """Entry point group, without its prefix `asyncrl.`."""
 
 
-def no_problems(config: RunConfig) -> Iterable[str]:
+def no_problems(config: Any) -> Iterable[str]:
     return ()
 
 
@@ -53,8 +53,8 @@ class Part:
     """`module:name`, imported when the part is used."""
     section: type[Section] | None = None
     """The part's own settings. They stand in a section of its name, which exists only where the part is chosen."""
-    problems: Callable[[RunConfig], Iterable[str]] = no_problems
-    """Errors of a configuration that chooses the part, each with its fix. Imports no torch."""
+    problems: Callable[[Any], Iterable[str]] = no_problems
+    """Errors of a configuration (RunConfig) that chooses the part, each with its fix. Imports no torch."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts that the core asks about parts of this group; their names stand where the group is used."""
 
@@ -87,7 +87,7 @@ class Option:
     """Arguments of argparse's `add_argument`, such as `help`."""
 
 
-T = TypeVar("T")
+P = TypeVar("P", bound=Part)
 
 
 @cache
@@ -113,6 +113,29 @@ def description(group: Group, name: str) -> Any:
 def descriptions(group: Group) -> Mapping[str, Any]:
     """Load the descriptions of all installed parts of a group."""
     return {name: description(group, name) for name in installed(group)}
+
+
+def find_part(group: Group, name: object, built_in: Mapping[str, P]) -> P | None:
+    """Description of the part of this name, in the core or installed; None where there is none."""
+    if name in built_in:
+        return built_in[str(name)]
+    return description(group, str(name)) if name in installed(group) else None
+
+
+def require_part(group: Group, name: str, built_in: Mapping[str, P], key: str) -> P:
+    """Description of the part that a configuration key names. Raises ValueError with the names that there are."""
+    part = find_part(group, name, built_in)
+    if part is None:
+        names = [*built_in, *installed(group)]
+        raise ValueError(
+            f"{key} is {name!r}, and there are {', '.join(names)}.{did_you_mean(name, names)} {what_to_install(group)}"
+        )
+    return part
+
+
+def sections_of(parts: Mapping[str, Part | None]) -> dict[str, type[Section]]:
+    """Sections of the parts that have settings, by their names."""
+    return {name: part.section for name, part in parts.items() if part is not None and part.section is not None}
 
 
 def implementation(path: str) -> Any:

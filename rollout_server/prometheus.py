@@ -20,13 +20,16 @@ from rollout_server.weights.sources import WeightSources
 
 
 class ServerExporter:
-    def __init__(self, config: TelemetryConfig, device: Callable[[], torch.device], run: str):
-        """`device` is asked at each heartbeat. `run` names the run in every series."""
+    def __init__(
+        self, config: TelemetryConfig, device: Callable[[], torch.device], run: str, *, engine_prefix: str = ""
+    ):
+        """`device` is asked at each heartbeat. `run` names the run in every series. `engine_prefix`: that of
+        the engine's own metrics, which the endpoint shows, too."""
         self._config = config
         self._device = device
         self.metrics = MetricSet(METRICS, "rollout", run)
-        for engine in ("vllm:", "sglang:"):
-            self.metrics.include(engine)
+        if engine_prefix:
+            self.metrics.include(engine_prefix)
         for name in ("errors_total", "reward_errors_total"):
             self.metrics[name].labels(kind="other")  # so that there is a series before the first one
         self._beat_at: float | None = None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
@@ -57,7 +58,10 @@ class RolloutServer:
         self.config = config
         self._is_over = is_over
         self.exporter = ServerExporter(
-            config.telemetry, lambda: resolve_device(config.rollout.device), run=str(config.run_path)
+            config.telemetry,
+            lambda: resolve_device(config.rollout.device),
+            run=str(config.run_path),
+            engine_prefix=rollout_engine(config.rollout.engine).metric_prefix,
         )
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}

@@ -2,7 +2,7 @@
 # Make SGLang's own environment, .venv-sglang: it wants other versions of torch and of a few packages than asyncrl and
 # vLLM. Versions are those that were run together.
 #   On a CPU: sglang 0.5.23 without the requirements that are built for CUDA, beside the torch and transformers of the
-#   main environment, and asyncrl's stand-in for its compiled kernels (rollout_server/engines/sglang/kernel_stand_in.py).
+#   main environment, and asyncrl's stand-in for its compiled kernels (asyncrl_plugins/sglang/kernel_stand_in.py).
 #   Where there is an NVIDIA driver: sglang as it is released, with its torch and its kernels. That has not been run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -31,7 +31,7 @@ else
   echo "import _asyncrl_torchvision_cpu" > "$SITE/_asyncrl_torchvision_cpu.pth"
   if ! "$VENV/bin/python" -c "import importlib.metadata as m; m.version('sglang-kernel')" 2>/dev/null; then
     mkdir -p "$SITE/sgl_kernel"
-    cp rollout_server/engines/sglang/kernel_stand_in.py "$SITE/sgl_kernel/__init__.py"
+    cp asyncrl_plugins/sglang/kernel_stand_in.py "$SITE/sgl_kernel/__init__.py"
     echo "asyncrl: there are no compiled kernels of SGLang for a CPU: a stand-in takes their place, and computes in torch"
   fi
 fi

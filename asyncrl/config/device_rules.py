@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 
 DEVICE_CHANNELS = ("nccl", "cuda_ipc")
@@ -71,8 +72,8 @@ def _channel_problems(config: RunSections) -> Iterator[str]:
     rollout = config.rollout
     if config.model.lora.rank:
         yield "model.lora trains adapters, which are small and are read from files"
-    if rollout.engine == "scripted":
-        yield "the scripted engine has no model"
+    if not rollout_engine(rollout.engine).has_model:
+        yield f"the {rollout.engine} engine has no model"
     for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device)):
         if device == "cpu":
             yield f"{key} is cpu, and it goes from one CUDA device to another"
@@ -104,8 +105,7 @@ def two_devices(config: RunSections) -> str:
 
 
 def _sync_problems(config: RunSections) -> Iterator[str]:
-    """Check sync mode: staleness 0, one server on the learner's devices, no device channel, base weights kept for
-    adapters.
+    """Check sync mode: staleness 0, one server on the learner's devices, no device channel.
 
     Whether `auto` is the other side's device may depend on the machine: asyncrl/launch/inputs.py checks it."""
     learner, rollout = config.learner, config.rollout
@@ -130,10 +130,4 @@ def _sync_problems(config: RunSections) -> Iterator[str]:
         yield (
             f"trainer.mode is sync and rollout.weights_channel is {rollout.weights_channel}, which copies from the "
             "learner's device memory: it is empty while the server is awake. Set rollout.weights_channel=auto"
-        )
-    if rollout.engine == "vllm" and rollout.sleep_level == 2 and config.model.lora.rank:
-        yield (
-            f"trainer.mode is sync, model.lora.rank is {config.model.lora.rank} and rollout.sleep_level is 2: vllm "
-            "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
-            "rollout.engine=hf, which keeps what is not published"
         )

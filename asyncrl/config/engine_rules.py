@@ -3,10 +3,11 @@ where the engine is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 
 COLDEST_FOR_VLLM = 0.01
@@ -55,12 +56,13 @@ def unknown_to_vllm(described: Mapping[str, Any]) -> str:
 def engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the chosen engine would have to ignore, with its fix."""
     rollout = config.rollout
-    if rollout.engine != "vllm" and rollout.tensor_parallel_size != 1:
+    engine = rollout_engine(rollout.engine)
+    if rollout.tensor_parallel_size != 1 and not engine.spans_devices:
         yield (
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
-    yield from _PROBLEMS[rollout.engine](config)
+    yield from _PROBLEMS.get(rollout.engine, engine.problems)(config)
 
 
 def training_engine_problems(config: RunSections) -> Iterator[str]:
@@ -146,6 +148,12 @@ def _vllm_problems(config: RunSections) -> Iterator[str]:
         problem = too_cold(getattr(config, section).temperature)
         if problem:
             yield f"{section}.temperature is {problem}"
+    if config.trainer.mode == "sync" and config.rollout.sleep_level == 2 and config.model.lora.rank:
+        yield (
+            f"trainer.mode is sync, model.lora.rank is {config.model.lora.rank} and rollout.sleep_level is 2: vllm "
+            "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
+            "rollout.engine=hf, which keeps what is not published"
+        )
     if config.model.lora.rank > LARGEST_RANK_FOR_VLLM:
         yield (
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
@@ -153,37 +161,9 @@ def _vllm_problems(config: RunSections) -> Iterator[str]:
         )
 
 
-def _sglang_problems(config: RunSections) -> Iterator[str]:
-    rollout = config.rollout
-    if config.model.float32_head:
-        yield (
-            "model.float32_head is true, but sglang computes logits in model.dtype, and the two sides would differ. "
-            "Set model.float32_head=false or rollout.engine=hf"
-        )
-    if rollout.truncates:
-        yield (
-            f"rollout.top_p is {rollout.top_p:g}, top_k {rollout.top_k} and min_p {rollout.min_p:g}, and sglang's "
-            "log-probs are of the distribution before it is cut off. Leave them out, or set rollout.engine=vllm"
-        )
-    refused = {
-        f"model.lora.rank is {config.model.lora.rank}, and adapters have not been run with sglang. Set "
-        "model.lora.rank=0": config.model.lora.rank > 0,
-        "rollout.weight_update is keep, and sglang cannot tell which of its cached prefixes are of old weights. Set "
-        "rollout.weight_update=recompute": rollout.weight_update == "keep",
-        f"rollout.weights_channel is {rollout.weights_channel}, and sglang takes new weights from host memory. Set "
-        "rollout.weights_channel=auto": rollout.weights_channel in DEVICE_CHANNELS,
-        f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and nothing is known of sglang's memory. Set "
-        "rollout.engine_args.mem_fraction_static": config.gpu_memory.budget_gib > 0,
-    }
-    for problem, is_so in refused.items():
-        if is_so:
-            yield f"{problem}, or rollout.engine=vllm"
-
-
-_PROBLEMS: dict[str, Callable[[RunSections], Iterator[str]]] = {
+_PROBLEMS: dict[str, Callable[[RunSections], Iterable[str]]] = {
     "hf": _hf_problems,
     "vllm": _vllm_problems,
-    "sglang": _sglang_problems,
     "scripted": _scripted_problems,
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.device_rules import meant_device
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import component_name
 from asyncrl.errors import UserError
@@ -48,7 +49,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     learner_works, servers_work = (
         meant_device(name, cuda=count > 0) != "cpu" for name in (config.learner.device, rollout.device)
     )
-    servers_work = servers_work and rollout.engine != "scripted"  # which has no model
+    servers_work = servers_work and rollout_engine(rollout.engine).has_model
     width = rollout.tensor_parallel_size
     learner_named, rollout_named = _number(config.learner.device), _number(rollout.device)
     named = () if rollout_named is None else tuple(range(rollout_named, rollout_named + width))

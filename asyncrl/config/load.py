@@ -196,6 +196,8 @@ class _Draft:
                 self.problems.append(f"{missing} is missing. Add it to {self.source}, or give {missing}=VALUE")
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
+        elif detail["type"] == "unchosen_section":
+            self.problems.append(f"{name} {detail['msg']}. Leave {name} out{self._origin(place)}")
         elif detail["type"] == "extra_forbidden":
             nested = ": in the file keys are nested; dots are for overrides on the command line"
             meant = nested if "." in str(place[-1]) else _meant(path)

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.methods import method_of
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 
-QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8", "int8"), "sglang": (), "scripted": ()}
+QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8", "int8")}
 """Values of rollout.quantization besides none, by engine."""
-_WHY_NOT = {
-    "sglang": "whose fp8 layers would take the bits of a new version for quantised ones: its reload for training "
-    "(load_format flash_rl) knows no vision-language model",
-    "scripted": "which has no model",
-}
 UNWEIGHED_PROXIMAL = ("behaviour", "linear", "loglinear")
 """Values of algorithm.proximal that are the behaviour policy itself for tokens of the learner's own version."""
 
@@ -28,11 +24,12 @@ def quantization_problems(config: RunSections) -> Iterator[str]:
     if rollout.quantization == "none":
         return
     setting = f"rollout.quantization is {rollout.quantization}"
-    if rollout.quantization not in QUANTIZATIONS[rollout.engine]:
+    if rollout.quantization not in QUANTIZATIONS.get(rollout.engine, ()):
         others = [f"rollout.engine={name}" for name, kinds in QUANTIZATIONS.items() if rollout.quantization in kinds]
-        others = [f"rollout.quantization={kind}" for kind in QUANTIZATIONS[rollout.engine]] + others
+        why_not = rollout_engine(rollout.engine).not_quantized
+        others = [f"rollout.quantization={kind}" for kind in QUANTIZATIONS.get(rollout.engine, ())] + others
         yield (
-            f"{setting}, and the engine is {rollout.engine}, {_WHY_NOT[rollout.engine]}. Set {' or '.join(others)}, or "
+            f"{setting}, and the engine is {rollout.engine}, {why_not}. Set {' or '.join(others)}, or "
             "rollout.quantization=none"
         )
     loss = method_of("policy_loss", algorithm.policy_loss)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.sections import DataConfig, ModelConfig, RewardConfig, Section
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
 from asyncrl.environments.settings import EnvironmentConfig, LimitsConfig
@@ -173,7 +174,7 @@ class NetworkConfig(Section):
     """A rollout server works on and waits this long for a learner that has gone."""
     start_timeout_s: float = Field(default=0.0, ge=0)
     """Longest wait of a learner for the first server, model loading included, and of a server for its learner; 0 means
-    300, and 1800 where vLLM or SGLang may be on a GPU: the first start on a machine compiles."""
+    300, and 1800 where an engine that compiles, such as vllm, may be on a GPU."""
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
     weights_fan_out: int = Field(default=2, ge=0)
@@ -323,7 +324,7 @@ class RunSections(Section):
     @property
     def start_timeout_s(self) -> float:
         """network.start_timeout_s, or what the engine may take where that is 0."""
-        compiles = self.rollout.engine in ("vllm", "sglang") and self.rollout.device != "cpu"
+        compiles = rollout_engine(self.rollout.engine).compiles and self.rollout.device != "cpu"
         return self.network.start_timeout_s or (COMPILING_START_S if compiles else USUAL_START_S)
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config import rollout_engines
+from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
+from asyncrl.plugins import find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
@@ -14,22 +18,19 @@ CheckpointFormat = Literal["portable", "deepspeed"]
 Quantization = Literal["none", "fp8", "int8"]
 
 
-class RolloutConfig(Section):
+class RolloutConfig(OpenSection):
     servers: int = Field(default=1, gt=0)
     """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
-    engine: Literal["hf", "vllm", "sglang", "scripted"] = "hf"
-    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), `sglang` (an environment
-    of its own; run on CPUs), or `scripted` (tests)."""
-    sglang_python: str = ""
-    """Python of SGLang's environment; empty means that of `.venv-sglang` beside the environment of this process, which
-    `make install-sglang` makes."""
+    engine: str = "hf"
+    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), `scripted` (tests), or a
+    plug-in's."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Devices that the vllm engine spreads the model over."""
+    """Devices that an engine such as vllm spreads the model over."""
     quantization: Quantization = "none"
     """Weights that completions are sampled with: `fp8` (e4m3) or `int8`, a scale for each output channel, made anew
     from every version, in the linear layers of the language model without its output layer. The policy that samples is
     then this one, and algorithm.correction has to be on. `vllm` holds them in 8 bits, and rounds what goes into these
-    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing; `sglang` has none."""
+    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing."""
     sleep_level: Literal[1, 2] = 1
     """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
     published (they are again before it is needed)."""
@@ -56,6 +57,21 @@ class RolloutConfig(Section):
     cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_there(cls, name: str) -> str:
+        rollout_engines.rollout_engine(name)
+        return name
+
+    @classmethod
+    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        engine = given.get("engine", "hf")
+        return sections_of({str(engine): find_part("rollout_engines", engine, rollout_engines.BUILT_IN)})
+
+    @classmethod
+    def possible_sections(cls) -> Mapping[str, type[Section]]:
+        return sections_of(rollout_engines.rollout_engines())
 
     @property
     def truncates(self) -> bool:

@@ -9,9 +9,9 @@ from importlib.metadata import requires
 import zmq
 from packaging.requirements import Requirement
 
-from asyncrl.config.service_sections import RolloutConfig
+from asyncrl.config.rollout_engines import rollout_engines
+from asyncrl.plugins import implementation
 from asyncrl.telemetry.environment import installed_version
-from asyncrl.telemetry.sglang_environment import look_into, python_of
 from asyncrl.tools.doctor.findings import Finding, Findings
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
@@ -37,7 +37,9 @@ def find_versions() -> Findings[None]:
             yield from _compare(package, found)
         elif package not in EXTRA_OF:
             yield Finding(package, "is not installed", "problem", INSTALL)
-    yield _sglang()
+    for name, engine in rollout_engines().items():
+        if engine.installation:
+            yield Finding(name, implementation(engine.installation)(), "note")
     yield from _torchvision()
     curve = "with" if zmq.has("curve") else "without"
     yield Finding("libzmq", f"{zmq.zmq_version()} {curve} CURVE, which network.keys_dir needs")
@@ -72,17 +74,6 @@ def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             yield requirement
-
-
-def _sglang() -> Finding:
-    """SGLang in its own environment, and what has not been proven there."""
-    python = python_of(RolloutConfig())
-    found = look_into(python)
-    if found is None or not found.versions["sglang"]:
-        return Finding("sglang", f"not installed for {python} (make install-sglang)", "note")
-    versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
-    kernels = "a stand-in for its kernels, which computes in torch" if found.has_stand_in else "its own kernels"
-    return Finding("sglang", f"{versions}, with {kernels}; unproven on a GPU", "note")
 
 
 def _torchvision() -> Findings[None]:

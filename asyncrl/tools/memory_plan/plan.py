@@ -12,6 +12,7 @@ import torch
 from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
 from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_columns
 from asyncrl.config.gpu_assignment import assign_gpus
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import resolve_dtype, visible_gpus
@@ -81,7 +82,7 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     each = f", each of {config.learner.num_processes} ranks" if config.learner.num_processes > 1 else ""
     learning = Phase(f"learner awake{each}", tuple(_learner_lines(model, config)))
     phases = [learning]
-    if config.rollout.engine != "scripted":  # which has no model
+    if rollout_engine(config.rollout.engine).has_model:
         sampling = Phase("engine awake", (*_engine_lines(model, config), *_arriving_lines(model, config)))
         everything = (*learning.lines, *sampling.lines)
         contexts = [*(line for line in everything if line.name.startswith("context")), *nccl_of_ranks(config)]
@@ -279,7 +280,7 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     yield Line("published weights, in /dev/shm", published_versions(config) * model.published, why)
     if config.rollout.weights_channel == "zmq":  # with auto the servers of this machine map what is published
         yield from _pulled_lines(config, model)
-    if model.pixels and config.rollout.engine != "scripted":  # a server makes the pixels of a ticket when it comes
+    if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
         prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
         yield Line(
             PIXELS,
@@ -305,7 +306,7 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     if config.trainer.mode == "sync" and not config.learner.is_divided:
         asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
         yield Line("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
-    if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
+    if config.trainer.mode == "sync" and rollout_engine(config.rollout.engine).has_model:
         if config.rollout.sleep_level == 1:
             yield Line("engine asleep", model.weights, "weights, pinned")
         else:  # it forgets what is published to it again; the base of an adapter never is

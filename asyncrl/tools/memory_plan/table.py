@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.config.device_rules import meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE
 from asyncrl.config.load import load_config
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ExitCode
@@ -84,7 +85,7 @@ def _placement(plan: MemoryPlan) -> list[str]:
     learner, rollout = plan.config.learner, plan.config.rollout
     if learner.device in ("auto", "cuda") and 0 < len(visible_gpus()) < learner.num_processes:
         return [f"NOTE: {learner.num_processes} ranks need a GPU each, and {len(visible_gpus())} are planned for"]
-    is_open = learner.device in ("auto", "cuda") and rollout.device in ("auto", "cuda") and rollout.engine != "scripted"
+    is_open = {learner.device, rollout.device} <= {"auto", "cuda"} and rollout_engine(rollout.engine).has_model
     if not is_open or plan.sharing != "together" or visible_gpus():
         return []
     enough = learner.num_processes + rollout.servers * rollout.tensor_parallel_size

@@ -154,10 +154,6 @@ NOT_THE_LEARNERS = "the policy that samples is not the learner's"
     [
         ({}, None),
         ({"rollout": {"engine": "vllm"}}, None),
-        (
-            {"rollout": {"engine": "sglang"}},
-            r"sglang, whose fp8 layers would take .* Set rollout.engine=hf or rollout.engine=vllm",
-        ),
         ({"rollout": {"engine": "scripted"}, "alignment": {"rows": 0}}, "scripted, which has no model"),
         ({"rollout": {"quantization": "fp4"}}, "rollout.quantization"),
         (

@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.wake_parity import fixed_prompt
-from asyncrl.telemetry.sglang_environment import SGLangEnvironment, look_into
+from asyncrl_plugins.sglang import rules
+from asyncrl_plugins.sglang.arguments import as_flags, served_folder, server_arguments, server_environment
+from asyncrl_plugins.sglang.conversion import to_completion
+from asyncrl_plugins.sglang.environment import SGLangEnvironment, look_into
+from asyncrl_plugins.sglang.launch import OWNER_VARIABLE
+from asyncrl_plugins.sglang.process import ENTRY, SGLangProcess
+from asyncrl_plugins.sglang.weights import VersionFolders
 from protocol.messages import Sampling
 from rollout_server.engines.base import EngineDied, GenerationRequest, version_column
-from rollout_server.engines.sglang import rules
-from rollout_server.engines.sglang.arguments import as_flags, served_folder, server_arguments, server_environment
-from rollout_server.engines.sglang.conversion import to_completion
-from rollout_server.engines.sglang.launch import OWNER_VARIABLE
-from rollout_server.engines.sglang.process import ENTRY, SGLangProcess
-from rollout_server.engines.sglang.weights import VersionFolders
 from tests.rigs.tiny_families import make_family, make_llava
 
 MakeConfig = Callable[..., RunConfig]
@@ -75,7 +75,7 @@ def test_another_sglang_is_refused_with_the_command_that_mends_it(
 
 
 def test_a_missing_environment_is_named_and_what_is_in_one_is_read(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = sglang(make_config, rollout={"sglang_python": str(tmp_path / "python")})
+    config = sglang(make_config, rollout={"sglang": {"python": str(tmp_path / "python")}})
     (problem,) = rules.problems(config)
     assert f"no Python at {tmp_path}/python" in problem
     assert "make install-sglang" in problem
@@ -92,6 +92,10 @@ def test_a_missing_environment_is_named_and_what_is_in_one_is_read(make_config: 
         ({"rollout": {"weight_update": "keep"}}, "cached prefixes are of old weights"),
         ({"rollout": {"top_p": 0.9}}, "log-probs are of the distribution before it is cut off"),
         ({"rollout": {"weights_channel": "nccl"}}, "takes new weights from host memory"),
+        (
+            {"rollout": {"quantization": "fp8"}},
+            r"sglang, whose fp8 layers would take .* Set rollout.engine=hf or rollout.engine=vllm",
+        ),
         ({"rollout": {"tensor_parallel_size": 2}}, "the sglang engine runs on one device"),
         ({"model": {"float32_head": True, "dtype": "bfloat16"}}, "sglang computes logits in model.dtype"),
         ({"gpu_memory": {"budget_gib": 4.0}}, "nothing is known of sglang's memory"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from asyncrl.config.service_sections import RolloutConfig
+from asyncrl_plugins.sglang.plugin import SGLangConfig
 
 LOOK_S = 60.0
 _LOOK = """
@@ -33,9 +33,9 @@ class SGLangEnvironment:
     """True if its kernels are ours, which compute in torch."""
 
 
-def python_of(rollout: RolloutConfig) -> Path:
-    """Python of SGLang's environment: rollout.sglang_python, or that of `.venv-sglang` beside this one's."""
-    return Path(rollout.sglang_python or Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python").absolute()
+def python_of(settings: SGLangConfig) -> Path:
+    """Python of SGLang's environment: rollout.sglang.python, or that of `.venv-sglang` beside this one's."""
+    return Path(settings.python or Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python").absolute()
 
 
 @cache
@@ -47,3 +47,14 @@ def look_into(python: Path) -> SGLangEnvironment | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return SGLangEnvironment(versions, has_stand_in)
+
+
+def installation() -> str:
+    """Line for `asyncrl doctor`: SGLang's versions in its own environment, and the state of its proof."""
+    python = python_of(SGLangConfig())
+    found = look_into(python)
+    if found is None or not found.versions["sglang"]:
+        return f"not installed for {python} (make install-sglang)"
+    versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+    kernels = "a stand-in for its kernels, which computes in torch" if found.has_stand_in else "its own kernels"
+    return f"{versions}, with {kernels}; unproven on a GPU"

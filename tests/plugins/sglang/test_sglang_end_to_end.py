@@ -14,7 +14,7 @@ import psutil
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
-from tests.rigs.sglang_rig import NEEDS_SGLANG
+from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, with_ports, write_config
 from tests.system.test_end_to_end import lines

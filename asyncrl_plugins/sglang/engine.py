@@ -28,22 +28,23 @@ from asyncrl.models.folder import model_folder, read_config
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
-from asyncrl.telemetry.sglang_environment import python_of
-from protocol.device_lock import use_device_for
-from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.sequences import Begun, RunningSequences, completions
-from rollout_server.engines.sglang.arguments import (
+from asyncrl_plugins.sglang.arguments import (
     as_flags,
     image_size_of,
     served_folder,
     server_arguments,
     server_environment,
 )
-from rollout_server.engines.sglang.client import SGLangClient, SGLangRefused
-from rollout_server.engines.sglang.conversion import check_request, generate_body, to_completion
-from rollout_server.engines.sglang.process import LOOPBACK, SGLangProcess
-from rollout_server.engines.sglang.usage import UsageMeter
-from rollout_server.engines.sglang.weights import VersionFolders
+from asyncrl_plugins.sglang.client import SGLangClient, SGLangRefused
+from asyncrl_plugins.sglang.conversion import check_request, generate_body, to_completion
+from asyncrl_plugins.sglang.environment import python_of
+from asyncrl_plugins.sglang.plugin import SGLangConfig
+from asyncrl_plugins.sglang.process import LOOPBACK, SGLangProcess
+from asyncrl_plugins.sglang.usage import UsageMeter
+from asyncrl_plugins.sglang.weights import VersionFolders
+from protocol.device_lock import use_device_for
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
 OWNER = "the sglang engine"
@@ -95,7 +96,7 @@ class SGLangEngine:
             image_size=image_size_of(self._processor),
             text_config=self._folders.text_config,
         )
-        self._process = SGLangProcess(python_of(self._config.rollout), port)
+        self._process = SGLangProcess(python_of(self._config.rollout.settings_of(SGLangConfig)), port)
         environment = server_environment(self._config, cuda=self._device.type == "cuda")
         await self._process.start(as_flags(arguments), environment)
         if self._config.trainer.mode == "sync":

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from asyncrl_plugins.sglang.process import SGLangProcess
 from rollout_server.engines.base import EngineDied
-from rollout_server.engines.sglang.process import SGLangProcess
 
 LAST_WORDS_S = 5.0
 """Wait for the end of a process whose connection has broken: it says more than the connection does."""

@@ -14,7 +14,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import torch_dtype
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.sglang.launch import OWNER_VARIABLE
+from asyncrl_plugins.sglang.launch import OWNER_VARIABLE
 
 SPARE_TOKENS = 8
 """Tokens by which SGLang's context is longer than the longest sequence: it cuts a request that fills its context."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.folder import read_config
-from asyncrl.telemetry.sglang_environment import look_into, python_of
+from asyncrl_plugins.sglang.environment import look_into, python_of
+from asyncrl_plugins.sglang.plugin import SGLangConfig
 
 VERSIONS = {
     False: {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"},
@@ -90,12 +91,12 @@ def argument_problems(config: RunConfig) -> list[str]:
 
 def installation_problems(config: RunConfig, *, cuda: bool) -> list[str]:
     """A missing or other SGLang, with the command that mends it."""
-    python = python_of(config.rollout)
+    python = python_of(config.rollout.settings_of(SGLangConfig))
     found = look_into(python)
     if found is None:
         return [
             f"rollout.engine is sglang, but there is no Python at {python} to run it. Run: {INSTALL}, or set "
-            "rollout.sglang_python to the Python of its environment"
+            "rollout.sglang.python to the Python of its environment"
         ]
     lines = [
         f"{name} {found.versions[name] or 'none'} is installed for {python}, and the sglang engine was built for "

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.telemetry.sglang_environment import python_of
+from asyncrl_plugins.sglang.engine import SGLangEngine
+from asyncrl_plugins.sglang.environment import python_of
+from asyncrl_plugins.sglang.plugin import SGLangConfig
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.engines.sglang.engine import SGLangEngine
 from tests.rigs.policies import Weights
 from tests.rigs.vllm_rig import Rig
 
-MISSING = not python_of(RolloutConfig()).is_file()
+MISSING = not python_of(SGLangConfig()).is_file()
 NEEDS_SGLANG = [
     pytest.mark.slow,
     pytest.mark.skipif(
