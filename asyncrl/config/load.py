@@ -16,8 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config import yaml_text
-from asyncrl.config.keys import REQUIRED, all_keys, closest_key
+from asyncrl.config.keys import REQUIRED, all_keys, closest_key, section_of
 from asyncrl.config.methods import Kind, Method, method_of
+from asyncrl.config.open_section import OpenSection
 from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
@@ -46,6 +47,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             draft.lay_over(word)
     draft.change_methods()
     draft.note_replaced()
+    draft.forget_sections()
     config = None
     try:
         config = RunConfig.model_validate(draft.data)
@@ -78,6 +80,8 @@ class _Draft:
         self._overlays = 0
         self._replaced: dict[Place, Any] = {}
         """Values of keys before a method's word changed them; None: no value."""
+        self._file = {name: dict(value) for name, value in self.data.items() if isinstance(value, dict)}
+        """Sections of the file."""
         algorithm = self.data.get("algorithm")
         self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 
@@ -185,6 +189,17 @@ class _Draft:
                 if default == "policy_loss":
                     self._forget_defaults(algorithm, method_of("policy_loss", str(value)), rank)
 
+    def forget_sections(self) -> None:
+        """Forget what the file says of a part, such as an engine, that a later word has replaced by another one."""
+        for name, field in RunConfig.model_fields.items():
+            before, now, section = self._file.get(name), self.data.get(name), section_of(field.annotation)
+            if not (isinstance(before, dict) and isinstance(now, dict)) or name == "algorithm":
+                continue
+            if section is not None and issubclass(section, OpenSection):
+                for part in section.chosen_sections(before).keys() - section.chosen_sections(now).keys():
+                    if not any(place[:2] == (name, part) for place in self._overrides):
+                        now.pop(part, None)
+
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""
         place, given = detail["loc"], detail["input"]
@@ -196,12 +211,12 @@ class _Draft:
                 self.problems.append(f"{missing} is missing. Add it to {self.source}, or give {missing}=VALUE")
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
-        elif detail["type"] == "unchosen_section":
-            self.problems.append(f"{name} {detail['msg']}. Leave {name} out{self._origin(place)}")
         elif detail["type"] == "extra_forbidden":
             nested = ": in the file keys are nested; dots are for overrides on the command line"
             meant = nested if "." in str(place[-1]) else _meant(path)
             self.problems.append(f"unknown key {name}{meant}{self._origin(place)}")
+        elif detail["type"] == "unchosen_section":
+            self.problems.append(f"{name} {detail['msg']}. Choose it, or leave {name} out{self._origin(place)}")
         else:
             key = all_keys().get(path)
             shown = "empty" if given is None else f"{given!r:.120}"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", PAGE.read_text())
 VALUE = "\0"
-PACKAGES = ("asyncrl", "learner", "rollout_server", "protocol")
+PACKAGES = ("asyncrl", "asyncrl_plugins", "learner", "rollout_server", "protocol")
 
 
 @cache
