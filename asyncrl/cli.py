@@ -199,13 +199,6 @@ def _add_tools(commands: argparse._SubParsersAction) -> None:
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
     keys.add_argument("--pool", action="store_true", help="only the pair of machines that run `asyncrl pool`")
     keys.set_defaults(handler=_keys)
-    imported = commands.add_parser("import-config", help="a configuration of RLLaVA, EasyR1, verl or TRL")
-    imported.add_argument("source", type=Path, metavar="FILE", help="their YAML file, or the script that starts it")
-    imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT and say what became of each key")
-    imported.add_argument(
-        "--accept-losses", action="store_true", help="exit code 0 also where an algorithm, role or precision is lost"
-    )
-    imported.set_defaults(handler=_import_config)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
 
@@ -401,12 +394,6 @@ def _keys(arguments: argparse.Namespace) -> int:
     print("\n".join(f"wrote {path}" for path in written))
     print(POOL_ADVICE if arguments.pool else copying_advice(folder, server))
     return 0
-
-
-def _import_config(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.import_config.write import import_config
-
-    return import_config(arguments.source, arguments.out, accept_losses=arguments.accept_losses)
 
 
 def _config_reference(_: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from asyncrl.config.methods import TAKES_FROM, Kind, methods
 from asyncrl.config.overlays import shipped_overlays
 from asyncrl.pools.metric_table import METRICS as POOL_METRICS
 from asyncrl.telemetry.metric_set import document
-from asyncrl.tools.import_config.names import NAMES
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
 
@@ -116,9 +115,6 @@ too, and a note for each schedule that the run is too short for.
 
 Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), OPMD, T-GRPO, VAPO's likelihood of right
 completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""
-NAMES_ELSEWHERE = """## Names elsewhere
-
-`asyncrl import-config` translates configurations of RLLaVA, EasyR1, verl and TRL ([migration.md](migration.md))."""
 
 
 def _methods(kind: Kind, titles: tuple[str, str]) -> str:
@@ -171,23 +167,6 @@ def _overlays() -> str:
     return "\n".join([OVERLAYS, *rows])
 
 
-def _names() -> str:
-    """Tables of what RLLaVA, EasyR1, verl and TRL call our settings."""
-    tables = [NAMES_ELSEWHERE]
-    for title, names in NAMES.items():
-        rows = ["| here | RLLaVA | EasyR1 | verl | TRL |", "|---|---|---|---|---|"]
-        for name in names:
-            key, _, value = name.ours.partition(" ")
-            cells = (cell if "`" in cell or cell.startswith("a ") else _quoted(cell) for cell in name[1:])
-            rows.append(f"| `algorithm.{key}{'=' if value else ''}{value}` | {' | '.join(cells)} |")
-        tables += [f"{title}:", "\n".join(rows)]
-    return "\n\n".join(tables)
-
-
-def _quoted(values: str) -> str:
-    return ", ".join(f"`{value}`" for value in values.split(", ") if value)
-
-
 def pages() -> dict[str, str]:
     """File name -> text."""
     metrics = (
@@ -201,7 +180,7 @@ def pages() -> dict[str, str]:
         f"{document(POOL_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
-    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, TURNS, KL, BESIDE, _names()])
+    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, TURNS, KL, BESIDE])
     return {
         "algorithms.md": algorithms + "\n",
         "configuration.md": config_reference().strip() + "\n",

@@ -88,10 +88,7 @@ def _asyncrl_commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_in_the_text_exist(page: Path) -> None:
     """`asyncrl COMMAND`, `make TARGET` and `section.key` between backticks."""
-    if page.name == "migration.md":
-        pytest.skip("it names other frameworks' keys; tests/tools/test_import_config.py reads its tables")
-    ours = page.read_text().partition("## Names elsewhere")[0]
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", ours, flags=re.M | re.S))
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     keys = set(all_keys())
     places = keys | {".".join(key.split(".")[:end]) for key in keys for end in range(1, key.count(".") + 1)}

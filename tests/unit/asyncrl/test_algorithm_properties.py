@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -31,10 +31,10 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.methods import methods
-from asyncrl.tools.import_config.names import AGGREGATIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ESTIMATORS, LOSSES = list(methods("advantage")), list(methods("policy_loss"))
+AGGREGATIONS = get_args(AlgorithmConfig.model_fields["loss_agg_mode"].annotation)
 MARKING = [name for name in LOSSES if methods("policy_loss")[name].marks]
 """Losses whose marks are drawn, or decided by the order of equal tokens."""
 SUM_TO_ZERO = ("grpo", "dr_grpo", "rloo", "maxrl", "lite_ppo")

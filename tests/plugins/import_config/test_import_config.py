@@ -1,0 +1,200 @@
+"""`asyncrl import-config`: what is in the table is translated, everything else is listed and ends with exit code 2."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.cli import main
+from asyncrl.config.keys import all_keys
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl_plugins.import_config.command import read_and_translate
+from asyncrl_plugins.import_config.table import FRAMEWORKS, Row, table_of, translate
+
+EXPORTED = Path(__file__).parent / "exported"
+FILES = {"verl": "verl.yaml", "easyr1": "easyr1.yaml", "rllava": "rllava.yaml", "trl": "trl.json"}
+OPEN = "rollout.engine_args."
+"""Arguments of the engine, whose names the schema leaves open."""
+EXPECTED: dict[str, dict[str, Any]] = {
+    "verl": {
+        "algorithm.policy_loss": "gmpo",
+        "algorithm.clip_ratio_high": 0.28,
+        "algorithm.gae.critic_lam": 1.0,
+        "batch.prompts_per_step": 512,
+        "batch.group_size": 16,
+        "data.on_bad_row": "skip",
+        "data.train_files": ["/data/train.parquet"],
+        "evaluation.every_steps": 0,
+        "rollout.top_k": 0,
+        "rollout.engine_args.gpu_memory_utilization": 0.5,
+        "run_dir": "checkpoints/verl_examples/gsm8k",
+        "trainer.save_limit": None,  # null there
+    },
+    "easyr1": {
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+        "batch.prompts_per_step": 512,
+        "model.lora.target_modules": ["q_proj", "v_proj"],
+        "model.min_pixels": 262144,
+        "run_dir": "checkpoints/charts",
+        "algorithm.clip_ratio_high": None,  # a default of theirs is not written
+        "algorithm.kl_loss_coef": None,  # depends on use_kl_loss
+        "trainer.save_limit": None,  # -1 has no counterpart
+    },
+    "rllava": {
+        "batch.prompts_per_step": 16,
+        "batch.group_size": 5,
+        "rollout.engine_args.gpu_memory_utilization": 0.4,
+        "trainer.max_steps": 100,
+        "trainer.save_limit": 3,
+        "model.lora.rank": None,  # depends on use_peft
+    },
+    "trl": {
+        "algorithm.adv_estimator": "lite_ppo",
+        "algorithm.policy_loss": "cispo",
+        "learner.optim.lr_scheduler_type": "constant",
+        "model.dtype": "bfloat16",
+        "rollout.engine": "vllm",
+        "trainer.max_steps": None,
+        "trainer.total_epochs": 3,
+    },
+}
+NOT_TRANSLATED = {
+    "verl": {"actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.kl_ctrl.kl_coef", "critic.cliprange_value"},
+    "easyr1": {"algorithm.kl_coef", "data.an_invention_of_mine", "worker.actor.ppo_epochs", "trainer.save_limit"},
+    "rllava": {"actor.ppo_mini_batch_size", "actor.model.lora_r", "reward.reward_function"},
+    "trl": {"an_invention_of_mine", "epsilon_high", "per_device_train_batch_size", "reward_funcs", "max_steps"},
+}
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> set[str]:
+    return {
+        name
+        for key, value in section.items()
+        if value is not None and value != {}
+        for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"})
+    }
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_exported_configuration_is_translated_or_listed(framework: str) -> None:
+    done = read_and_translate(EXPORTED / FILES[framework])
+    assert done.table.framework == framework
+    assert {key: done.settings.get(key) for key in EXPECTED[framework]} == EXPECTED[framework]
+    listed = [key.key for part in (done.translated, done.left_out, done.not_translated) for key in part]
+    assert sorted(listed) == sorted(leaves(yaml.safe_load((EXPORTED / FILES[framework]).read_text())))
+    assert {key.key for key in done.not_translated} >= NOT_TRANSLATED[framework]
+    assert all(key.note for key in done.left_out + done.not_translated)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_translation_loads_with_what_it_lacks(
+    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = EXPORTED / FILES[framework], tmp_path / "ours.yaml"
+    assert main(["import-config", str(source), "-o", str(out)]) == 2
+    printed = capsys.readouterr().out
+    assert "NOT TRANSLATED" in printed
+    assert "learner.max_staleness=0" in printed
+    lacking = [
+        "reward.functions=[{function: exact_match}]",
+        "data.train_files=[rows.jsonl]",
+        "run_dir=run",
+        "rollout.engine=vllm",
+    ]
+    load_config(out, lacking)
+    assert main(["import-config", str(source), "-o", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_configuration_of_table_keys_alone_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "theirs.json"
+    source.write_text('{"worker": {"rollout": {"n": 4, "top_k": 20}}, "trainer": {"nnodes": 1, "max_steps": null}}')
+    assert main(["import-config", str(source)]) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out) == {"batch": {"group_size": 4}, "rollout": {"top_k": 20}}
+    assert "NOT TRANSLATED" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"trainer": {"project_name": "${name}"}}, "print the resolved configuration"),
+        ({"algorithm": {"adv_estimator": "invented"}}, "gpg scales"),
+        ({"algorithm": {"use_pf_ppo": True}}, "PF-PPO"),
+        ({"actor_rollout_ref": {"rollout": {"n": 4, "invented": 1}}}, "not in the table"),
+        (
+            {
+                "actor_rollout_ref": {
+                    "actor": {"optim": {"warmup_style": "constant", "lr_scheduler_type": "cosine"}},
+                }
+            },
+            "gives learner.optim.lr_scheduler_type another value: constant",
+        ),
+    ],
+)
+def test_what_is_not_translated_says_why(theirs: dict[str, Any], said: str) -> None:
+    [key] = translate(theirs, table_of("verl")).not_translated
+    assert said in key.note
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "PK\0\3: 1", "not valid YAML"),
+        ("a.yaml", "- 1", "holds no configuration"),
+        ("run.sh", "python -m verl.trainer.main_ppo", "a script is not read"),
+        ("a.yaml", "model: {path: m}", "its top-level keys are model"),
+    ],
+)
+def test_other_files_are_refused(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_and_translate(tmp_path / name)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_names_on_the_right_are_keys(framework: str) -> None:
+    """Names of ours, and in notes the names that are neither ours nor theirs."""
+    table = table_of(framework)
+    known = all_keys().keys()
+    ours = {name for row in table.names.values() for name in row.possible_names()}
+    assert {name for name in ours if not name.startswith(OPEN)} <= known
+
+    sections = "|".join(RunConfig.model_fields)
+    notes = [row.note for row in table.names.values()] + [note for _, note in table.as_here.values()]
+    notes += [*table.left_out.values(), *table.not_translated.values(), table.about]
+    left = [*table.names, *table.as_here, *table.left_out, *table.not_translated]
+    theirs = {part for key in left for part in tails(key)}
+    mentioned = {name for note in notes for name in re.findall(rf"\b(?:{sections})\.[a-z_0-9.]*[a-z_0-9]", note)}
+    beginnings = {key[:end] for key in known for end in (at.start() for at in re.finditer(r"\.", key))}
+    for name in mentioned - known - beginnings:
+        assert name.startswith(OPEN) or any(fnmatchcase(name, pattern) for pattern in theirs), name
+
+
+def tails(key: str) -> list[str]:
+    """Endings of a key: notes leave out the beginning of a framework's keys."""
+    parts = key.split(".")
+    return [end for number in range(len(parts)) if (end := ".".join(parts[number:])) != "*"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_values_of_a_table_are_values_of_the_schema(framework: str) -> None:
+    for key, row in table_of(framework).names.items():
+        for theirs in row.values or ():
+            for name, value in (row.settings(theirs) or {}).items():
+                kind = all_keys()[name].type_text
+                assert not kind.startswith("one of ") or str(value) in kind, (key, name, value)
+
+
+def test_a_row_keeps_its_rules() -> None:
+    row = Row(("rollout.top_k",), replace={"-1": 0}, excluded=(-2,))
+    assert row.settings(-1) == {"rollout.top_k": 0}
+    assert row.settings(5) == {"rollout.top_k": 5}
+    assert row.settings(-2) is None
