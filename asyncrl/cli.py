@@ -359,7 +359,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         from asyncrl.tools.memory_plan.table import print_memory_table
 
         return print_memory_table(Path(arguments.plan), overrides)
-    from asyncrl.models.lean_imports import uncollected
+    from asyncrl.processing.lean_imports import uncollected
 
     with uncollected():
         from asyncrl.tools.doctor.examine import examine

@@ -80,7 +80,7 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
 
 def resolved(config: RunConfig) -> RunConfig:
     """Decide model.dtype=auto once, for all that this service loads and says."""
-    from asyncrl.models.devices import resolve_dtype
+    from asyncrl.devices.device import resolve_dtype
 
     decided = resolve_dtype(config)
     if decided != config:

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.model import main as make_model
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.publication import publish
 from learner.training.engine import create_engine as create_train_engine
 from protocol.endpoints import SHARED_MEMORY

@@ -35,7 +35,7 @@ import yaml
 import asyncrl.demo
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import resolve_dtype
+from asyncrl.devices.device import resolve_dtype
 from benchmarks.peer.length_laws import LAWS, REWARD, make_model
 
 ROOT = Path(__file__).parent.parent

@@ -82,9 +82,9 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
 
     from asyncrl.config.schema import RunConfig
-    from asyncrl.models.devices import free_caches
-    from asyncrl.models.processing import PromptProcessor
+    from asyncrl.devices.device import free_caches
     from asyncrl.models.wake_parity import fixed_prompt
+    from asyncrl.processing.processor import PromptProcessor
     from asyncrl.run_folder.checkpoints import MODEL_FOLDER
     from learner.checkpoint.background_write import BackgroundWrite
     from learner.checkpoint.storage import LearnerState, Snapshot, make_building_folder, save_checkpoint

@@ -32,8 +32,8 @@ import torch
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo import data as demo_data
 from asyncrl.demo import model as demo_model
+from asyncrl.devices.device import keep_freed_memory
 from asyncrl.models import output_head
-from asyncrl.models.devices import keep_freed_memory
 from learner import service
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger

@@ -19,8 +19,8 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
-from asyncrl.models.devices import resolve_dtype
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.devices.device import resolve_dtype
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.tools.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.tools.numbers import GIB
 from learner.network.publication import open_publication, publish

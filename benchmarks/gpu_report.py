@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.devices import free_caches, peak_flops
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.devices.device import free_caches, peak_flops
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.memory_plan.table import describe
 from asyncrl.tools.numbers import GIB, size
 from benchmarks.gpu_cycle import (

@@ -21,10 +21,10 @@ from asyncrl.config.load import load_config
 from asyncrl.config.quantization_rules import QUANTIZATIONS
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import Quantization
+from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter

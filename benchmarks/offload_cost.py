@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.numbers import size
 from benchmarks.gpu_cycle import TINY, WHOLE, cycle_config, make_prompts
 from benchmarks.gpu_report import settings

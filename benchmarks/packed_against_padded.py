@@ -19,8 +19,8 @@ from statistics import median
 import torch
 import transformers
 
-from asyncrl.models import shared_prefix
-from asyncrl.models.shared_prefix import make_layout
+from asyncrl.attention import shared_prefix
+from asyncrl.attention.shared_prefix import make_layout
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from asyncrl.models.prefix_kernels import CpuFlash, Group, SharedAttention, segments
-from asyncrl.models.shared_prefix import SeparateAttention, SharedPrefixLayout, make_layout, shared_prefix_attention
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, segments
+from asyncrl.attention.shared_prefix import SeparateAttention, SharedPrefixLayout, make_layout, shared_prefix_attention
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")

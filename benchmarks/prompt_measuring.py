@@ -24,7 +24,7 @@ from PIL import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.tiny_families import make_family
 

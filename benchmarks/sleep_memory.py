@@ -50,7 +50,7 @@ def resident_mib() -> float:
     """Bytes in use: what the C library keeps for reuse is given back first."""
     import torch
 
-    from asyncrl.models.devices import free_caches
+    from asyncrl.devices.device import free_caches
 
     free_caches(torch.device("cpu"))
     return psutil.Process().memory_info().rss / MIB
@@ -95,9 +95,9 @@ def learner_side(model: Path, run: str) -> dict[str, float]:
 async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     from safetensors.torch import load_file, save_file
 
-    from asyncrl.models.processing import PromptProcessor
     from asyncrl.models.published import published_tensors
     from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+    from asyncrl.processing.processor import PromptProcessor
     from protocol.messages import Sampling
     from rollout_server.engines.base import GenerationRequest
     from rollout_server.engines.hf.engine import HFEngine

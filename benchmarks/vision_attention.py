@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.demo.model import build_tokenizer
-from asyncrl.models.vision_attention import attend_by_length
 from benchmarks.random_models import PATCH_SIZE, SIZES, build_config
 
 

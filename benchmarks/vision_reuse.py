@@ -24,8 +24,8 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo import model as demo_model
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.vision_features import VisionFeatures
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
 from learner.training.roles import Roles

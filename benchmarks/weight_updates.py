@@ -28,11 +28,11 @@ import transformers
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_train_engine

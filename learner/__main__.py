@@ -25,7 +25,7 @@ def main(config: RunConfig, start: Start) -> None:
 
 def prepare(config: RunConfig, start: Start) -> Learner:
     """Create the learner. Raises UserError for everything that can be wrong with a configuration."""
-    from asyncrl.models.devices import set_up_training
+    from asyncrl.devices.device import set_up_training
     from learner.service import Learner
 
     require_fixed_ports(config)
@@ -35,7 +35,7 @@ def prepare(config: RunConfig, start: Start) -> Learner:
 
 def _follow(config: RunConfig) -> None:
     """Run a rank other than 0."""
-    from asyncrl.models.devices import set_up_training
+    from asyncrl.devices.device import set_up_training
     from learner.ranks.follower import follow, trainer
 
     set_up_training(config)

@@ -21,16 +21,16 @@ import torch
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_dtype
 from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.launch.command import command
-from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error

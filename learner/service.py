@@ -11,10 +11,10 @@ from dataclasses import asdict
 from asyncrl.config.method_line import method_line
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import check_device_channel
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.devices import check_device_channel
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.prompt_processor import prompt_processor
+from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished

@@ -25,11 +25,11 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
+from asyncrl.data.survey.row_survey import usable_rows
+from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.devices import set_up_training
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.prompt_processor import prompt_processor
-from asyncrl.models.row_survey import usable_rows
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service

@@ -20,15 +20,15 @@ from math import inf, isfinite
 import numpy as np
 
 from asyncrl.data.images import content_hash
+from asyncrl.data.survey.row_survey import overlong_opening
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.bridge import TurnBridge, start_of
-from asyncrl.models.history import History, Shown
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.row_survey import overlong_opening
-from asyncrl.models.rows import joined_row
+from asyncrl.processing.bridge import TurnBridge, start_of
+from asyncrl.processing.history import History, Shown
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.rows import joined_row
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score

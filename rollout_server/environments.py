@@ -11,8 +11,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.prompt_processor import image_rule
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.prompt_processor import image_rule
 
 
 class Environment(Protocol):

@@ -15,18 +15,18 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
+from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.conversations import EnvironmentHealth
 from asyncrl.environments.recording import Decode, described_turns
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.launch.inputs import check_engine, check_lengths
-from asyncrl.models.devices import compute_in_full_float32, resolve_dtype
+from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.export import export_model
-from asyncrl.models.folder import describe_folder
-from asyncrl.models.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.lora import is_adapter_folder, load_merged
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score

@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import GroupScoring, RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score

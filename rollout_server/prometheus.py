@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from asyncrl.config.run_sections import TelemetryConfig
+from asyncrl.devices.device import memory_by_state
 from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.models.devices import memory_by_state
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage

@@ -13,12 +13,12 @@ from typing import Any
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import check_device_channel, resolve_device
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
-from asyncrl.models.devices import check_device_channel, resolve_device
+from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.weight_files import base_fingerprint
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point

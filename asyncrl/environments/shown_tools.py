@@ -1,8 +1,8 @@
 """Tools as the policy is told of them: their schemas, and the text that says how a call is written.
 
 A chat template that lists tools itself, and asks for calls as `environment.call_format` reads them, is given the
-schemas (`tools=` of transformers); for any other the text below ends the system message (`asyncrl/models/
-tool_prompt.py`).
+schemas (`tools=` of transformers); for any other the text below ends the system message
+(`asyncrl/processing/tool_prompt.py`).
 """
 
 from __future__ import annotations

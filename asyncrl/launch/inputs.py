@@ -16,8 +16,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
-from asyncrl.models.folder import check_same_inputs, describe_folder, has_eyes, text_part
-from asyncrl.models.weight_files import check_weights
+from asyncrl.model_files.folder import check_same_inputs, describe_folder, has_eyes, text_part
+from asyncrl.model_files.weight_files import check_weights
 from asyncrl.rewards.spec import check_rewarded, check_rewards
 from asyncrl.telemetry.trackers import check_trackers
 from asyncrl.user_functions import load, own_functions
@@ -57,7 +57,7 @@ def dry_run(config: RunConfig) -> None:
     """Explain the configuration, and refuse what `train` would refuse of it on any machine; what this one has not,
     devices or what the engine needs, is a note. Raises UserError."""
     from asyncrl.config.explain import explain
-    from asyncrl.models.lean_imports import import_processors, uncollected
+    from asyncrl.processing.lean_imports import import_processors, uncollected
     from asyncrl.rewards.pool import try_loading
 
     with uncollected():
@@ -65,7 +65,7 @@ def dry_run(config: RunConfig) -> None:
         asyncio.run(try_loading(config.reward))
         check_budget(config)  # before processors are imported without the models that a plan needs
         import_processors()
-        from asyncrl.models.prompt_rows import preview_rows
+        from asyncrl.data.survey.prompt_rows import preview_rows
 
         seen, num_rows = preview_rows(config)
         print(explain(config, num_rows))
@@ -198,7 +198,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         return
     import torch
 
-    from asyncrl.models.devices import check_device_channel, resolve_device
+    from asyncrl.devices.device import check_device_channel, resolve_device
 
     keys: dict[Side, str] = {"learner": "learner.device", "rollout_server": "rollout.device"}
     for side in sides:
@@ -214,7 +214,7 @@ def gpus_of_run(config: RunConfig) -> Sequence[str]:
     """The GPUs that this process sees; empty where no process of the run can use one, and then torch is not asked."""
     if {config.learner.device, config.rollout.device} == {"cpu"} or not any(driver.exists() for driver in DRIVERS):
         return ()
-    from asyncrl.models.devices import visible_gpus
+    from asyncrl.devices.device import visible_gpus
 
     return visible_gpus()
 

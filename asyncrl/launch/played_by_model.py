@@ -18,7 +18,7 @@ from asyncrl.environments.settings import EnvironmentConfig, is_file
 from asyncrl.environments.terminal import Terminal
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import known_positions
-from asyncrl.models.folder import describe_folder
+from asyncrl.model_files.folder import describe_folder
 from rollout_server.evaluation import play_row
 
 

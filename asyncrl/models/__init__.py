@@ -1,7 +1,6 @@
-"""Models as both services see them. Reading order:
+"""The model itself, as both services see it. Reading order:
 
-`loading` (a folder becomes a model) -> `processing` (a prompt becomes exact token ids and pixels) ->
-`model_inputs` (rotary positions, pixels and grids) -> `sampling_distribution` (what a log-prob means, on both sides) ->
-`shared_prefix` (a group's prompt is computed once in training, by `prefix_kernels`) ->
-`published` (what travels as weights).
+`loading` (a folder becomes a model) -> `parts` and `lora` (which weights are trained) -> `sampling_distribution`
+(the log-prob that both sides share) -> `output_head` (log-probs with few logits in memory) -> `published` (tensors
+that travel as weights) -> `export`.
 """

@@ -18,10 +18,10 @@ from asyncrl.config.composition import Composition
 from asyncrl.config.engine_rules import unknown_to_vllm
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models import torchvision_cpu
+from asyncrl.model_files.folder import MODULAR, model_folder
 from asyncrl.models.export import export_model
-from asyncrl.models.folder import MODULAR, model_folder
-from asyncrl.models.image_grids import FixedGrids, one_size
+from asyncrl.processing import torchvision_cpu
+from asyncrl.processing.image_grids import FixedGrids, one_size
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ def export_checkpoint(run_path: Path, checkpoint: Path, target: Path, *, keep_ad
         shutil.copytree(adapter, target)
         return f"{target} is a copy of {adapter}: PeftModel.from_pretrained(base, {str(target)!r}) loads it"
     from asyncrl.models.lora import load_merged
-    from asyncrl.models.processing import PromptProcessor
+    from asyncrl.processing.processor import PromptProcessor
 
     model = load_config(run_path / CONFIG_FILE, []).model
     export_model(load_merged(model, adapter), PromptProcessor(model).processor, target)

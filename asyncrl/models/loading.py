@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
+from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.config.sections import ModelConfig
+from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
-from asyncrl.models.devices import compute_in_full_float32
-from asyncrl.models.folder import describe_model, model_folder
-from asyncrl.models.model_inputs import place_text_after_videos
-from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
-from asyncrl.models.vision_attention import attend_by_length
-from asyncrl.models.weight_files import open_weights, weight_files
+from asyncrl.model_files.folder import describe_model, model_folder
+from asyncrl.model_files.weight_files import open_weights, weight_files
+from asyncrl.processing.model_inputs import place_text_after_videos
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""

@@ -19,12 +19,12 @@ from torch import nn
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import ADAPTER_CONFIG
-from asyncrl.models.lean_imports import import_peft
+from asyncrl.model_files.folder import ADAPTER_CONFIG
+from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
-from asyncrl.models.weight_files import base_fingerprint
+from asyncrl.processing.lean_imports import import_peft
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)

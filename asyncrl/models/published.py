@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.models.host_copies import copy_into, to_host
+from asyncrl.devices.host_copies import copy_into, to_host
 from protocol.messages import AdapterSpec
 
 _ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")

@@ -26,8 +26,8 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        from asyncrl.models.devices import compute_in_full_float32, resolve_device
-        from asyncrl.models.folder import model_folder
+        from asyncrl.devices.device import compute_in_full_float32, resolve_device
+        from asyncrl.model_files.folder import model_folder
 
         torch.set_num_threads(settings.cpu_threads)
         compute_in_full_float32()
@@ -66,7 +66,7 @@ class RewardModel:
         """Scores of token sequences; None where the device's memory does not suffice even for one alone."""
         import torch
 
-        from asyncrl.models.devices import free_caches, is_out_of_memory
+        from asyncrl.devices.device import free_caches, is_out_of_memory
 
         try:
             with torch.inference_mode():

@@ -8,9 +8,9 @@ import torch
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
+from asyncrl.model_files.folder import model_folder
+from asyncrl.model_files.weight_files import open_weights, weight_files
 from asyncrl.models.output_head import hidden_states
-from asyncrl.models.weight_files import open_weights, weight_files
 
 SCORE_HEADS = ("score", "v_head.summary")
 """Heads in weight files to begin with: those of transformers' sequence classifiers, and of TRL's value models."""

@@ -1,6 +1,6 @@
 """Check that a model which woke up gives the log-probs of a few fixed tokens that it gave before it slept.
 
-Where we move the tensors ourselves each is compared bit for bit on the way (`asyncrl/models/sleeping.py`); this asks
+Where we move the tensors ourselves each is compared bit for bit on the way (`asyncrl/devices/sleeping.py`); this asks
 the model as a whole, through the path that samples or trains, and vLLM, which moves its own.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 
 FIXED_TOKENS = 16
 LARGEST_DIFFERENCE = {"cpu": 0.0, "cuda": 1e-2}

@@ -152,8 +152,8 @@ def check_service(component: RewardFunctionConfig) -> None:
 
 
 def _check_model(settings: RewardModelSettings, name: str) -> None:
-    from asyncrl.models.folder import describe_folder  # a judge's process has no use of them
-    from asyncrl.models.weight_files import check_weights
+    from asyncrl.model_files.folder import describe_folder  # a judge's process has no use of them
+    from asyncrl.model_files.weight_files import check_weights
 
     if not re.fullmatch(r"cpu|cuda(:\d+)?", settings.device):
         raise UserError(f"{name}: kwargs.device is {settings.device!r}. Use cpu, or cuda:1")

@@ -20,16 +20,16 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.survey.held_out import held_out_prompts
+from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.devices import compute_in_full_float32, resolve_device, resolve_dtype
-from asyncrl.models.folder import describe_model, model_folder
-from asyncrl.models.held_out import held_out_prompts
+from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
-from asyncrl.models.model_inputs import place_text_after_videos
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
-from asyncrl.models.prompt_media import media_arguments
+from asyncrl.processing.model_inputs import place_text_after_videos
+from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
+from asyncrl.processing.prompt_media import media_arguments
 from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import torch_dtype
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.sglang.launch import OWNER_VARIABLE
 
 SPARE_TOKENS = 8

@@ -21,13 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError
 from asyncrl.launch.ports import free_port
-from asyncrl.models.devices import resolve_device
-from asyncrl.models.folder import model_folder, read_config
+from asyncrl.model_files.folder import model_folder, read_config
 from asyncrl.models.lora import folder_fingerprint
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.sglang.arguments import (
     as_flags,
     image_size_of,

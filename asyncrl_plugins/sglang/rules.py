@@ -6,8 +6,8 @@ Unproven on a GPU: everything. On a CPU it was run with the model types in `COMP
 from __future__ import annotations
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import resolve_device
-from asyncrl.models.folder import read_config
+from asyncrl.devices.device import resolve_device
+from asyncrl.model_files.folder import read_config
 from asyncrl_plugins.sglang.environment import look_into, python_of
 from asyncrl_plugins.sglang.plugin import SGLangConfig
 

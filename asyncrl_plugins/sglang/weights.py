@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
+from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.numbers import GIB

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.publication import open_publication, publish
 from learner.replay import ReplayableRun
 from learner.tickets.recorded_batch import batch_again, read_batch

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import asyncrl.models.torchvision_cpu  # noqa: F401 (before transformers imports torchvision)
+import asyncrl.processing.torchvision_cpu  # noqa: F401 (before transformers imports torchvision)
 
 REWARD = {"function": "regex_match", "kwargs": {"pattern": r"^\s*[02468]"}, "name": "even"}
 NEVER = -20.0

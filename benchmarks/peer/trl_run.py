@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import asyncrl.models.torchvision_cpu  # noqa: F401 (before TRL imports torchvision)
+import asyncrl.processing.torchvision_cpu  # noqa: F401 (before TRL imports torchvision)
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import RewardFunctionConfig, component_name
@@ -28,7 +28,7 @@ from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.calls import call_reward
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward

@@ -10,10 +10,10 @@ import numpy as np
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import OnStale
+from asyncrl.data.survey.held_out import ticket_seed
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.held_out import ticket_seed
-from asyncrl.models.processing import MeasuredPrompt
 from asyncrl.models.published import fingerprint_of
+from asyncrl.processing.processor import MeasuredPrompt
 from asyncrl.rewards.score import Score
 from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind

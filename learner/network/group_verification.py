@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from asyncrl.models.bridge import TurnBridge
+from asyncrl.processing.bridge import TurnBridge
 from learner.network.turn_verification import turn_problems
 from learner.tickets.ticket import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import max_logprob_difference, max_mean_logprob_difference
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.devices.device import max_logprob_difference, max_mean_logprob_difference
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups

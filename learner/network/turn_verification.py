@@ -16,8 +16,8 @@ import numpy as np
 
 from asyncrl.environments.recording import history_of, images_of, observation_of
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.history import History
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.history import History
 from protocol.messages import (
     ConversationLimits,
     FinishReason,

@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.prompt_processor import prompt_processor
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
 from learner.network.logprob_parity import compare

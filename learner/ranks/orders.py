@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import Store
 
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.messages import Group, Tickets, Wire

@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 from learner.training.packing import Completion, TrainGroup, plan_micro_batches, split_group
 
 BALANCED = 1.1

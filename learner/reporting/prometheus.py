@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.run_sections import TelemetryConfig
-from asyncrl.models.devices import memory_by_state, peak_flops
+from asyncrl.devices.device import memory_by_state, peak_flops
 from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.thread import NetworkThread

@@ -14,11 +14,11 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.survey.row_survey import BadRow
+from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
-from asyncrl.models.devices import device_name, memory_by_state
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.row_survey import BadRow
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter

@@ -15,10 +15,10 @@ import re
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.survey.row_survey import RowSurvey
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.row_survey import RowSurvey
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import TrajectoryOrder
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import numpy as np
 from asyncrl.environments.recording import observation_of
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import MeasuredPrompt
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import MeasuredPrompt
 from protocol.codec import Frame, Limits, encode
 from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind, TokenSource, TrajectoryRole
 

@@ -17,12 +17,12 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.noisy_images import noisy_images
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
+from asyncrl.data.survey.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
-from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
-from asyncrl.models.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
 from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder

@@ -16,7 +16,7 @@ from asyncrl.config.method_settings import PapoConfig
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.environments.recording import observation_of
 from asyncrl.environments.tool_environment import key_of
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import segments_of
 from learner.training.packing import Completion, TrainGroup, flat_rows

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.attention import shared_prefix
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import OptimConfig
+from asyncrl.devices.device import resolve_device
+from asyncrl.devices.sleeping import Sleeper
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models import shared_prefix
-from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.loss_scale import LossScale

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.models.parts import part_of
-from asyncrl.models.tiled_images import images_of
+from asyncrl.processing.tiled_images import images_of
 from learner.training.packing import TrainGroup
 
 FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from asyncrl.environments.recording import history_of, images_of, observation_of
-from asyncrl.models.history import History
-from asyncrl.models.rows import joined_row
+from asyncrl.processing.history import History
+from asyncrl.processing.rows import joined_row
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Segment
 

@@ -1,8 +1,8 @@
 """Packing of groups into micro-batches: each group's prompt once, then its completions, with the images in them.
 
-See asyncrl/models/shared_prefix.py for the attention between them. The last token of a completion predicts nothing that
-was sampled, so it is a target but no input. A trajectory whose history was rewritten is packed as several completions,
-its segments, which stay together: losses may weigh whole trajectories.
+The attention between them is in asyncrl/attention/shared_prefix.py. The last token of a completion predicts nothing
+that was sampled, so it is a target but no input. A trajectory whose history was rewritten is packed as several
+completions, its segments, which stay together: losses may weigh whole trajectories.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.masked_attention import window_of
-from asyncrl.models.model_inputs import media_inputs, positions_behind, prompt_positions
-from asyncrl.models.processing import EncodedPrompt
-from asyncrl.models.shared_prefix import make_layout
-from asyncrl.models.tiled_images import images_of
+from asyncrl.attention.masked_attention import window_of
+from asyncrl.attention.shared_prefix import make_layout
+from asyncrl.processing.model_inputs import media_inputs, positions_behind, prompt_positions
+from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.tiled_images import images_of
 
 
 @dataclass(frozen=True)

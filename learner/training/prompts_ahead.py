@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import segments_of

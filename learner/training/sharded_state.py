@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from asyncrl.models.host_copies import host_copy, to_host
+from asyncrl.devices.host_copies import host_copy, to_host
 
 FILE_BYTES = 128 << 20
 """A rank's parts are written in files of about this size, each of which is put together in memory first."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig, Optimizer
+from asyncrl.devices.host_copies import host_copy
 from asyncrl.models.export import export_model
-from asyncrl.models.host_copies import host_copy
 from asyncrl.models.published import load_published, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale

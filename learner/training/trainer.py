@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.host_copies import host_copy
+from asyncrl.devices.host_copies import host_copy
+from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.lora import write_adapter_folder
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.weight_files import base_fingerprint
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.plan import changed

@@ -103,7 +103,7 @@ class Group(Wire):
     """Encoded bytes of the images of the opening and of observations, by content hash, each once."""
     image_grids: Int32Matrix
     """[images, 3] in order of appearance: temporal, height, width in patches; of other families than Qwen-VL the three
-    numbers that the image's tokens follow from (asyncrl/models/image_grids.py)."""
+    numbers that the image's tokens follow from (asyncrl/processing/image_grids.py)."""
     image_hashes: Many[ContentHash]
     video_grids: Int32Matrix | None = None
     """[videos, 3] as of images; None without videos."""

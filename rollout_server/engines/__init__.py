@@ -14,7 +14,7 @@ from asyncrl.plugins import implementation
 
 if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to engines/vllm/worker.py
     from asyncrl.config.schema import RunConfig
-    from asyncrl.models.processing import PromptProcessor
+    from asyncrl.processing.processor import PromptProcessor
     from rollout_server.engines.base import InferenceEngine
 
 

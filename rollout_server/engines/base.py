@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.errors import BadStateError
-from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt
+from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt
 from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryOrder
 from rollout_server.weights.staging import ArrivedWeights, Staging
 

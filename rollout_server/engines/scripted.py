@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.lora import folder_fingerprint
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 
 

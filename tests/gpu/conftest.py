@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.models.devices import free_caches, resolve_device
+from asyncrl.devices.device import free_caches, resolve_device
 from benchmarks.random_models import make_model
 
 DEVICE = resolve_device("auto")

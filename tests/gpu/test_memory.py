@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.attention import shared_prefix
 from asyncrl.config.schema import RunConfig
-from asyncrl.models import shared_prefix
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 from asyncrl.tools.memory_plan.rehearsal import rehearse, train_pass
 from benchmarks.gpu_cycle import TINY, cycle_config

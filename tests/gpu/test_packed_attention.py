@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from asyncrl.models.prefix_kernels import Group
-from asyncrl.models.shared_prefix import make_layout, shared_prefix_attention
+from asyncrl.attention.prefix_kernels import Group
+from asyncrl.attention.shared_prefix import make_layout, shared_prefix_attention
 from tests.unit.asyncrl.test_shared_prefix import GROUPS, LONG, visible
 
 STEPS: Sequence[Group] = [(790, (256,) * 8), (130, (1, 64, 200)), (40, (30,))]

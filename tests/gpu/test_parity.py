@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from benchmarks.gpu_cycle import TINY, cycle_config, make_prompts, sample, train
 from learner.training.engine import create_engine as create_learner
 from rollout_server.engines import create_engine

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter

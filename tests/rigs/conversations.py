@@ -12,8 +12,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.recording import recorded
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import (

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, make_batch

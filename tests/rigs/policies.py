@@ -17,9 +17,9 @@ from PIL import Image
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine

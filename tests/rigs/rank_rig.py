@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training import sharded_state, zero_engine
 from learner.training.critic import Critic

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest

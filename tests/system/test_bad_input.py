@@ -25,7 +25,7 @@ from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from learner.network.group_verification import verify_group
 from learner.sft import SupervisedRun

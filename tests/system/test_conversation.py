@@ -20,9 +20,9 @@ from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tools.inspect.__main__ import main as inspect_main
 from asyncrl.tools.inspect.records import detail_record

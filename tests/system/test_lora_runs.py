@@ -13,10 +13,10 @@ from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
-from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.evaluate import evaluate
 from learner.checkpoint.storage import newest_checkpoint
 from learner.service import Learner

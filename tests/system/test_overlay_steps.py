@@ -12,7 +12,7 @@ import torch
 from asyncrl.config import yaml_text
 from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import make_batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine

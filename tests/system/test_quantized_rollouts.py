@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import max_logprob_difference
+from asyncrl.devices.device import max_logprob_difference
 from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.store import SampleStore
 from tests.rigs.small_runs import logs

@@ -15,7 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.inspect.__main__ import main as inspect_main
 from asyncrl.tools.inspect.records import detail_record
 from asyncrl.tools.samples.store import SampleStore

@@ -16,8 +16,8 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model, stop_token_ids
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter

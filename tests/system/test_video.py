@@ -16,9 +16,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
-from asyncrl.models.model_inputs import prompt_positions
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.model_inputs import prompt_positions
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.tools.evaluate import evaluate
 from learner.network.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter

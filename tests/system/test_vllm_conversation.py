@@ -16,7 +16,7 @@ import pytest
 from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.training.trainer import Trainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import max_logprob_difference, max_mean_logprob_difference
+from asyncrl.devices.device import max_logprob_difference, max_mean_logprob_difference
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import small_config
 from tests.rigs.policies import Weights, gaps, initial_weights, moved, picture

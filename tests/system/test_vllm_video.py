@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.logprob_parity import compare
 from learner.tickets.ticket import PreparedTicket
 from rollout_server.engines.base import GenerationRequest

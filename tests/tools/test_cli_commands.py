@@ -19,7 +19,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command

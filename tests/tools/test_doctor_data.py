@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
-from asyncrl.models.row_survey import RowSurvey
+from asyncrl.data.survey.row_survey import RowSurvey
 from asyncrl.tools.doctor.data import find_overlap, find_prompts, find_rewards
 from asyncrl.tools.doctor.examine import run_check
 from asyncrl.tools.doctor.findings import Finding, Report

@@ -23,10 +23,10 @@ from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
 from asyncrl.models.quantized_weights import quantizable
-from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.rows import joined_row, sampled_piece
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.tools.memory_plan.plan import (

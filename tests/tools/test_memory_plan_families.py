@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
+from asyncrl.attention import shared_prefix
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models import shared_prefix
 from asyncrl.models.loading import load_model, model_class
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes

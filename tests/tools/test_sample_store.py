@@ -24,7 +24,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, TrainedBatch, insert_group
 from asyncrl.journal.writer import Journal
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.tools.inspect.__main__ import main as inspect
 from asyncrl.tools.inspect.filters import read_query

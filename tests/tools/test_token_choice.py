@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.memory_plan import token_choice
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, changed, longest_sequence, make_plan

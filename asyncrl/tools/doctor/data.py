@@ -14,12 +14,12 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, component_name
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.prompt_processor import prompt_processor
-from asyncrl.models.row_survey import RowSurvey, survey_rows
-from asyncrl.models.weight_files import weight_files
+from asyncrl.model_files.folder import model_folder
+from asyncrl.model_files.weight_files import weight_files
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of

@@ -16,7 +16,7 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_algorithm, check_demonstrations, check_media
-from asyncrl.models.lean_imports import import_transformers
+from asyncrl.processing.lean_imports import import_transformers
 from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem
 from asyncrl.tools.doctor.machine import Device, find_devices, find_machine, listed_devices
 from asyncrl.tools.doctor.versions import find_versions

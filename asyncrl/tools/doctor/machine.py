@@ -105,7 +105,7 @@ def find_devices(listing: subprocess.Popen[str] | None) -> Findings[tuple[Device
     if devices:
         yield from _find_compiler()
         return devices
-    from asyncrl.models.devices import unseen_gpus  # imports torch
+    from asyncrl.devices.device import unseen_gpus  # imports torch
 
     if unseen := unseen_gpus():
         yield Finding("devices", unseen[0], "problem", unseen[1])

@@ -11,10 +11,10 @@ import psutil
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
-from asyncrl.models.devices import resolve_dtype
-from asyncrl.models.weight_files import check_weights
+from asyncrl.model_files.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
 from asyncrl.tools.memory_plan.advice import advice, check_shared_memory

@@ -16,8 +16,8 @@ from typing import Any
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import max_logprob_difference
 from asyncrl.errors import ExitCode
-from asyncrl.models.devices import max_logprob_difference
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.telemetry.recorder import METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl.tools.doctor.disk import nearest_folder

@@ -80,7 +80,7 @@ def _torchvision() -> Findings[None]:
     """Check that torchvision and torchaudio fit torch: the registry's CUDA wheels fail beside a CPU torch."""
     import torch
 
-    from asyncrl.models.lean_imports import import_torchvision
+    from asyncrl.processing.lean_imports import import_torchvision
 
     vision, audio = installed_version("torchvision") or "", installed_version("torchaudio") or "cpu"
     cpu_torch = torch.version.cuda is None and torch.version.hip is None

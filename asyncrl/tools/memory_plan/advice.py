@@ -12,9 +12,9 @@ from dataclasses import replace
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.engine_rules import training_engine_problems
 from asyncrl.config.schema import RunConfig, why_not_offloaded
+from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
-from asyncrl.models.devices import visible_gpus
-from asyncrl.models.folder import attention_heads
+from asyncrl.model_files.folder import attention_heads
 from asyncrl.tools.memory_plan.plan import (
     MemoryPlan,
     changed,

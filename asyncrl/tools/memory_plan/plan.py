@@ -14,8 +14,8 @@ from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_colum
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError
-from asyncrl.models.devices import resolve_dtype, visible_gpus
 from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, Phase, allocator, count
 from asyncrl.tools.memory_plan.rank_lines import host_lines_of_ranks, nccl_of_ranks, rank_lines
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse

@@ -16,25 +16,25 @@ from typing import Any
 
 import torch
 
+from asyncrl.attention import shared_prefix
+from asyncrl.attention.masked_attention import window_of
+from asyncrl.attention.prefix_kernels import Group
+from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import Optimizer
 from asyncrl.errors import UserError
-from asyncrl.models import shared_prefix
-from asyncrl.models.folder import read_config
+from asyncrl.model_files.folder import read_config
 from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
-from asyncrl.models.masked_attention import window_of
 from asyncrl.models.output_head import OutputHead
 from asyncrl.models.parts import freeze_parts
-from asyncrl.models.prefix_kernels import Group
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.quantized_weights import SCALE_BYTES, quantizable
-from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.models.value_head import add_value_head
+from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.tools.memory_plan.divided import DividedModel, divide
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 

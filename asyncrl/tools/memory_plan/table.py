@@ -11,9 +11,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
+from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import ExitCode
-from asyncrl.models.devices import visible_gpus
-from asyncrl.models.folder import read_config
+from asyncrl.model_files.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
 from asyncrl.tools.memory_plan.lines import Phase, count
 from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan

@@ -17,15 +17,15 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import Quantization
+from asyncrl.devices.device import resolve_device
+from asyncrl.devices.sleeping import Sleeper, bit_sums
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.devices import resolve_device
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
 from asyncrl.models.quantized_weights import on_grid, quantizable, rounded
-from asyncrl.models.sleeping import Sleeper, bit_sums
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 from rollout_server.engines.base import GenerationRequest, Parking
 from rollout_server.engines.hf.growing_cache import RowLayers
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from asyncrl.models.model_inputs import media_inputs, prompt_positions
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.model_inputs import media_inputs, prompt_positions
+from asyncrl.processing.processor import EncodedPrompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.config.engine_rules import too_cold
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import MeasuredPrompt
+from asyncrl.processing.processor import MeasuredPrompt
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames, version_column
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.engines.vllm.conversion import (

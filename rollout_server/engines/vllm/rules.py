@@ -9,8 +9,8 @@ import torch
 
 from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import resolve_device, resolve_dtype
-from asyncrl.models.folder import attention_heads, read_config
+from asyncrl.devices.device import resolve_device, resolve_dtype
+from asyncrl.model_files.folder import attention_heads, read_config
 from asyncrl.telemetry.environment import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}

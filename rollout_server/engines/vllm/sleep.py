@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.devices import is_out_of_memory
-from asyncrl.models.sleeping import no_room_to_wake
+from asyncrl.devices.device import is_out_of_memory
+from asyncrl.devices.sleeping import no_room_to_wake
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from rollout_server.engines.vllm.conversion import engine_input_of
 

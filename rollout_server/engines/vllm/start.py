@@ -18,7 +18,7 @@ from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, network_is_
 from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
+from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
 from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors

@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: i
     LogitsProcessor as LogitsProcessorV2,
 )
 
-from asyncrl.models.devices import free_caches
+from asyncrl.devices.device import free_caches
 from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
 from rollout_server.engines.vllm import int8  # noqa: F401, it adds a method to vLLM
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner

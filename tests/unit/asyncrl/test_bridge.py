@@ -14,15 +14,15 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
+from asyncrl.data.survey.prompt_rows import preview_rows
 from asyncrl.demo.model import CHAT_TEMPLATE
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge
 from asyncrl.models.loading import load_model
-from asyncrl.models.model_inputs import prompt_positions
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.prompt_rows import preview_rows
-from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.model_inputs import prompt_positions
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.rows import joined_row, sampled_piece
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture

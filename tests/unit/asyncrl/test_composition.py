@@ -17,7 +17,7 @@ from safetensors import safe_open
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.vllm.rules import model_problems
 from tests.conftest import small_config
 from tests.rigs.tiny_composed import COMPOSED, LANGUAGES, WIDTH, compose, make_language, make_towers

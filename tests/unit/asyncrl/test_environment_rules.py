@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.survey.held_out import conversation_limits, evaluation_ticket
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
-from asyncrl.models.held_out import conversation_limits, evaluation_ticket
 from asyncrl.tools.doctor.data import find_rewards
 from protocol.messages import Prompt
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_device, unseen_gpus
 from asyncrl.errors import UserError
 from asyncrl.launch import inputs
-from asyncrl.models.devices import resolve_device, unseen_gpus
 from asyncrl.tools.doctor import machine
 from asyncrl.tools.doctor.machine import find_devices
 from rollout_server.engines.vllm import rules

@@ -12,10 +12,10 @@ from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Par
 from asyncrl.environments.played_history import PlayedHistory
 from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.history import History, without_thinking
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.rows import joined_row
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.history import History, without_thinking
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.rows import joined_row
 from protocol.messages import ChatMessage, ConversationLimits, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import make_family

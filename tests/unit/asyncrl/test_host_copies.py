@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.models import host_copies
-from asyncrl.models.host_copies import PinnedBuckets, flat_bytes, to_host
+from asyncrl.devices import host_copies
+from asyncrl.devices.host_copies import PinnedBuckets, flat_bytes, to_host
 from asyncrl.models.published import load_published, published_tensors, tensor_bytes
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ CHILD = """
 import json, os, sys
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
+from asyncrl.model_files.folder import model_folder
 for name, token in json.loads(sys.argv[1]):
     os.environ.update({"HF_TOKEN": token} if token else {})
     try:

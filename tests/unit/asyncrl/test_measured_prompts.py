@@ -18,8 +18,8 @@ from PIL import ExifTags, Image
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image, image_size
 from asyncrl.errors import UserError
-from asyncrl.models.image_grids import limit_pixels
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.image_grids import limit_pixels
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import Family, make_family, make_llava

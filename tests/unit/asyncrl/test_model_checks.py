@@ -19,9 +19,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs, check_media
-from asyncrl.models.folder import describe_folder, model_folder
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.weight_files import check_weights
+from asyncrl.model_files.folder import describe_folder, model_folder
+from asyncrl.model_files.weight_files import check_weights
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.doctor.memory import find_model
 from rollout_server.engines.vllm.rules import device_problem
 

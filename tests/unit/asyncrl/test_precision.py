@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.devices import max_logprob_difference, resolve_dtype
+from asyncrl.devices.device import max_logprob_difference, resolve_dtype
 from asyncrl.models.loading import load_model
 from asyncrl.service_entry import resolved
 

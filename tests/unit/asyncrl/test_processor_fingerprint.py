@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello
 from tests.rigs.alignment_rig import pair_config

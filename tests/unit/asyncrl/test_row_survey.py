@@ -14,10 +14,10 @@ from PIL import Image
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train
 from asyncrl.data.prompts import PromptRenderer
+from asyncrl.data.survey import row_survey, survey_cache
+from asyncrl.data.survey.row_survey import RowSurvey, survey_rows, usable_rows
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models import row_survey, survey_cache
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.row_survey import RowSurvey, survey_rows, usable_rows
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 
 MakeConfig = Callable[..., RunConfig]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.models.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, segments
-from asyncrl.models.shared_prefix import (
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, segments
+from asyncrl.attention.shared_prefix import (
     SeparateAttention,
     SharedPrefixLayout,
     make_layout,

@@ -13,8 +13,8 @@ from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.settings import read_environment
 from asyncrl.environments.shown_tools import ShownTools, shown_tools
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, Prompt, TextPart
 from tests.rigs.tiny_families import make_family
 

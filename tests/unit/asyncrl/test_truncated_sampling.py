@@ -15,8 +15,8 @@ from asyncrl.config.sampling_rules import ENGINE_SAMPLING_KEYS
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.sampling_distribution import draw, sampling_logprobs, truncated_logprobs
+from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from asyncrl.models import vision_attention
-from asyncrl.models.vision_attention import attend_by_length
+from asyncrl.attention import vision_attention
+from asyncrl.attention.vision_attention import attend_by_length
 from tests.rigs.tiny_families import PATCH, Family, make_family
 
 ONE_SIZE = [[1, 8, 8]] * 3

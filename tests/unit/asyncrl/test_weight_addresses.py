@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.demo import model as demo_model
+from asyncrl.devices.sleeping import Sleeper
 from asyncrl.models.loading import ALIGNMENT_BYTES, can_stay_mapped, load_model, skeleton
-from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from rollout_server.engines.hf.prefill import prefill
 

@@ -18,7 +18,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.models.output_head import hidden_states
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine

@@ -15,7 +15,7 @@ from asyncrl.config.methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.resume import lasting_settings
 from learner.tickets.demonstrations import Demonstrations, segment_ends
 from learner.tickets.ticket import ReceivedGroup

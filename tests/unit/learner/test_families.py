@@ -16,9 +16,9 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.parts import part_of
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.prompt_media import media_arguments
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.prompt_media import media_arguments
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.packing import build_micro_batch

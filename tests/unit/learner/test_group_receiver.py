@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.data.survey.held_out import EVALUATION_IDS
 from asyncrl.environments.conversations import LAST_TRAJECTORIES, EnvironmentHealth
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.held_out import EVALUATION_IDS
 from learner.network.group_receiver import GroupReceiver
 from learner.network.servers import Servers
 from learner.tickets.ledger import TicketLedger

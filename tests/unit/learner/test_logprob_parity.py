@@ -18,9 +18,9 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
-from asyncrl.models.devices import max_logprob_difference
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.devices.device import max_logprob_difference
 from asyncrl.models.published import load_published, published_tensors
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.logprob_parity import ParityJudge, compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch

@@ -21,8 +21,8 @@ from asyncrl.data.noisy_images import annealing, noisy_image
 from asyncrl.demo.prepare import GRPO
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.processor import PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup

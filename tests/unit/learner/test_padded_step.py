@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.model_inputs import media_inputs
 from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.parts import part_of
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.processing.model_inputs import media_inputs
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup, plan_micro_batches
 from learner.training.roles import Roles

@@ -14,7 +14,7 @@ from asyncrl.algorithms.losses import perception_loss
 from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import blacken_patches
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.tools.memory_plan.rehearsal import rehearse
 from learner.training.batch import Batch, make_batch
 from learner.training.roles import Roles

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError, WaitTimeoutError
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.ranks.environment import RankEnvironment, rank_environment, with_given_ranks
 from learner.ranks.orders import pack_groups, unpack_groups
 from learner.ranks.plan import plan_shares

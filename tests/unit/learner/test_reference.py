@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
@@ -129,7 +129,9 @@ def test_off_the_device_between_its_uses_it_is_the_same(
     make_config: MakeConfig, tmp_path: Path, moving: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, where a run refuses it, its weights go to a file: the calls are those on a GPU."""
-    monkeypatch.setattr("asyncrl.models.sleeping.free_caches", lambda device: None)  # a second, for all that tests left
+    monkeypatch.setattr(
+        "asyncrl.devices.sleeping.free_caches", lambda device: None
+    )  # a second, for all that tests left
     found: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
     for offload in (False, True):
         config = make_config(**KL, reference={"offload": offload, **moving})

@@ -19,7 +19,7 @@ from asyncrl.environments.observation import Message, Observation, PastTurn, Ste
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
 from learner.network.group_verification import verify_group
 from learner.tickets.recorded_batch import as_journaled

@@ -17,9 +17,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
 from asyncrl.models.output_head import TokenOutputs
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, RestartError
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training.critic import Critic
 from learner.training.packing import plan_micro_batches

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter

@@ -18,7 +18,7 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.network.group_verification import verify_group
 from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import ReceivedGroup

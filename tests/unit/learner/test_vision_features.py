@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.vision_features import VisionFeatures, frozen_vision
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.critic import Critic
 from learner.training.reference import Reference
 from learner.training.roles import Roles

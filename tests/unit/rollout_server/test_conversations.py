@@ -15,7 +15,7 @@ from asyncrl.environments.interface import Call, Start
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.environments.tool_environment import call_record
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket_writer import TicketWriter

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ServerHeartbeat, Tickets, Welcome

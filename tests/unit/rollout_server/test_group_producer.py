@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from benchmarks.staleness.workload import OneForAll
 from protocol.errors import ErrorCode, ProtocolError

@@ -11,8 +11,8 @@ import torch
 
 from asyncrl.algorithms.trajectories import Credit
 from asyncrl.errors import UserError
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.network.logprob_parity import compare
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_train_engine

@@ -14,9 +14,9 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.observation import Message, Observation, Part
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.rows import joined_row, sampled_piece
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.rows import joined_row, sampled_piece
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest, Parking
 from rollout_server.engines.hf.decode_batch import DecodeBatch

@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryOrder
 from rollout_server.engines.base import Completion, GenerationRequest

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import Quantization
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.quantized_weights import on_grid, quantizable, rounded
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm import rules, start
 from tests.rigs.adapters import made_up_adapter, merged

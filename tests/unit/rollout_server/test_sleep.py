@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.sleeping import HostMemory, Sleeper
 from asyncrl.errors import BadStateError
-from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
-from asyncrl.models.sleeping import HostMemory, Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from protocol.messages import Sampling
 from rollout_server.engines.base import Completion, GenerationRequest

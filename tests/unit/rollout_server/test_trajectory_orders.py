@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryOrder
 from rollout_server.engines.base import Completion, GenerationRequest

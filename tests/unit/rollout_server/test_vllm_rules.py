@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm import rules, start

@@ -12,8 +12,8 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, EngineDied, FailedRequest, kv_versions_column
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
-from asyncrl.models import torchvision_cpu
+from asyncrl.processing import torchvision_cpu
 
 T = TypeVar("T")
 LEFT_OUT = ("sklearn", "scipy", "accelerate")

@@ -24,9 +24,9 @@ from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.survey_cache import RowFacts, SurveyCache
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
-from asyncrl.models.survey_cache import RowFacts, SurveyCache
+from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Sampling, Ticket, TicketKind, Tickets

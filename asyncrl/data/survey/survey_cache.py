@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import template_text
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.jsonl import write_atomically
 
 logger = logging.getLogger(__name__)

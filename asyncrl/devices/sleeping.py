@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.devices.device import free_bytes, free_caches, is_out_of_memory
 from asyncrl.errors import BadStateError
-from asyncrl.models.devices import free_bytes, free_caches, is_out_of_memory
 
 CHUNK_BYTES = 256 << 20
 """Pinned memory is allocated in powers of two: in pieces of this size little is wasted."""

@@ -25,9 +25,9 @@ from asyncrl.environments.observation import (
     images_left_out,
     without_images,
 )
-from asyncrl.models.bridge import TurnBridge
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.rows import sampled_piece
+from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.rows import sampled_piece
 from protocol.messages import ConversationLimits
 
 _NOTHING = Observation(())

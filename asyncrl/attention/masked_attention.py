@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from asyncrl.models.prefix_kernels import Group
+from asyncrl.attention.prefix_kernels import Group
 
 Spans = Sequence[tuple[int, int]]
 """Parts of a prompt whose tokens see each other in both directions: first place, and the one behind the last."""

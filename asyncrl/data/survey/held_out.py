@@ -10,10 +10,10 @@ import numpy as np
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.row_survey import usable_rows
 from asyncrl.environments.settings import LimitsConfig
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.row_survey import usable_rows
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ConversationLimits, Prompt, Sampling, Ticket, TicketKind
 
 EVALUATION_IDS = 2**40

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from asyncrl.attention.masked_attention import MaskedAttention, Spans
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, segments, similar
 from asyncrl.errors import UserError
-from asyncrl.models.masked_attention import MaskedAttention, Spans
-from asyncrl.models.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, segments, similar
 
 SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 """Name under which transformers finds it (`attn_implementation`)."""

@@ -19,7 +19,7 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
-from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt, PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 

@@ -8,16 +8,16 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.held_out import ticket_seed
+from asyncrl.data.survey.row_survey import RowSurvey, measure_row, overlong_opening, survey_rows
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
-from asyncrl.models.bridge import TurnBridge, start_of
-from asyncrl.models.held_out import ticket_seed
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
-from asyncrl.models.prompt_processor import image_rule, prompt_processor
-from asyncrl.models.row_survey import RowSurvey, measure_row, overlong_opening, survey_rows
+from asyncrl.processing.bridge import TurnBridge, start_of
+from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
+from asyncrl.processing.prompt_processor import image_rule, prompt_processor
 from protocol.messages import Prompt
 
 SAMPLE = 64

@@ -7,8 +7,8 @@ from typing import Any
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.shown_tools import shown_tools
-from asyncrl.models.image_grids import PatchGrids
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.processing.image_grids import PatchGrids
+from asyncrl.processing.processor import PromptProcessor
 
 
 def prompt_processor(config: RunConfig, *, cache_mib: int = 256) -> PromptProcessor:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import model_folder
+from asyncrl.model_files.folder import model_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.processing.processor import EncodedPrompt
 
 _NO_GRIDS = np.zeros((0, 3), np.int32)
 

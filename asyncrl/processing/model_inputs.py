@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from asyncrl.models.processing import EncodedPrompt
-from asyncrl.models.rows import joined_row
-from asyncrl.models.tiled_images import has_grid_positions, images_of
+from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.rows import joined_row
+from asyncrl.processing.tiled_images import has_grid_positions, images_of
 
 KNOWN_PROMPTS = 256
 """Prompts of each model whose positions are remembered: 48 kB each for 2,000 tokens."""

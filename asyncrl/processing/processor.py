@@ -24,12 +24,12 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import blacken_patches, content_hash, decode_image, image_size
 from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models import torchvision_cpu
-from asyncrl.models.folder import describe_folder, describe_model, model_folder
-from asyncrl.models.image_grids import ImageGrids, limit_pixels, named_grids
-from asyncrl.models.prompt_media import media_arguments, video_hash
-from asyncrl.models.tiled_images import FAMILIES, grids_of
-from asyncrl.models.tool_prompt import ToolPrompt
+from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
+from asyncrl.processing import torchvision_cpu
+from asyncrl.processing.image_grids import ImageGrids, limit_pixels, named_grids
+from asyncrl.processing.prompt_media import media_arguments, video_hash
+from asyncrl.processing.tiled_images import FAMILIES, grids_of
+from asyncrl.processing.tool_prompt import ToolPrompt
 from protocol.messages import Prompt
 
 PLACEHOLDER_ID_NAMES = (
@@ -316,7 +316,7 @@ class PromptProcessor:
         if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
                 f"row {measured.row_id}: the processor makes the grids {made.tolist()} of its images, "
-                f"their sizes say {measured.image_grids.tolist()}. asyncrl/models/image_grids.py is not right for this "
+                f"their sizes say {measured.image_grids.tolist()}. asyncrl/processing/image_grids.py does not fit this "
                 f"version of transformers: install the one that asyncrl is tested with"
             )
         return EncodedPrompt(**vars(measured), pixel_values=pixels)
@@ -423,7 +423,7 @@ class PromptProcessor:
         found = type(self.processor).__name__
         if self.family in FAMILIES:
             return f"and its {found} is not the one that the family is released with, or gives images other sizes"
-        return f"and what a {found} makes of an image is in no class of asyncrl/models/tiled_images.py"
+        return f"and what a {found} makes of an image is in no class of asyncrl/processing/tiled_images.py"
 
     def _check_text(self, prompt: Prompt) -> None:
         """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""

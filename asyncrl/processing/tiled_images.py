@@ -14,7 +14,7 @@ import torch
 from PIL.Image import Image
 
 from asyncrl.errors import UserError
-from asyncrl.models.image_grids import (
+from asyncrl.processing.image_grids import (
     FixedGrids,
     ImageGrids,
     Inputs,

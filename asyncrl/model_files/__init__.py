@@ -1,0 +1,1 @@
+"""Files of a model folder, or its download from the hub. No torch."""
