@@ -111,25 +111,6 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
     )
-    pool = commands.add_parser(
-        "pool", help="worker processes of rewards and environments, for rollout servers elsewhere"
-    )
-    pool.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; 0.0.0.0 for all")
-    pool.add_argument(
-        "--port", type=int, default=7603, help="the one of reward.pool and environment.pool; default: 7603"
-    )
-    pool.add_argument("--keys-dir", type=Path, metavar="DIR", help="folder made by `asyncrl keys`, for CURVE")
-    pool.add_argument(
-        "--insecure", action="store_true", help="listen beyond loopback without keys: code from anyone runs"
-    )
-    pool.add_argument(
-        "--processes", type=int, default=64, metavar="N", help="most at a time, of all servers; default: 64"
-    )
-    pool.add_argument("--metrics-port", type=int, metavar="PORT", help="answer GET /metrics there; default: nowhere")
-    pool.add_argument(
-        "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="of that port; anyone there reads the metrics"
-    )
-    pool.set_defaults(handler=_pool)
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
@@ -197,7 +178,6 @@ def _add_tools(commands: argparse._SubParsersAction) -> None:
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
-    keys.add_argument("--pool", action="store_true", help="only the pair of machines that run `asyncrl pool`")
     keys.set_defaults(handler=_keys)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
@@ -268,21 +248,6 @@ def _rollout(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.one_service import rollout
 
     rollout(arguments.config, arguments.overrides, unattended=arguments.unattended)
-
-
-def _pool(arguments: argparse.Namespace) -> int:
-    from asyncrl.pools.command import serve
-
-    port = arguments.metrics_port
-    serve(
-        arguments.host,
-        arguments.port,
-        arguments.keys_dir,
-        insecure=arguments.insecure,
-        processes=arguments.processes,
-        metrics=None if port is None else (arguments.metrics_host, port),
-    )
-    return ExitCode.FINISHED
 
 
 def _learn(arguments: argparse.Namespace) -> int:
@@ -382,17 +347,15 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from protocol.curve import POOL_ADVICE, KeyFileError, copying_advice, make_keys, make_pool_keys
+    from protocol.curve import KeyFileError, copying_advice, make_keys
 
     folder, server = arguments.folder, arguments.server
-    if server and arguments.pool:
-        raise UserError("--server and --pool are two commands: give one of them")
     try:
-        written = make_pool_keys(folder) if arguments.pool else make_keys(folder, server)
+        written = make_keys(folder, server)
     except KeyFileError as error:
         raise UserError(str(error)) from error
     print("\n".join(f"wrote {path}" for path in written))
-    print(POOL_ADVICE if arguments.pool else copying_advice(folder, server))
+    print(copying_advice(folder, server))
     return 0
 
 

@@ -1,11 +1,9 @@
-"""CURVE key pairs as files: the learner's and the pools' own, and those of the rollout servers that may connect.
+"""CURVE key pairs as files: the learner's own, and those of the rollout servers that may connect.
 
     DIR/learner.secret          the learner's machine only (mode 0600)
     DIR/learner.public          every machine
     DIR/server.secret           rollout servers' machines only (mode 0600)
-    DIR/servers/<name>.public   the learner's machine, and those of pools: the servers that may connect
-    DIR/pool.secret             machines of pools only (mode 0600)
-    DIR/pool.public             rollout servers' machines
+    DIR/servers/<name>.public   the learner's machine: the servers that may connect
 
 A file holds one key: 40 characters of Z85 (https://rfc.zeromq.org/spec/32).
 """
@@ -22,7 +20,6 @@ import zmq
 from zmq.utils import z85
 
 LEARNER_SECRET, LEARNER_PUBLIC, SERVER_SECRET = "learner.secret", "learner.public", "server.secret"
-POOL_SECRET, POOL_PUBLIC = "pool.secret", "pool.public"
 SERVERS = "servers"
 DEFAULT_SERVER = "server"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
@@ -34,7 +31,7 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class LearnerKeys:
-    """The learner's own pair (or a pool's), and the folder of the servers' public keys."""
+    """The learner's own pair, and the folder of the servers' public keys."""
 
     secret: bytes = field(repr=False)
     servers: Path
@@ -68,7 +65,7 @@ class RelayKeys:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A rollout server's own pair, and the public key of the only learner (or pool) that it accepts."""
+    """A rollout server's own pair, and the public key of the only learner that it accepts."""
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -84,22 +81,11 @@ def make_keys(folder: Path, server: str | None = None) -> list[Path]:
     if server is None:
         servers = (folder / SERVER_SECRET, folder / SERVERS / f"{DEFAULT_SERVER}.public")
         return _write((folder / LEARNER_SECRET, folder / LEARNER_PUBLIC), servers)
-    if not _NAME.match(server) or server in ("learner", "pool", DEFAULT_SERVER):
+    if not _NAME.match(server) or server in ("learner", DEFAULT_SERVER):
         raise KeyFileError(f"{server!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
     if not (folder / LEARNER_PUBLIC).is_file():
         raise KeyFileError(f"{folder / LEARNER_PUBLIC} does not exist. Make the learner's pair first: asyncrl keys DIR")
     return _write((folder / f"{server}.secret", folder / SERVERS / f"{server}.public"))
-
-
-def make_pool_keys(folder: Path) -> list[Path]:
-    """Make the pair of the machines that run `asyncrl pool`. Returns the files. Raises KeyFileError."""
-    return _write((folder / POOL_SECRET, folder / POOL_PUBLIC))
-
-
-POOL_ADVICE = f"""\
-  on each pool's machine (asyncrl pool --keys-dir): {POOL_SECRET}, {SERVERS}/*.public of the servers that may use it
-  on each rollout server's machine (network.keys_dir): {POOL_PUBLIC}, beside the files that it has
-Whoever holds a server's secret key can run code on the pool's machine: rewards and environments are code."""
 
 
 def copying_advice(folder: Path, server: str | None) -> str:
@@ -113,10 +99,9 @@ One machine for both needs nothing copied. Keep *.secret out of version control 
 To withdraw this server's key, delete {public} on the learner's machine: it cannot connect again."""
 
 
-def read_learner_keys(folder: Path, secret: str = LEARNER_SECRET) -> LearnerKeys:
-    """Read the learner's keys, or a pool's. Raises KeyFileError for a missing, public or damaged file, or no server
-    key."""
-    keys = LearnerKeys(_read_secret(folder / secret), folder / SERVERS)
+def read_learner_keys(folder: Path) -> LearnerKeys:
+    """Read the learner's keys. Raises KeyFileError for a missing, public or damaged file, or no server key."""
+    keys = LearnerKeys(_read_secret(folder / LEARNER_SECRET), folder / SERVERS)
     if not keys.authorised():
         raise KeyFileError(
             f"{keys.servers} holds no public key, so no rollout server could connect. Copy each server's "
@@ -125,11 +110,10 @@ def read_learner_keys(folder: Path, secret: str = LEARNER_SECRET) -> LearnerKeys
     return keys
 
 
-def read_server_keys(folder: Path, peer: str = LEARNER_PUBLIC) -> ServerKeys:
-    """Read a server's keys for the learner, or for pools. Raises KeyFileError if a file is missing, public or
-    damaged."""
+def read_server_keys(folder: Path) -> ServerKeys:
+    """Read a server's keys for the learner. Raises KeyFileError if a file is missing, public or damaged."""
     secret = _read_secret(folder / SERVER_SECRET)
-    return ServerKeys(secret, zmq.curve_public(secret), _read(folder / peer), folder)
+    return ServerKeys(secret, zmq.curve_public(secret), _read(folder / LEARNER_PUBLIC), folder)
 
 
 def _write(*pairs: tuple[Path, Path]) -> list[Path]:

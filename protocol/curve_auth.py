@@ -12,17 +12,14 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from typing import Literal
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from protocol.curve import LearnerKeys, RelayKeys, ServerKeys
+from protocol.curve import LEARNER_PUBLIC, LearnerKeys, RelayKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
 
-Peer = Literal["learner", "pool"]
-"""Keys that a server dials with."""
 ZAP_DOMAIN = "asyncrl"
 LOG_EVERY_S = 60.0
 """Seconds between two log lines of one kind: a scanner that tries all day is counted all day, and logged seldom."""
@@ -128,48 +125,44 @@ class CurveAuthenticator:
 
 
 class HandshakeWatch:
-    """Detects handshakes of a server with its `peer`, a learner or a pool, that can never succeed."""
+    """Detects handshakes of a server with its learner that can never succeed."""
 
-    def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None, peer: Peer = "learner"):
+    def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None):
         self._events = HandshakeEvents(sock)
         self._endpoint = endpoint
         self._keys = keys
-        self._peer = peer
         self._failures: list[int] = []
         """Failures since the last success."""
         self.connections = 0
         """Handshakes that have succeeded; more than one: the connection was lost meanwhile."""
-        self.is_connected = False
 
     def look(self) -> None:
         """Take in what has happened to the connection."""
         for event in self._events.take():
-            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.connections += self.is_connected
+            has_succeeded = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.connections += has_succeeded
             if event != zmq.EVENT_DISCONNECTED:
-                self._failures = [] if self.is_connected else [*self._failures, event]
+                self._failures = [] if has_succeeded else [*self._failures, event]
 
     def check(self) -> None:
         """Raise HandshakeRejected once it is clear that no handshake will succeed."""
         self.look()
-        peer, folder = self._peer, "network.keys_dir" if self._peer == "learner" else "--keys-dir"
         if zmq.EVENT_HANDSHAKE_FAILED_AUTH in self._failures:
             raise HandshakeRejected(
-                f"the {peer} at {self._endpoint} does not know this server's key. Copy the server's *.public "
-                f"file into the servers folder of the {peer}'s {folder} (see: asyncrl keys)"
+                f"the learner at {self._endpoint} does not know this server's key. Copy the server's *.public "
+                "file into the servers folder of the learner's network.keys_dir (see: asyncrl keys)"
             )
         # libzmq does not try again after an error of the protocol.
         if zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL in self._failures or len(self._failures) >= BAD_HANDSHAKES:
-            reasons = f"the {peer} there uses keys (set network.keys_dir here, too)"
+            reasons = "the learner there uses keys (set network.keys_dir here, too)"
             if self._keys is not None:
                 reasons = (
-                    f"{self._keys.folder / f'{peer}.public'} is not the key of the {peer} there (copy it from the "
-                    f"{peer}'s {folder} again), or that {peer} uses no keys (set it there, too)"
+                    f"{self._keys.folder / LEARNER_PUBLIC} is not the key of the learner there (copy it from the "
+                    "learner's network.keys_dir again), or that learner uses no keys (set it there, too)"
                 )
-            address = "network.host and the ports" if peer == "learner" else "host and port of the `pool`"
             raise HandshakeRejected(
-                f"no handshake with {self._endpoint} can succeed: {reasons}, or something else than a {peer} listens "
-                f"there (check {address})"
+                f"no handshake with {self._endpoint} can succeed: {reasons}, or something else than a learner "
+                "listens there (check network.host and the ports)"
             )
 
     def close(self) -> None:

@@ -92,14 +92,13 @@ def refuse_other_protocol(header: Mapping[str, Any]) -> Refusal | None:
     None if `header` is anything else.
     """
     major, minor = header.get("protocol_major"), header.get("protocol_minor")
-    other = {"hello": "learner", "pool_hello": "pool"}.get(str(header.get("type")))
-    if other is None or not isinstance(major, int) or major == PROTOCOL_MAJOR:
+    if header.get("type") != "hello" or not isinstance(major, int) or major == PROTOCOL_MAJOR:
         return None
     server = f"server {str(header.get('server_id'))[:200]!r}"
-    older = "server" if major < PROTOCOL_MAJOR else other
+    older = "server" if major < PROTOCOL_MAJOR else "learner"
     return Refusal(
         code=ErrorCode.PROTOCOL_VERSION,
-        reason=f"{server} speaks protocol {major}.{minor if isinstance(minor, int) else 0}, the {other} speaks "
+        reason=f"{server} speaks protocol {major}.{minor if isinstance(minor, int) else 0}, the learner speaks "
         f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
         fix=f"Upgrade the {older}: both sides need the same major protocol version",
     )

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from protocol.codec import Expected, Frame, Limits, decode, encode, read_header
 from protocol.curve import ServerKeys
-from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, Peer, become_curve_client
+from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, become_curve_client
 from protocol.endpoints import bind, check_dial
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.handshake import refuse_other_protocol
@@ -246,7 +246,6 @@ class ServerSocket:
         limits: Limits | None = None,
         *,
         keys: ServerKeys | None = None,
-        peer: Peer = "learner",
         insecure: bool = False,
         queues: Queues = SERVER_QUEUES,
         linger_s: float = LINGER_S,
@@ -255,7 +254,6 @@ class ServerSocket:
         if keys is None and not insecure:
             check_dial(endpoint)
         self.endpoint = endpoint
-        self.peer: Peer = peer
         self.limits = limits or Limits()
         self._expected = expected
         self._socket = (context or zmq.asyncio.Context.instance()).socket(zmq.DEALER)
@@ -266,7 +264,7 @@ class ServerSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._handshakes = HandshakeWatch(self._socket, endpoint, keys, peer)
+        self._handshakes = HandshakeWatch(self._socket, endpoint, keys)
         self._plain = zmq.Socket.shadow(self._socket.underlying)
         """Plain socket beside the asyncio one: its reads never wait, and cost less."""
         self._socket.connect(endpoint)
@@ -300,7 +298,7 @@ class ServerSocket:
         except TimeoutError as problem:
             self.check_handshakes()
             raise SendTimeout(
-                f"waited {timeout_s:g} s to send `{getattr(message, 'type', '?')}` to the {self.peer} at "
+                f"waited {timeout_s:g} s to send `{getattr(message, 'type', '?')}` to the learner at "
                 f"{self.endpoint}: no connection, or its queue is full"
             ) from problem
 
@@ -309,11 +307,6 @@ class ServerSocket:
         """Connections so far; one more than at the last look means that messages may have been lost between."""
         self._handshakes.look()
         return self._handshakes.connections
-
-    @property
-    def is_connected(self) -> bool:
-        self._handshakes.look()
-        return self._handshakes.is_connected
 
     def check_handshakes(self) -> None:
         """Raise HandshakeRejected where there is no connection because none can be made."""

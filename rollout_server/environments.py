@@ -79,7 +79,7 @@ def make_pool(config: RunConfig, processor: PromptProcessor) -> EnvironmentPool 
     """The pool of the configured environment, not started; None without one."""
     if not config.environment.is_used:
         return None
-    return EnvironmentPool(config.environment, image_rule(processor), config.network)
+    return EnvironmentPool(config.environment, image_rule(processor))
 
 
 def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:

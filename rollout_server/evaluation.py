@@ -117,7 +117,7 @@ async def _playing(
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
     assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
-    engine, rewards = create_engine(config, processor), RewardPool(config.reward, config.network)
+    engine, rewards = create_engine(config, processor), RewardPool(config.reward)
     try:
         await rewards.start()
         await pool.start()

@@ -78,7 +78,7 @@ class RolloutServer:
         self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
-        self.rewards = RewardPool(self.config.reward, self.config.network)
+        self.rewards = RewardPool(self.config.reward)
         self.environments = make_pool(self.config, self.processor)
         try:
             await self.rewards.start()

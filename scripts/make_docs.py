@@ -13,7 +13,6 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.explain import config_reference
 from asyncrl.config.methods import TAKES_FROM, Kind, methods
 from asyncrl.config.overlays import shipped_overlays
-from asyncrl.pools.metric_table import METRICS as POOL_METRICS
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
@@ -174,10 +173,7 @@ def pages() -> dict[str, str]:
         "Every series has the label `run`, the run directory as the configuration has it. "
         "A gauge is NaN as long as it has no value. Written by `scripts/make_docs.py` from the tables in code.\n\n"
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
-        f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n\n"
-        "## Pool\n\n`asyncrl pool --metrics-port N` answers with them, without the label `run`: it may work for "
-        "several runs.\n\n"
-        f"{document(POOL_METRICS).strip()}\n"
+        f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
     tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
     algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, TURNS, KL, BESIDE])

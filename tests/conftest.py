@@ -30,7 +30,7 @@ LONGEST = (
     "test_vllm_lora test_vllm_agents test_vllm_quantization test_compose_run test_lora_runs "
     "test_demo test_sync test_resume test_time_and_peers "
     "test_docs_commands test_sync_kills test_fuzz_wire test_cli_commands test_end_to_end test_ranks test_zero "
-    "test_memory_on_ranks test_sft_on_ranks test_vision_on_ranks test_families_on_ranks test_pools test_segments "
+    "test_memory_on_ranks test_sft_on_ranks test_vision_on_ranks test_families_on_ranks test_segments "
     "test_refusals test_dashboards test_chaos test_finished_run test_replay test_full_disk test_dynamic_sampling "
     "test_device_channels test_reward_model test_starting_points test_memory_plan test_doctor "
     "test_algorithm_properties"

@@ -6,7 +6,6 @@ The text below a field is also its line in `asyncrl config-reference`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_origin
 
@@ -15,7 +14,6 @@ from pydantic_core import PydanticCustomError
 
 PARTS = ("vision_tower", "connector", "language_model")
 """Parts of a vision-language model, of which each can be left out of training."""
-_ENDPOINT = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]/]+):\d{1,5}")
 
 
 class Section(BaseModel):
@@ -35,15 +33,6 @@ class Section(BaseModel):
         if isinstance(value, bool) and annotation in (int, float):
             raise PydanticCustomError("bool_as_number", "expected a number")
         return value
-
-
-def check_endpoints(key: str, values: Sequence[str]) -> None:
-    """Raise ValueError for what is no `tcp://host:port`, or is named twice."""
-    for value in values:
-        if not _ENDPOINT.fullmatch(value):
-            raise ValueError(f"{key} has {value!r}, which is no endpoint such as tcp://10.0.0.9:7603")
-        if values.count(value) > 1:
-            raise ValueError(f"{key} names {value} twice")
 
 
 class LoraConfig(Section):
@@ -215,9 +204,6 @@ class RewardConfig(Section):
     `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
-    pool: tuple[str, ...] = ()
-    """Addresses of workers: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server, as
-    reward models and judges always are."""
     memory_limit_mib: int = Field(default=2048, gt=0)
     """Address space of one worker (each process that it starts gets the same)."""
 
@@ -229,7 +215,6 @@ class RewardConfig(Section):
         if self.accuracy and self.accuracy not in names:
             there = f"the components are {names}" if names else "there are no components (reward.functions)"
             raise ValueError(f"reward.accuracy is {self.accuracy!r}, but {there}")
-        check_endpoints("reward.pool", self.pool)
         _shaped(self.functions)
         return self
 

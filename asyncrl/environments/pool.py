@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
@@ -21,7 +20,6 @@ from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.worker import packed_action, packed_start, unpacked, unpacked_history
 from asyncrl.environments.worker_host import MAX_REPLY_BYTES, EnvironmentFailed, WorkerHost
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.pools.connection import Pools
 from asyncrl.rewards import channel
 from asyncrl.rewards.worker_process import WorkerProcess
 
@@ -48,13 +46,10 @@ class EnvironmentPool:
     runs the loop, also where it is killed.
     """
 
-    def __init__(
-        self, config: EnvironmentConfig, rule: ImageRule | None = None, network: NetworkConfig | None = None
-    ) -> None:
+    def __init__(self, config: EnvironmentConfig, rule: ImageRule | None = None) -> None:
         """`rule` has the sizes of the policy's processor; its largest area is the smaller of the two. `network` is the
         way to `environment.pool`, where there is one."""
         self._config = config
-        self._remote = Pools(config.pool, network or NetworkConfig()) if config.pool else None
         most = config.limits.image_pixels
         self._rule = rule or ImageRule()
         if self._rule.max_pixels > most:
@@ -134,8 +129,6 @@ class EnvironmentPool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(host.stop() for host in self._hosts))
         self._hosts.clear()
-        if self._remote is not None:
-            await self._remote.close()
         self._places.put_nowait(RuntimeError("the environment pool is closed"))
 
     async def ask(self, host: WorkerHost, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
@@ -180,21 +173,15 @@ class EnvironmentPool:
             self._replace_if_lost(host)  # its place is gone, and comes back with its successor
 
     async def _start_host(self) -> WorkerHost:
-        loads, timeout_s = "the environment's files", self._config.timeouts.start_s
-        if self._remote is None:
-            process = await WorkerProcess.start(
-                self._setup,
-                lambda nbytes: None,
-                "asyncrl.environments.worker",
-                timeout_s=timeout_s,
-                section="environment",
-                loads=loads,
-                max_reply_bytes=MAX_REPLY_BYTES,
-            )
-        else:
-            process = await self._remote.start(
-                self._setup, kind="environment", loads=loads, timeout_s=timeout_s, max_reply_bytes=MAX_REPLY_BYTES
-            )
+        process = await WorkerProcess.start(
+            self._setup,
+            lambda nbytes: None,
+            "asyncrl.environments.worker",
+            timeout_s=self._config.timeouts.start_s,
+            section="environment",
+            loads="the environment's files",
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
         self.tools, self.call_format = process.ready["tools"], process.ready["call_format"]
         self.shows_tools = process.ready["shows_tools"]
         host = WorkerHost(process, self._config.instances_per_worker)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from asyncrl.config.sections import DataConfig, Section, check_endpoints
+from asyncrl.config.sections import DataConfig, Section
 from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 from protocol.messages.tickets import HistoryRule
@@ -87,8 +87,6 @@ class EnvironmentConfig(Section):
     in the group and its tokens in the loss's denominators, and does not train it (Mini-o3)."""
     workers: int = Field(default=4, gt=0)
     """Processes."""
-    pool: tuple[str, ...] = ()
-    """Addresses of workers: `tcp://host:7603` of one `asyncrl pool` or several; empty: beside the rollout server."""
     instances_per_worker: int = Field(default=1, gt=0)
     """Episodes in one process. Async ones run side by side; of plain ones a slow step delays its neighbours."""
     memory_limit_mib: int = Field(default=2048, gt=0)
@@ -98,7 +96,6 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentConfig:
-        check_endpoints("environment.pool", self.pool)
         if self.name and self.tools:
             raise ValueError("name and tools are both given. A class lists its own tools in `functions`")
         if self.timeouts.step_s > self.timeouts.trajectory_s:

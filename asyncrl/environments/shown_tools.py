@@ -44,7 +44,6 @@ class ShownTools:
 
 def shown_tools(config: EnvironmentConfig) -> ShownTools | None:
     """The tools of the configured environment, asked of a process that has loaded it; None where none are to be shown.
-    The process is on this machine, also where episodes are played at `environment.pool`.
 
     For code without an event loop. Raises UserError where the environment cannot be loaded.
     """
@@ -52,7 +51,7 @@ def shown_tools(config: EnvironmentConfig) -> ShownTools | None:
         return None
 
     async def ask() -> ShownTools | None:
-        pool = EnvironmentPool(config.model_copy(update={"workers": 1, "instances_per_worker": 1, "pool": ()}))
+        pool = EnvironmentPool(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
         try:
             await pool.start()
             return tools_of(pool, config)

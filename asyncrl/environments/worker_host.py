@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.rewards import channel
-from asyncrl.rewards.worker_process import Worker, WorkerDied
+from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Request:
 class WorkerHost:
     """A process and what is asked of it. After a kill or a crash it is not `alive`, and every request fails."""
 
-    def __init__(self, process: Worker, instances: int) -> None:
+    def __init__(self, process: WorkerProcess, instances: int) -> None:
         self._process = process
         self._instances = instances
         self._ids = itertools.count(1)

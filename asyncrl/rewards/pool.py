@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
@@ -42,10 +41,9 @@ class RewardPool:
     thread that runs the loop, also where it is killed.
     """
 
-    def __init__(self, config: RewardConfig, network: NetworkConfig | None = None) -> None:
-        """`network` is the way to `reward.pool`, where there is one."""
+    def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._workers = WorkerPool(config, self._count_dropped, network)
+        self._workers = WorkerPool(config, self._count_dropped)
         self._services = {
             component_name(part): Service(part, self._count_dropped)
             for part in config.functions
@@ -210,7 +208,7 @@ async def try_loading(config: RewardConfig) -> None:
     judges are checked, but not started: their files and settings are looked at.
     """
     check_rewards(config)
-    if not config.pool and any(part.function not in SERVICES for part in config.functions):
+    if any(part.function not in SERVICES for part in config.functions):
         workers = WorkerPool(config.model_copy(update={"workers": 1}), lambda _: None)
         await workers.start()
         await workers.close()

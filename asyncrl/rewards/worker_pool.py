@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError
-from asyncrl.pools.connection import Pools
 from asyncrl.rewards import channel
 from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
 from asyncrl.rewards.spec import locate
-from asyncrl.rewards.worker_process import START_TIMEOUT_S, Worker, WorkerDied, WorkerProcess
+from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 from asyncrl.user_functions import read_source
 
 logger = logging.getLogger(__name__)
@@ -27,18 +25,14 @@ logger = logging.getLogger(__name__)
 class WorkerPool:
     """`reward.workers` processes. Requests wait for a free one in order of arrival."""
 
-    def __init__(
-        self, config: RewardConfig, on_dropped: Callable[[int], None], network: NetworkConfig | None = None
-    ) -> None:
-        """`on_dropped` is called with numbers of printed bytes that no log has. `network` is the way to `reward.pool`,
-        where there is one."""
+    def __init__(self, config: RewardConfig, on_dropped: Callable[[int], None]) -> None:
+        """`on_dropped` is called with numbers of printed bytes that no log has."""
         self._config = config
-        self._remote = Pools(config.pool, network or NetworkConfig()) if config.pool else None
         self._on_dropped = on_dropped
         self._setup = b""
         self._ids = itertools.count(1)
-        self._idle: asyncio.Queue[Worker | Exception] = asyncio.Queue()
-        self._workers: set[Worker] = set()
+        self._idle: asyncio.Queue[WorkerProcess | Exception] = asyncio.Queue()
+        self._workers: set[WorkerProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -63,11 +57,9 @@ class WorkerPool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         self._workers.clear()
-        if self._remote is not None:
-            await self._remote.close()
         self._idle.put_nowait(closed())
 
-    async def _idle_worker(self) -> Worker:
+    async def _idle_worker(self) -> WorkerProcess:
         while True:
             worker = await self._idle.get()
             if self._closed or isinstance(worker, Exception):
@@ -79,7 +71,9 @@ class WorkerPool:
             logger.warning("reward worker %s ended while it was idle; starting another", worker.name)
             self._replace(worker)
 
-    async def _score_on(self, worker: Worker, request_id: int, frame: bytes, names: list[str], size: int) -> StageReply:
+    async def _score_on(
+        self, worker: WorkerProcess, request_id: int, frame: bytes, names: list[str], size: int
+    ) -> StageReply:
         started = time.perf_counter()
         healthy = False
 
@@ -112,25 +106,16 @@ class WorkerPool:
         return f"reward component {name!r} was not done after {self._config.timeout_s:g} s (reward.timeout_s)"
 
     async def _add_worker(self) -> None:
-        if self._remote is None:
-            worker = await WorkerProcess.start(self._setup, self._on_dropped)
-        else:
-            worker = await self._remote.start(
-                self._setup,
-                kind="reward",
-                loads="the reward functions",
-                timeout_s=START_TIMEOUT_S,
-                max_reply_bytes=channel.MAX_REPLY_BYTES,
-            )
+        worker = await WorkerProcess.start(self._setup, self._on_dropped)
         self._workers.add(worker)
         self._idle.put_nowait(worker)
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: WorkerProcess) -> None:
         task = asyncio.create_task(self._stop_and_start(worker))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _stop_and_start(self, worker: Worker) -> None:
+    async def _stop_and_start(self, worker: WorkerProcess) -> None:
         try:
             await worker.stop()
             self._workers.discard(worker)
@@ -143,7 +128,7 @@ def closed() -> RuntimeError:
     return RuntimeError("the reward pool is closed")
 
 
-def _begun(worker: Worker) -> str:
+def _begun(worker: WorkerProcess) -> str:
     """Name of the component that the worker began last for its sample."""
     return worker.begun or "(none begun)"
 

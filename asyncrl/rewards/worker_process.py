@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,29 +34,65 @@ class WorkerDied(Exception):
     """The worker ended, or sent what no worker sends; the message says how."""
 
 
-class Worker(ABC):
-    """A process that scores or runs episodes, wherever it is: what is said to it and what it answers."""
+class WorkerProcess:
+    """A process that scores or runs episodes. Made by `await WorkerProcess.start(setup)`."""
 
-    def __init__(self, max_reply_bytes: int) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        on_dropped: Callable[[int], None],
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> None:
         self._messages = channel.unpacker(max_bytes=max_reply_bytes)
         self.begun = ""
         """Name of the component that the worker began last for the latest request; empty before the first."""
         self.ready: dict[str, Any] = {}
         """Answer to the first message."""
         self._stopping: asyncio.Task[None] | None = None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._on_dropped = on_dropped
+        self._left_to_show = SHOWN_BYTES
+        self._showing = asyncio.create_task(self._show_prints(process.stderr))
+        self._stdin = process.stdin
+        self._stdout = process.stdout
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name in a log."""
+    @classmethod
+    async def start(
+        cls,
+        setup: bytes,
+        on_dropped: Callable[[int], None],
+        module: str = "asyncrl.rewards.worker",
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        section: str = "reward",
+        loads: str = "the reward functions",
+        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
+    ) -> WorkerProcess:
+        """Start a process and load what the packed first message names. Raises UserError, which names the `section` of
+        the configuration and what the process `loads`; WorkerDied with its traceback, if it sends one, is the cause.
 
-    @property
-    @abstractmethod
-    def alive(self) -> bool: ...
+        `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is the pool's business
+            env=_environment() | dict(environment or {}),
+        )
+        worker = cls(process, on_dropped, max_reply_bytes)
+        try:
+            await worker._load(setup, timeout_s, section, loads)
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
 
-    async def load(self, setup: bytes, timeout_s: float, section: str, loads: str) -> None:
-        """Send the packed first message, and wait until it is ready. Raises UserError, which names the `section` of
-        the configuration and what the process `loads`; WorkerDied with its traceback, if it sends one, is the cause."""
+    async def _load(self, setup: bytes, timeout_s: float, section: str, loads: str) -> None:
         try:
             reply = await self.ask(setup, timeout_s)
         except TimeoutError:
@@ -85,7 +120,8 @@ class Worker(ABC):
     def send(self, frame: bytes) -> None:
         """Send one packed message. Its reply is received."""
         self.begun = ""
-        self.write(frame)
+        self._left_to_show = SHOWN_BYTES
+        self._stdin.write(frame)
 
     async def receive(self) -> dict[str, Any]:
         """The next reply. Raises WorkerDied."""
@@ -95,97 +131,12 @@ class Worker(ABC):
                     if "begun" not in message:
                         return message
                     self.begun = str(message["begun"])
-                received = await self.read()
+                received = await self._stdout.read(1 << 16)
                 self._messages.feed(received)
             except (TypeError, ValueError, msgpack.UnpackException) as error:
                 raise WorkerDied(f"it sent a malformed reply ({error})") from None
             if not received:
-                raise WorkerDied(await self.how_it_ended())
-
-    @abstractmethod
-    def write(self, frame: bytes) -> None:
-        """Put one packed message on its way. Never waits."""
-
-    @abstractmethod
-    async def read(self) -> bytes:
-        """The next bytes of its answers; empty at their end."""
-
-    @abstractmethod
-    async def how_it_ended(self) -> str:
-        """Description of a worker's end, for an error message."""
-
-    async def stop(self) -> None:
-        """Return once the worker and all that it started are gone. May be called again."""
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop())
-        await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
-
-    @abstractmethod
-    async def _stop(self) -> None: ...
-
-
-class WorkerProcess(Worker):
-    """A worker on this machine. Made by `await WorkerProcess.start(setup)`."""
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        on_dropped: Callable[[int], None],
-        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
-    ) -> None:
-        super().__init__(max_reply_bytes)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process = process
-        self._on_dropped = on_dropped
-        self._left_to_show = SHOWN_BYTES
-        self._showing = asyncio.create_task(self._show_prints(process.stderr))
-        self._stdin = process.stdin
-        self._stdout = process.stdout
-
-    @classmethod
-    async def start(
-        cls,
-        setup: bytes,
-        on_dropped: Callable[[int], None],
-        module: str = "asyncrl.rewards.worker",
-        environment: Mapping[str, str] | None = None,
-        timeout_s: float = START_TIMEOUT_S,
-        section: str = "reward",
-        loads: str = "the reward functions",
-        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
-    ) -> WorkerProcess:
-        """Start a process and load what the packed first message names, as `load` does.
-
-        `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
-        """
-        worker = await cls.begin(on_dropped, module, environment, max_reply_bytes)
-        try:
-            await worker.load(setup, timeout_s, section, loads)
-        except BaseException:
-            await worker.stop()
-            raise
-        return worker
-
-    @classmethod
-    async def begin(
-        cls,
-        on_dropped: Callable[[int], None],
-        module: str,
-        environment: Mapping[str, str] | None = None,
-        max_reply_bytes: int = channel.MAX_REPLY_BYTES,
-    ) -> WorkerProcess:
-        """Start a process that has not been told anything."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is the pool's business
-            env=_environment() | dict(environment or {}),
-        )
-        return cls(process, on_dropped, max_reply_bytes)
+                raise WorkerDied(await self._how_it_ended())
 
     @property
     def pid(self) -> int:
@@ -200,19 +151,8 @@ class WorkerProcess(Worker):
     def alive(self) -> bool:
         return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
 
-    def write(self, frame: bytes) -> None:
-        self._left_to_show = SHOWN_BYTES
-        self._stdin.write(frame)
-
-    async def read(self) -> bytes:
-        return await self._stdout.read(1 << 16)
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that were written and do not fit into the pipe."""
-        return self._stdin.transport.get_write_buffer_size()
-
-    async def how_it_ended(self) -> str:
+    async def _how_it_ended(self) -> str:
+        """Description of the worker's end, for an error message."""
         try:
             code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
         except TimeoutError:
@@ -222,6 +162,12 @@ class WorkerProcess(Worker):
         name = signal.Signals(-code).name
         hint = " (by itself, or as the machine is out of memory)" if name == "SIGKILL" else ""
         return f"it was killed by {name}{hint}"
+
+    async def stop(self) -> None:
+        """Return once the worker and all that it started are gone. May be called again."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
 
     async def _stop(self) -> None:
         # The closing of stdin is the reaper's sign. close() would first wait until the worker has read all.

@@ -115,7 +115,7 @@ class MetricSet:
     `Histogram`.
     """
 
-    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout", "pool"], run: str = ""):
+    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"], run: str = ""):
         """`run` names the run: a label of every series that the endpoint shows, so that two runs on one Prometheus
         never blend."""
         self.registry = CollectorRegistry()

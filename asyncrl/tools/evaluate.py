@@ -238,7 +238,7 @@ def _generate(
 
 async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> list[Score]:
     """`samples`: those of a row one after the other."""
-    pool, size = RewardPool(config.reward, config.network), config.evaluation.group_size
+    pool, size = RewardPool(config.reward), config.evaluation.group_size
     await pool.start()
     try:
         groups = [pool.group(size) for _ in range(len(samples) // size)]

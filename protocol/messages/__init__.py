@@ -4,8 +4,7 @@ Words: a *ticket* is the learner's permission to produce one *group*: the `group
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
 
 Reading order: `wire.py` has the base class; `tickets.py` go out and `groups.py` come back, which `turns.py` are part
-of; then `life_cycle.py` and `weights.py`. `pools.py` is between a server and a pool
-of worker processes. The unions below say which messages each endpoint receives.
+of; then `life_cycle.py` and `weights.py`. The unions below say which messages each endpoint receives.
 """
 
 # ruff: noqa: F401  (these names are the interface of the package)
@@ -33,17 +32,6 @@ from protocol.messages.life_cycle import (
     Refusal,
     ServerHeartbeat,
     Welcome,
-)
-from protocol.messages.pools import (
-    PoolHeartbeat,
-    PoolHello,
-    PoolWelcome,
-    ProcessData,
-    ProcessEnded,
-    ProcessStart,
-    ProcessStarted,
-    ProcessStop,
-    WorkerKind,
 )
 from protocol.messages.sources import TokenSource, TrajectoryRole
 from protocol.messages.tickets import (
@@ -92,6 +80,4 @@ ControlFromLearner = (
 )
 WeightsFromServer = SourceRequest | ChunkRequest | TransferRequest | TransferEnd
 WeightsFromLearner = Source | Chunk | TransferStart | Error
-ToPool = PoolHello | ProcessStart | ProcessData | ProcessStop | PoolHeartbeat | Goodbye | Error
-FromPool = PoolWelcome | Refusal | ProcessStarted | ProcessData | ProcessEnded | PoolHeartbeat | Goodbye | Error
-Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner | ToPool | FromPool
+Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner

@@ -76,8 +76,6 @@ def _with_opening(
 
     Raises UserError where no episode begins, or the prompt is too long then.
     """
-    if config.environment.pool:
-        return rendered.prompt, measured, "opening: not looked at, since episodes are played at environment.pool"
     opening = asyncio.run(_opening(config, rendered, bridge.processor))
     if opening is None:
         return rendered.prompt, measured, "opening: none, reset() adds nothing"

@@ -182,7 +182,7 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
 async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
     """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
     processor = PromptProcessor(config.model)
-    pool, key = RewardPool(config.reward.model_copy(update={"workers": 1}), config.network), config.data.target_key
+    pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await pool.start()
     try:
         scored: dict[str, list[Score]] = defaultdict(list)

@@ -31,7 +31,6 @@ TORCH_FREE = (
     "asyncrl/demo/data.py",
     "asyncrl/demo/reward.py",
     "asyncrl/environments/",
-    "asyncrl/pools/",
     "asyncrl/rewards/",
     "asyncrl/tasks/",
     "asyncrl/telemetry/",

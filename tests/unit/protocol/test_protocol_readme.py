@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[3]
 README = (ROOT / "protocol" / "README.md").read_text()
 
 TO_LEARNER, TO_SERVER = "server → learner", "learner → server"
-POOLS: list[tuple[Any, str]] = [(messages.ToPool, "server → pool"), (messages.FromPool, "pool → server")]
 ROUTES: list[tuple[Any, str, str]] = [
     (messages.ControlFromServer, TO_LEARNER, "control"),
     (messages.ControlFromLearner, TO_SERVER, "control"),
@@ -53,16 +52,6 @@ def test_message_table():
             expected[model.__name__] = (tag, ways[0] if len(ways) == 1 else "both", places, fields_of(model))
     assert found == expected
     assert len(table("message")) == len(expected)
-
-
-def test_pool_message_table():
-    found = {row[0].strip("`"): (row[1].strip("`"), row[2], quoted(row[3])) for row in table("pool message")}
-    expected = {}
-    for tag, model in ALL_MODELS.items():
-        ways = [way for union, way in POOLS if model in get_args(union)]
-        if ways and model not in (messages.Refusal, messages.Goodbye, messages.Error):  # those of the other table
-            expected[model.__name__] = (tag, ways[0] if len(ways) == 1 else "both", fields_of(model))
-    assert found == expected
 
 
 def fields_of(model: type[messages.Wire]) -> list[str]:
