@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.config.suggest import did_you_mean, file_hint, is_method_word
 from asyncrl.errors import UserError
+from asyncrl.plugins import Group, what_to_install
 
 F = TypeVar("F", bound=Callable[..., object])
 MAX_MESSAGE_CHARS = 300
@@ -47,13 +48,15 @@ def load(function: UserFunction, *, may_be_async: bool = False) -> Any:
     return function_of(module, function.name, may_be_async=may_be_async)
 
 
-def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction | None:
-    """File and name of the user's function, or None for a built-in."""
+def locate(name: str, builtins: Collection[str], setting: str, group: Group | None = None) -> UserFunction | None:
+    """File and name of the user's function, or None for a built-in. Plug-ins of `group` may bring other names."""
     if name in builtins:
         return None
     file, colon, function = name.rpartition(":")
     if not colon:
-        raise UserError(f"{setting} is {name!r}, which is no built-in{what_it_may_be(name, builtins, setting)}")
+        plugin = f". {what_to_install(group)}" if group else ""
+        problem = f"{setting} is {name!r}, which is no built-in{what_it_may_be(name, builtins, setting)}"
+        raise UserError(problem + plugin)
     path = Path(file).expanduser().absolute()
     if MODULE.fullmatch(file) and not path.exists():
         source = _module_file(file, function, f"{setting} is {name!r}, but")

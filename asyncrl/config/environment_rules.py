@@ -8,6 +8,7 @@ from typing import Any
 from asyncrl.config.methods import NEEDS
 from asyncrl.config.run_sections import RunSections
 from asyncrl.environments.settings import LimitsConfig
+from asyncrl.plugins import description, installed
 
 
 def imply_response_length(values: Any) -> Any:
@@ -70,6 +71,8 @@ def environment_problems(config: RunSections) -> Iterator[str]:
             f"environment.timeouts.trajectory_s ({environment.timeouts.trajectory_s:g}) is more than half of "
             f"learner.wait_timeout_s ({config.learner.wait_timeout_s:g}), after which the run stops. Raise the latter"
         )
+    if environment.name in installed("environments"):
+        yield from description("environments", environment.name).problems(config)
     if algorithm.demonstrations.are_used:
         yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"
     if algorithm.noisy_rollout.share:

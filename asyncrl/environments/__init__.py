@@ -12,8 +12,7 @@ Reading order:
 8. `worker_host.py`       a worker process seen from the pool; `worker.py` inside of it
 9. `play.py`              episodes in this process, by `played_history.py`; `terminal.py` shows them, and
    `command.py` is `asyncrl env`
-10. `gymnasium_adapter.py`, `mcp_adapter.py`  environments of others
-11. `builtin_tools.py`     tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
+10. `builtin_tools.py`     tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
 
 What fails of an environment (an exception, a hang, a lost worker) is an `EnvironmentFailed` of its trajectory:
 counted, without a score, never a 0. What a policy does wrong is text that it reads.

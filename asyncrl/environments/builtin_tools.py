@@ -64,12 +64,4 @@ def _bounded(value: Any) -> Any:
 
 
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-ADAPTERS = {
-    "gymnasium": ("asyncrl.environments.gymnasium_adapter", "GymnasiumEnvironment"),
-    "agent": ("asyncrl.environments.agent_adapter", "AgentEnvironment"),
-    "mcp": ("asyncrl.environments.mcp_adapter", "McpEnvironment"),
-    "openenv": ("asyncrl.environments.openenv_adapter", "OpenEnvEnvironment"),
-    "trl": ("asyncrl.environments.trl_adapter", "TrlEnvironment"),
-    "verifiers": ("asyncrl.environments.agent_adapter", "VerifiersEnvironment"),
-}
-"""Module and class of an environment that `environment.name` names by a word."""
+"""Tools by the name that `environment.tools` takes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from asyncrl import user_functions
+from asyncrl import plugins, user_functions
 from asyncrl.config.suggest import did_you_mean, field_problem
 from asyncrl.environments import sandbox
-from asyncrl.environments.builtin_tools import ADAPTERS, TOOLS
+from asyncrl.environments.builtin_tools import TOOLS
 from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
@@ -34,21 +33,35 @@ from asyncrl.errors import UserError
 from asyncrl.rewards import channel
 
 Source = dict[str, Any]
-"""Name, path, package and bytes of a user's file as it was when the run began; of a built-in the name alone."""
+"""Name, path, package and bytes of a user's file as it was when the run began; of an installed part `module:name` as
+its name, and an empty path."""
 
 
 def sources_of(config: EnvironmentConfig) -> dict[str, Any]:
-    """The user's files that the section names, read. Raises UserError for a file or name that there is not."""
+    """Read the user's files that the section names. Raises UserError for a file or name that there is not."""
     if not config.name and not config.tools:
         raise UserError("there is no environment: set environment.name to path/to/file.py:Class, or environment.tools")
-    named = [(config.name, ADAPTERS, "environment.name")] if config.name else []
-    named += [(tool, TOOLS, "a tool in environment.tools") for tool in config.tools]
-    return {name: _source(name, user_functions.locate(name, builtins, setting)) for name, builtins, setting in named}
+    if config.name:
+        return {config.name: _environment_source(config.name)}
+    return {tool: _tool_source(tool) for tool in config.tools}
 
 
-def _source(name: str, located: user_functions.UserFunction | None) -> Source:
+def _environment_source(name: str) -> Source:
+    installed = plugins.installed("environments")
+    located = user_functions.locate(name, installed, "environment.name", "environments")
     if located is None:
-        return {"name": name, "path": ""}
+        return {"name": plugins.description("environments", name).implementation, "path": ""}
+    return _read(located)
+
+
+def _tool_source(name: str) -> Source:
+    located = user_functions.locate(name, TOOLS, "a tool in environment.tools")
+    if located is None:
+        return {"name": f"{TOOLS[name].__module__}:{name}", "path": ""}
+    return _read(located)
+
+
+def _read(located: user_functions.UserFunction) -> Source:
     source = user_functions.read_source(located.path)
     return {"name": located.name, "path": str(located.path), "package": located.package, "source": source}
 
@@ -140,10 +153,10 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
     file = ""
     if config.name:
         source = sources[config.name]
-        cls, file = _attribute(source, modules, ADAPTERS), source["path"]
+        cls, file = _attribute(source, modules), source["path"]
         _check_class(cls, config.name)
     else:
-        functions = tuple(_attribute(sources[name], modules, TOOLS) for name in config.tools)
+        functions = tuple(_attribute(sources[name], modules) for name in config.tools)
         file = next((source["path"] for source in sources.values() if source["path"]), "")
         cls = type("Tools", (ToolEnvironment,), {"functions": functions})
     if sandbox.python in getattr(cls, "functions", ()):
@@ -161,11 +174,10 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
     return loaded
 
 
-def _attribute(source: Source, modules: dict[str, ModuleType], builtins: Any) -> Any:
+def _attribute(source: Source, modules: dict[str, ModuleType]) -> Any:
     name, path = source["name"], source["path"]
     if not path:
-        found = builtins[name]
-        return getattr(importlib.import_module(found[0]), found[1]) if isinstance(found, tuple) else found
+        return plugins.implementation(name)
     if path not in modules:
         modules[path] = user_functions.load_module(Path(path), source["source"], source["package"])
     value = getattr(modules[path], name, None)

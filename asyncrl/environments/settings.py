@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from asyncrl.config.sections import DataConfig, Section
 from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
+from asyncrl.plugins import description, installed
 from protocol.messages.tickets import HistoryRule
 
 OverLimit = Literal["mask", "score", "zero"]
@@ -59,8 +60,8 @@ class EnvironmentConfig(Section):
     """Environment and tools of trajectories with several turns (docs/agents.md)."""
 
     name: str = ""
-    """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or `agent`, `gymnasium`, `mcp`,
-    `openenv`, `trl` or `verifiers`. Empty: one that is made of `tools`."""
+    """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or the name of a plug-in, such as
+    `gymnasium`. Empty: one that is made of `tools`."""
     tools: tuple[str, ...] = ()
     """Functions or classes with `@tool` methods, `path/to/file.py:name`, or the built-in `calculator` and `python`."""
     call_format: str = "auto"
@@ -104,14 +105,18 @@ class EnvironmentConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether trajectories have an environment."""
+        """True where trajectories have an environment."""
         return bool(self.name or self.tools)
 
     @property
     def may_reward(self) -> bool:
-        """Whether turns may earn something by themselves: a class and most adapters reward, tools and MCP servers only
-        answer."""
-        return bool(self.name) and self.name != "mcp"
+        """True where turns may earn something by themselves, as of a class; tools only answer.
+
+        A plug-in may say that it only answers, by the fact `may_reward` of its description.
+        """
+        if self.name in installed("environments"):
+            return bool(description("environments", self.name).facts.get("may_reward", True))
+        return bool(self.name)
 
     @property
     def capacity(self) -> int:
@@ -128,7 +133,7 @@ def read_environment(values: dict[str, Any], where: str = "environment") -> Envi
 
 
 def is_file(name: str) -> bool:
-    """Whether it names a YAML file, and no class."""
+    """True for the name of a YAML file, false for a class."""
     return name.endswith((".yaml", ".yml"))
 
 

@@ -5,7 +5,7 @@
       config: {command: [python, my_server.py]}
 
 Each trajectory has a session of its own. The tools are listed when a worker starts; a lost one whose successor lists
-others stops the run. Needs the package `mcp` (2.x).
+others stops the run. Needs `pip install asyncrl[mcp]`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _client(config: Any) -> Any:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
         raise UserError(
-            f"environment.name is mcp, but the package mcp 2 is not there ({error}): pip install mcp"
+            f"environment.name is mcp, but the package mcp 2 is not there ({error}): pip install 'asyncrl[mcp]'"
         ) from error
     if config.url:
         return Client(config.url)

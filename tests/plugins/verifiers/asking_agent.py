@@ -6,7 +6,7 @@ import base64
 
 from openai import AsyncOpenAI
 
-from asyncrl.environments.agent_adapter import AgentTask
+from asyncrl_plugins.verifiers.agent import AgentTask
 from tests.rigs.pictures import picture
 
 ADD = {

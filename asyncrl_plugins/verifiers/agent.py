@@ -23,23 +23,24 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 
 from asyncrl import user_functions
-from asyncrl.environments.chat_endpoint import Asked, ChatEndpoint, ChatSession, Conversation, first_messages
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
 from asyncrl.user_functions import one_line
+from asyncrl_plugins.verifiers.chat_endpoint import Asked, ChatEndpoint, ChatSession
+from asyncrl_plugins.verifiers.conversation import Conversation, first_messages
 
-VERIFIERS_PROGRAM = Path(__file__).with_name("verifiers_program.py")
+VERIFIERS_PROGRAM = Path(__file__).with_name("program.py")
 MAX_LINE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """Start of an agent: messages, tools, endpoint."""
+    """Input of an agent's episode."""
 
     base_url: str
-    """Base URL of the agent's model, for a client of OpenAI's chat completions; the key may be anything."""
+    """Address of its model for a client of OpenAI's chat completions. The key may be anything."""
     row: dict[str, Any]
     seed: int
 
@@ -159,7 +160,7 @@ class VerifiersEnvironment(AgentEnvironment):
         agent: dict[str, Any] = Field(default_factory=dict)
         """verifiers' `env.agent`, such as `{harness: {id: bash}}`."""
         python: str = sys.executable
-        """Python of the virtual environment that has verifiers: it needs other releases of mcp and openai."""
+        """Python of the virtual environment that has verifiers, which asks for other releases of mcp and openai."""
         tools: list[dict[str, Any]] = Field(default_factory=list)
         host: str = "127.0.0.1"
 
@@ -184,8 +185,7 @@ class _Program:
         self._reading: asyncio.Task[None] | None = None
 
     async def play(self, task: AgentTask) -> dict[str, Any]:
-        """Play the episode and return the agent's last message. Raises RuntimeError where that is an error, or the
-        process has ended."""
+        """Answer to one episode. Raises RuntimeError where it is an error, or the process has ended."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 self._process = await asyncio.create_subprocess_exec(

@@ -1,7 +1,7 @@
-"""Plays episodes of the package verifiers 0.4 against an address that it is given; started by `agent_adapter.py`.
+"""Plays episodes of the package verifiers 0.4 against an address that it is given; started by `agent.py`.
 
-    PYTHON verifiers_program.py '{"taskset": {"id": "mine"}}'              lines of JSON in and out, an episode each
-    PYTHON verifiers_program.py '{"taskset": {"id": "mine"}}' --rows 100   prints rows of a data set: prompt, task
+    PYTHON program.py '{"taskset": {"id": "mine"}}'              lines of JSON in and out, an episode each
+    PYTHON program.py '{"taskset": {"id": "mine"}}' --rows 100   prints rows of a data set: prompt, task
 
 Runs with the Python that has verifiers, so it imports nothing of asyncrl. A row names its task by its place in the
 taskset, in the column `task`. Its reward is that of the episode's traces that are to be trained.

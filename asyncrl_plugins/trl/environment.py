@@ -88,7 +88,7 @@ def _methods(one: Any) -> list[Callable[..., Any]]:
 
 
 def _parts(result: Any, name: str) -> list[Any]:
-    """Parts of a method's result, where content blocks of chat messages are text and images."""
+    """Parts of a method's result: content blocks of chat messages become text and images."""
     blocks = result if isinstance(result, list) else [result]
     if not any(isinstance(block, dict) and "type" in block for block in blocks):
         return blocks if name == "reset" else [result]

@@ -28,7 +28,7 @@ from asyncrl.user_functions import one_line
 SCHEMA_S = 20.0
 """Seconds for the server to say what its actions are."""
 MAX_MESSAGE_BYTES = 100 << 20
-"""Message limit, equal to that of the protocol's own client."""
+"""Limit of one message, as of the protocol's own client."""
 REFUSED = "VALIDATION_ERROR"
 """The server's code for an action that is not of its schema: the policy's mistake."""
 

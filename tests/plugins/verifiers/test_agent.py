@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.environments.agent_adapter import VERIFIERS_PROGRAM
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
+from asyncrl_plugins.verifiers.agent import VERIFIERS_PROGRAM
 from protocol.messages import TrajectoryStatus
-from tests.rigs.asking_agent import ADD
+from tests.plugins.verifiers.asking_agent import ADD
+from tests.rigs.environment_pools import run_pool, seen
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import run_both
-from tests.system.test_environment_adapters import run_pool, seen
 
 pytest.importorskip("openai", reason="the package openai, which vLLM brings, is not installed")
-AGENT = f"{ROOT / 'tests' / 'rigs' / 'asking_agent.py'}:run"
+AGENT = f"{Path(__file__).with_name('asking_agent.py')}:run"
 VERIFIERS = Path(os.environ.get("ASYNCRL_VERIFIERS_PYTHON", ROOT / ".venv" / "verifiers" / "bin" / "python"))
 STEPS = 2
 
@@ -125,7 +125,7 @@ def verifiers(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """The section's config, and the rows that the package's taskset makes."""
     if not VERIFIERS.exists():
         pytest.skip("verifiers is not installed: it has an environment of its own (scripts/install_test_tools.sh)")
-    (folder / "verifiers_guess.py").write_bytes((ROOT / "tests" / "rigs" / "verifiers_guess.py").read_bytes())
+    (folder / "verifiers_guess.py").write_bytes(Path(__file__).with_name("verifiers_guess.py").read_bytes())
     taskset, agent = {"id": "verifiers_guess"}, {"harness": {"id": "verifiers_guess"}}
     wanted = json.dumps({"taskset": taskset, "agent": agent})
     rows = subprocess.run(

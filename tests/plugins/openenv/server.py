@@ -1,4 +1,4 @@
-"""A small OpenEnv server with the real package: `python openenv_server.py PORT`."""
+"""A small OpenEnv server with the real package: `python server.py PORT`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,44 @@
+"""FrozenLake of the real package."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.environments.interface import Start
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.errors import UserError
+from tests.rigs.environment_pools import run_pool, seen
+
+LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "row_kwargs": ["desc"]}
+WORDS = ["left", "down", "right", "up"]
+
+
+def test_gymnasiums_frozen_lake_is_played_by_its_pictures() -> None:
+    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed (the extra `gymnasium`)")
+    pytest.importorskip("pygame", reason="pygame, which draws the lake, is not installed (the extra `gymnasium`)")
+    start = Start({"desc": ["SF", "HG"]}, seed=5)
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        assert (pool.tools, pool.call_format) == ([], "none")
+        episode, same = await pool.begin(start), await pool.begin(start)
+        assert episode.opening is not None
+        assert episode.opening == same.opening
+        assert len(episode.opening.images) == 1
+        assert seen(await episode.step(pool.action("jump"))) == [
+            "Error: there is no action 'jump'. Actions: left, down, right, up"
+        ]
+        moved = await episode.step(pool.action("right"))
+        assert moved.observation is not None
+        assert moved.observation.images != episode.opening.images
+        assert moved.state_key != episode.state_key
+        won = await episode.step(pool.action("down"))
+        assert (won.reward, won.done, won.info) == (1.0, True, {"terminated": True, "truncated": False, "steps": 2})
+        lost = await same.step(pool.action("down"))
+        assert (lost.reward, lost.done) == (0.0, True)
+        await asyncio.gather(episode.close(), same.close())
+
+    run_pool({"name": "gymnasium", "config": LAKE | {"actions": WORDS}, "instances_per_worker": 2}, scenario)
+    with pytest.raises(UserError, match="actions has 3 words, but FrozenLake-v1 has a space of 4 actions"):
+        run_pool({"name": "gymnasium", "config": LAKE | {"actions": WORDS[:3]}}, scenario)
