@@ -27,7 +27,12 @@ from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docker" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "asyncrl_plugins").glob("*/*.md")),
+)
 NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 NOT_RUN = {
     "make demo": "tests/system/test_demo.py",
