@@ -19,8 +19,8 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
+from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from asyncrl.config.sections import Section

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl.config.suggest import did_you_mean, file_hint, is_method_word
 from asyncrl.errors import UserError
 from asyncrl.plugins import Group, what_to_install
+from asyncrl.suggest import did_you_mean, file_hint, is_method_word
 
 F = TypeVar("F", bound=Callable[..., object])
 MAX_MESSAGE_CHARS = 300

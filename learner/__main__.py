@@ -36,7 +36,7 @@ def prepare(config: RunConfig, start: Start) -> Learner:
 def _follow(config: RunConfig) -> None:
     """Run a rank other than 0."""
     from asyncrl.devices.device import set_up_training
-    from learner.ranks.follower import follow, trainer
+    from learner.loop.follower import follow, trainer
 
     set_up_training(config)
     follow(config, trainer)

@@ -37,11 +37,11 @@ from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl.tools.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
 from learner.checkpoint.storage import complete_checkpoints, read_state
-from learner.resume import TOOLS, check_initial_model, recorded_updates, update_settings
-from learner.tickets.recorded_batch import batch_again, read_batch
+from learner.loop.recorded_batch import batch_again, read_batch
+from learner.loop.resume import TOOLS, check_initial_model, recorded_updates, update_settings
+from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.state_file import is_portable
-from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -19,18 +19,8 @@ from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER
-from learner.checkpoint.saver import Saver
-from learner.network.device_turns import DeviceTurns, first_turn
-from learner.network.logprob_parity import ParityJudge
-from learner.network.publication import open_device_weights, open_publication, publish
-from learner.network.servers import ModelFacts
-from learner.network.thread import NetworkThread
-from learner.ranks.environment import rank_environment
-from learner.ranks.group import ALONE, Ranks
-from learner.ranks.processes import leading, telling_given_ranks
-from learner.reporting.prometheus import LearnerExporter
-from learner.reporting.reporter import Reporter
-from learner.resume import (
+from learner.loop.logprob_parity import ParityJudge
+from learner.loop.resume import (
     StartingPoint,
     check_steps_ahead,
     find_start,
@@ -40,7 +30,18 @@ from learner.resume import (
     sign_journal,
     update_settings,
 )
-from learner.step_schedule import StepSchedule
+from learner.loop.saver import Saver
+from learner.loop.step_schedule import StepSchedule
+from learner.loop.trainer import Trainer
+from learner.network.device_turns import DeviceTurns, first_turn
+from learner.network.publication import open_device_weights, open_publication, publish
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.ranks.environment import rank_environment
+from learner.ranks.group import ALONE, Ranks
+from learner.ranks.processes import leading, telling_given_ranks
+from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.reporter import Reporter
 from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.replay_buffer import ReplayBuffer
@@ -49,7 +50,6 @@ from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.prompts_ahead import PromptsAhead
 from learner.training.step import NotFiniteError
-from learner.training.trainer import Trainer
 from protocol.device_lock import DeviceLease
 from protocol.faults import crash_point
 

@@ -37,17 +37,17 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.plan import changed
+from learner.loop.follower import Obey, engine_calls, follow
+from learner.loop.resume import refuse_taken
+from learner.loop.trainer import check_room
 from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
-from learner.ranks.follower import Obey, engine_calls, follow
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import Order
 from learner.ranks.processes import Leader, leading, telling_given_ranks
-from learner.resume import refuse_taken
 from learner.training.engine import create_engine
 from learner.training.packing import Completion, TrainGroup
 from learner.training.roles import Roles
 from learner.training.token_budget import TokenBudget, with_token_budget
-from learner.training.trainer import check_room
 from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
+from learner.loop.logprob_parity import ParityJudge
+from learner.loop.trainer import Progress
 from learner.network.device_turns import DeviceTurns
-from learner.network.logprob_parity import ParityJudge
 from learner.network.thread import NetworkThread
 from learner.reporting.reporter import Reporter
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.trainer import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from asyncrl.config.methods import Kind, Method, method_of
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
+from asyncrl.suggest import file_hint
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
 REPLACED = "replaced"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl import user_functions
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
+from asyncrl.suggest import did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 Kind = Literal["advantage", "policy_loss", "selection", "group_filter"]

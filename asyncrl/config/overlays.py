@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.keys import all_keys
-from asyncrl.config.suggest import METHOD_OVERLAYS, did_you_mean
 from asyncrl.errors import UserError
+from asyncrl.suggest import METHOD_OVERLAYS, did_you_mean
 
 PACKAGE = Path(__file__).parents[1]
 Kind = Literal["algorithms", "tasks", "agents"]

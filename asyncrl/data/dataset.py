@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.sections import DataConfig
-from asyncrl.config.suggest import close_names, file_hint
 from asyncrl.data.images import is_inline
 from asyncrl.data.tables import (
     HubTable,
@@ -24,6 +23,7 @@ from asyncrl.data.tables import (
     read_json,
 )
 from asyncrl.errors import UserError
+from asyncrl.suggest import close_names, file_hint
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from asyncrl.config.suggest import file_hint
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.suggest import file_hint
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused: a small file may unpack to gigabytes. Pillow warns from the same number on."""

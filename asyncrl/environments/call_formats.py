@@ -19,9 +19,9 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.interface import Call
 from asyncrl.errors import UserError
+from asyncrl.suggest import did_you_mean
 from asyncrl.user_functions import shorten
 
 Schemas = Mapping[str, Mapping[str, Any]]

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl import plugins, user_functions
-from asyncrl.config.suggest import did_you_mean, field_problem
 from asyncrl.environments import sandbox
 from asyncrl.environments.builtin_tools import TOOLS
 from asyncrl.environments.call_formats import check_format
@@ -31,6 +30,7 @@ from asyncrl.environments.tool_environment import (
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel
+from asyncrl.suggest import did_you_mean, field_problem
 
 Source = dict[str, Any]
 """Name, path, package and bytes of a user's file as it was when the run began; of an installed part `module:name` as

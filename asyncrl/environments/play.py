@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.sections import DataConfig
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
@@ -25,6 +24,7 @@ from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
+from asyncrl.suggest import did_you_mean
 from asyncrl.user_functions import one_line
 
 if TYPE_CHECKING:

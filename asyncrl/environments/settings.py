@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.sections import DataConfig, Section
-from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
 from asyncrl.plugins import description, installed
+from asyncrl.suggest import field_problem
 from protocol.messages.tickets import HistoryRule
 
 OverLimit = Literal["mask", "score", "zero"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
+from asyncrl.journal.full_disk import find_no_room, is_disk_full
 from protocol.messages import PROTOCOL_MAJOR
 
 SCHEMA = 6

@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import BadStateError
+from asyncrl.journal.full_disk import find_no_room
 from asyncrl.rewards.presentation import plain_text
-from asyncrl.run_folder.full_disk import find_no_room
 from asyncrl.user_functions import storable
 from protocol.messages import Group, Prompt, TrajectoryRecord
 

@@ -13,12 +13,12 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import check_same_inputs, describe_folder, has_eyes, text_part
 from asyncrl.model_files.weight_files import check_weights
 from asyncrl.rewards.spec import check_rewarded, check_rewards
+from asyncrl.suggest import did_you_mean
 from asyncrl.telemetry.trackers import check_trackers
 from asyncrl.user_functions import load, own_functions
 

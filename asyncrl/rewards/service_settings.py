@@ -12,8 +12,8 @@ import jinja2
 from pydantic import Field, ValidationError
 
 from asyncrl.config.sections import ModelConfig, RewardFunctionConfig, Section, component_name
-from asyncrl.config.suggest import field_problem
 from asyncrl.errors import UserError
+from asyncrl.suggest import field_problem
 
 QUESTION = """Grade {{ "the answers" if completions|length > 1 else "the answer" }} to a question.
 

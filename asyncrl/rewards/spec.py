@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import user_functions
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS, SERVICES
 from asyncrl.rewards.calls import check_call
 from asyncrl.rewards.shaping import OF_GROUPS
+from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig

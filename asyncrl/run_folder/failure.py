@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
-from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
+from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import read_status
 

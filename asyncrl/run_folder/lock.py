@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.run_folder.failure import FAILURE_FILE, ReservedFailureFile, failure_of, refuse_bad_state
-from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.telemetry.recorder import is_finished, read_status
 
 LEARNER_LOCK = "learner.lock"

@@ -19,18 +19,18 @@ from statistics import median
 from typing import Any
 
 import torch
+from learner.loop.recorded_batch import batch_again, read_batch
+from learner.loop.trainer import Trainer
 from torch.nn import functional as F
 
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from learner.network.publication import open_publication, publish
 from learner.replay import ReplayableRun
-from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
 from learner.training.engine import create_engine
 from learner.training.packing import MicroBatch, build_micro_batch, plan_micro_batches
-from learner.training.trainer import Trainer
 
 
 class BareLoop:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from asyncrl.config.schema import RunConfig
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import make_building_folder, save_checkpoint
+from learner.loop.trainer import Trainer
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
-from learner.training.trainer import Trainer
 from protocol.codec import MIB
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import xxhash
+from asyncrl.journal.full_disk import is_disk_full
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.lora import read_adapter
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
-from asyncrl.run_folder.full_disk import is_disk_full
 from learner.training.train_engine import TrainEngine, Write
 from protocol.faults import crash_point, slow_point
 from protocol.messages import AdapterSpec

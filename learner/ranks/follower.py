@@ -16,7 +16,8 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
-from learner.network.logprob_parity import compare
+from learner.loop.logprob_parity import compare
+from learner.loop.trainer import Trainer
 from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
 from learner.ranks.group import Ranks
 from learner.ranks.orders import Order, Orders, unpack_groups
@@ -24,7 +25,6 @@ from learner.ranks.processes import check_local_ranks, given_store, join, leave_
 from learner.ranks.reasons import REASONS, Reasons
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.engine import TorchEngine
-from learner.training.trainer import Trainer
 from protocol.device_lock import read_tenure, use_device_for
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ import xxhash
 from asyncrl.algorithms.filters import SPREAD
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
+from learner.loop.recorded_batch import as_journaled
 from learner.tickets.group_judge import sampled_group
-from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 
 

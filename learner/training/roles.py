@@ -11,12 +11,12 @@ import torch
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
-from learner.ranks.plan import plan_shares
-from learner.ranks.work import RankWork
 from learner.training.batch import Batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
+from learner.training.rank_plan import plan_shares
+from learner.training.rank_work import RankWork
 from learner.training.reference import Reference, WithoutAdapters
 
 

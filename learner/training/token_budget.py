@@ -21,8 +21,8 @@ from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, changed, device_sharing
 from asyncrl.tools.memory_plan.token_choice import settle_tokens
 from learner.ranks.group import Ranks
-from learner.ranks.plan import plan_shares
 from learner.training.packing import TrainGroup
+from learner.training.rank_plan import plan_shares
 from learner.training.roles import Roles
 
 logger = logging.getLogger(__name__)

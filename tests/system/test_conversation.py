@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learner.loop.recorded_batch import as_journaled
+from learner.loop.trainer import Trainer
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
@@ -30,10 +32,8 @@ from asyncrl.tools.samples.model import SampleDetail, SampleImage
 from asyncrl.tools.samples.store import SampleStore
 from learner.network.group_verification import verify_group
 from learner.replay import main as replay_main
-from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.trainer import Trainer
 from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.environments import Environments

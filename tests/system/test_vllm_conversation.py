@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from learner.loop.trainer import Trainer
 
 from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import Start
@@ -19,7 +20,6 @@ from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.processing.processor import EncodedPrompt
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
-from learner.training.trainer import Trainer
 from protocol.messages import Group, TicketFailed
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.environments import Environments

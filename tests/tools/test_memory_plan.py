@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learner.loop.trainer import Trainer
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.device_rules import NCCL_BYTES
@@ -45,7 +46,6 @@ from asyncrl.tools.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
-from learner.training.trainer import Trainer
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest, Parking
 from rollout_server.engines.hf.decode_batch import DecodeBatch

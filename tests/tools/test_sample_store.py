@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from asyncrl.journal.full_disk import is_disk_full
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
@@ -25,7 +26,6 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, TrainedBatch, insert_group
 from asyncrl.journal.writer import Journal
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.tools.inspect.__main__ import main as inspect
 from asyncrl.tools.inspect.filters import read_query
 from asyncrl.tools.samples import query as queries

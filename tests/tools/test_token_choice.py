@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from learner.loop.trainer import Trainer
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -23,7 +24,6 @@ from learner.ranks.group import Ranks
 from learner.sft import choose_tokens
 from learner.training import token_budget
 from learner.training.token_budget import BUDGET_FILE, TokenBudget, with_token_budget
-from learner.training.trainer import Trainer
 from tests.rigs.made_up_batch import made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

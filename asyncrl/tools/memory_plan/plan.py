@@ -236,7 +236,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
 
 
 def evaluates_beside_training(config: RunConfig) -> bool:
-    """True if servers keep a version to evaluate it while newer ones are published (learner/step_schedule.py)."""
+    """True if servers keep a version to evaluate it while newer ones are published (learner/loop/step_schedule.py)."""
     plan = config.evaluation
     planned = bool(config.data.val_files) and (plan.before_training or plan.every_steps > 0)
     return planned and config.trainer.mode == "async" and config.largest_staleness > 0

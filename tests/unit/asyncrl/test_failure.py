@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
@@ -27,7 +28,6 @@ from asyncrl.run_folder.failure import (
     failure_of,
     read_failure,
 )
-from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from tests.rigs.small_runs import save_failure
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 
 import asyncrl.journal.segments
 import asyncrl.journal.writer
@@ -23,7 +24,6 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import Journal, TicketSlot
-from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
 from tests.rigs.journal_groups import add, issue, make_group, take, wait_for_copy

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from learner.loop.step_schedule import StepSchedule
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
@@ -15,7 +16,6 @@ from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_verification import _version_problems
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.ticket_sender import TicketSender
-from learner.step_schedule import StepSchedule
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger

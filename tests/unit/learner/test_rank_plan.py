@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from learner.training.rank_plan import plan_shares
 from torch._C._distributed_c10d import HashStore
 
 from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
@@ -17,7 +18,6 @@ from asyncrl.errors import UserError, WaitTimeoutError
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.ranks.environment import RankEnvironment, rank_environment, with_given_ranks
 from learner.ranks.orders import pack_groups, unpack_groups
-from learner.ranks.plan import plan_shares
 from learner.ranks.processes import check_local_ranks, given_store, join
 from learner.training.batch import make_batch
 from learner.training.packing import Completion, Segment, TrainGroup, plan_micro_batches

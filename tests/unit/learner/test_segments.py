@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from learner.loop.recorded_batch import as_journaled
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
@@ -22,7 +23,6 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
 from learner.network.group_verification import verify_group
-from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import describe_batch, make_batch

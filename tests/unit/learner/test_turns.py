@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learner.loop.recorded_batch import as_journaled
 
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -20,7 +21,6 @@ from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.processing.processor import PromptProcessor
 from learner.network.group_verification import verify_group
-from learner.tickets.recorded_batch import as_journaled
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import describe_batch, make_batch
 from learner.training.engine import TorchEngine
