@@ -8,12 +8,12 @@ Each step:
 5. loss        for each token max(-A r, -A clip(r)), where r = p_now / p_before; then the mean over all tokens (PPO)
 6. update      backward, clip the gradient, AdamW; then give the new weights to the engine that samples
 
-The weights exist twice, as in every large run: one model samples with a key-value cache, one trains. Rounding makes
-their log-probs of a token differ, so each token's loss is multiplied by p_before / p_sampled, at most 2.
+Two models hold the weights: one samples with a key-value cache, one trains. Rounding makes their log-probs of a token
+differ, so each token's loss is multiplied by p_before / p_sampled, at most 2.
 
-Run it on a CPU, with a configuration of `asyncrl train` that leaves the algorithm at its defaults:
+Run it on a CPU, after `make demo`, or with any configuration that leaves `algorithm` at its defaults:
 
-    python recipes/grpo_in_one_file.py asyncrl/demo/grpo.yaml trainer.max_steps=5
+    python recipes/grpo_in_one_file.py runs/demo-1/grpo/config.yaml run_dir=runs/page trainer.max_steps=5
 
 `asyncrl train` with learner.max_staleness=0 makes the same weights, bit for bit (tests/system/test_recipe.py). It adds
 verification, a journal, checkpoints, staleness and other machines (docs/design.md).
@@ -25,7 +25,6 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +74,8 @@ class Run:
         self.rewards = [(part, load_reward(part.function)) for part in config.reward.functions]
         self.processor = PromptProcessor(config.model)
         self.engine = HFEngine(config, self.processor)
-        num_updates = config.trainer.max_steps * config.algorithm.updates_per_batch
-        self.trainer = TorchEngine(config, config.learner.optim, num_updates)
+        updates = config.trainer.max_steps * config.algorithm.updates_per_batch
+        self.trainer = TorchEngine(config, config.learner.optim, updates)
         self.trainer.prepare()
 
     async def steps(self) -> AsyncIterator[tuple[list[Group], dict[str, float]]]:
@@ -100,7 +99,7 @@ class Run:
 
     async def sample(self, positions: Sequence[int]) -> list[Group]:
         """Sample a group at each position of the data order, and score it."""
-        config, size = self.config, self.config.batch.group_size
+        config = self.config
         sampling = Sampling(
             **{name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             max_new_tokens=config.data.max_response_length,
@@ -115,7 +114,7 @@ class Run:
                 raise UserError(f"row {prompt.row_id}: the prompt is over data.max_prompt_length. Leave the row out")
             # This seed, the completion's index and the token's place draw a token: no order of work changes it.
             seed = np.random.SeedSequence((config.trainer.seed, position)).generate_state(1, np.uint64)[0] >> 1
-            requests.append(GenerationRequest(position, prompt, size, int(seed), sampling))
+            requests.append(GenerationRequest(position, prompt, config.batch.group_size, int(seed), sampling))
         sampled: dict[tuple[int, int], Sampled] = {}
         async for item in self.engine.generate(requests):
             if isinstance(item, FailedRequest):
@@ -123,17 +122,17 @@ class Run:
             sampled[item.request_id, item.index] = item
         groups: list[Group] = []
         for request in requests:
-            completions = [sampled[request.request_id, index] for index in range(size)]
+            completions = [sampled[request.request_id, index] for index in request.indices]
             rewards = [self.reward(rows[request.request_id], completion) for completion in completions]
             groups.append(Group(request.prompt, completions, rewards))
         return groups
 
     def reward(self, row: RenderedPrompt, completion: Sampled) -> float:
         """The weighted sum of the reward functions."""
-        text, tokens = self.processor.decode(completion.token_ids), len(completion.token_ids)
+        ids, text = completion.token_ids, self.processor.decode(completion.token_ids)
+        limit = self.config.data.max_response_length
         ending = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
-        most = self.config.data.max_response_length
-        shown = sample_of(row.prompt, text, row.blobs, ending, num_tokens=tokens, max_tokens=most)
+        shown = sample_of(row.prompt, text, row.blobs, ending, num_tokens=len(ids), max_tokens=limit)
         return sum(part.weight * float(function(shown, **part.kwargs)) for part, function in self.rewards)
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -143,7 +142,7 @@ class Run:
         sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in completions]))  # [T]
         advantage = torch.cat([advantages(group.rewards) for group in groups])  # [B]
         before = torch.empty_like(sampled)  # [T] log-probs of the policy before the first update
-        size, updates = self.config.batch.group_size, self.config.algorithm.updates_per_batch
+        size, per_update = self.config.batch.group_size, len(groups) // self.config.algorithm.updates_per_batch
         packed: list[TrainGroup] = []
         for number, group in enumerate(groups):  # each token of each completion is trained
             rows = [(number * size + c.index, c.token_ids) for c in group.completions]
@@ -152,10 +151,11 @@ class Run:
             for batch in self.micro_batches(packed):
                 before[start[batch.row] + batch.column] = self.trainer.forward(batch).logprobs.cpu()
         metrics: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        for first, last in pairwise(round(number * len(packed) / updates) for number in range(updates + 1)):
-            num_tokens = sum(len(c.token_ids) for group in packed[first:last] for c in group.completions)
+        for first in range(0, len(packed), per_update):
+            part = packed[first : first + per_update]
+            num_tokens = sum(len(completion.token_ids) for group in part for completion in group.completions)
             metrics["loss"].append(0.0)
-            for batch in self.micro_batches(packed[first:last]):
+            for batch in self.micro_batches(part):
                 now = self.trainer.forward(batch).logprobs  # [n] with gradient
                 place = start[batch.row] + batch.column
                 known = [column.to(now.device) for column in (before[place], sampled[place], advantage[batch.row])]
@@ -166,7 +166,7 @@ class Run:
         return {name: float(np.mean(values)) for name, values in metrics.items()}
 
     def micro_batches(self, packed: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
-        """One at a time, each a sequence of prompts with their completions, within the budget of tokens."""
+        """One at a time, within the budget of tokens: each prompt once, then its completions."""
         return map(self.trainer.pack, plan_micro_batches(packed, self.config.batch.microbatch_tokens))
 
 
@@ -192,8 +192,7 @@ def token_losses(
 async def main() -> None:
     run = Run(load_config(Path(sys.argv[1]), sys.argv[2:]))
     async for groups, metrics in run.steps():
-        reward = np.mean([group.rewards for group in groups])
-        print(f"reward {reward:.3f}, loss {metrics['loss']:.4f}, grad_norm {metrics['grad_norm']:.3f}")
+        print({"reward": float(np.mean([group.rewards for group in groups])), **metrics})
     run.trainer.export(run.processor.processor, Path(run.config.run_dir) / "export")
 
 

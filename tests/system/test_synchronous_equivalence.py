@@ -1,5 +1,5 @@
-"""`max_staleness: 0` through two processes is a plain generate-then-train loop, bit for bit: of one turn, and of
-several with an environment, on two devices and on one in turns."""
+"""`max_staleness: 0` through two processes equals a plain generate-then-train loop, bit for bit: with several turns in
+an environment, on two devices and on one. test_recipe.py has one turn."""
 
 from __future__ import annotations
 
@@ -73,14 +73,7 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_two_processes_equal_the_plain_loop_bit_for_bit(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    config = make_config(algorithm={"updates_per_batch": 2})
-    check_run(config, tmp_path / "run", *asyncio.run(plain_loop(config)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_several_turns_equal_the_plain_loop_too_on_two_devices_and_on_one(
+def test_several_turns_equal_the_plain_loop_on_two_devices_and_on_one(
     make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path
 ) -> None:
     """The environment answers after times that differ; a third of all tokens end a turn. Half of the rows run at a
