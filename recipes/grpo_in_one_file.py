@@ -35,10 +35,10 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.devices.device import resolve_dtype, set_up_training
 from asyncrl.errors import UserError
-from asyncrl.models.devices import resolve_dtype, set_up_training
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.spec import load_reward
 from learner.training.engine import TorchEngine
@@ -122,7 +122,7 @@ class Run:
             sampled[item.request_id, item.index] = item
         groups: list[Group] = []
         for request in requests:
-            completions = [sampled[request.request_id, index] for index in request.indices]
+            completions = [sampled[request.request_id, index] for index in range(config.batch.group_size)]
             rewards = [self.reward(rows[request.request_id], completion) for completion in completions]
             groups.append(Group(request.prompt, completions, rewards))
         return groups
@@ -146,7 +146,7 @@ class Run:
         packed: list[TrainGroup] = []
         for number, group in enumerate(groups):  # each token of each completion is trained
             rows = [(number * size + c.index, c.token_ids) for c in group.completions]
-            packed.append(TrainGroup(group.prompt, tuple(Completion(row, ids, np.ones_like(ids)) for row, ids in rows)))
+            packed.append(TrainGroup(group.prompt, tuple(Completion(row, ids, ids >= 0) for row, ids in rows)))
         with torch.no_grad():
             for batch in self.micro_batches(packed):
                 before[start[batch.row] + batch.column] = self.trainer.forward(batch).logprobs.cpu()

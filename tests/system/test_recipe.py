@@ -28,8 +28,10 @@ OURS = ("asyncrl", "asyncrl_plugins", "learner", "protocol", "rollout_server")
 ALLOWED = (
     "asyncrl.config",
     "asyncrl.data",
+    "asyncrl.devices.device",
     "asyncrl.errors",
-    "asyncrl.models",
+    "asyncrl.models.loading",
+    "asyncrl.processing",
     "asyncrl.rewards.presentation",
     "asyncrl.rewards.spec",
     "learner.training.engine",
