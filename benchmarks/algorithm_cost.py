@@ -28,6 +28,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import Kind, Method, methods
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+from tests.rigs.provenance import provenance_of
 
 KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
 GROUP_SIZE = 8
@@ -51,7 +52,9 @@ def made_up(rows: int, tokens: int) -> Trajectories:
         row=torch.arange(rows).repeat_interleave(tokens),
         behaviour_logprobs=proximal + 0.1 * (uniform() - 0.5),
         components={"a": scores, "b": torch.rand(rows, generator=generator)},
-        is_baseline=torch.arange(rows) % GROUP_SIZE == 0,
+        provenance=provenance_of(
+            torch.arange(rows).repeat_interleave(tokens), baseline=torch.arange(rows) % GROUP_SIZE == 0
+        ),
         proximal_logprobs=proximal,
         entropies=uniform(),
         squared_probabilities=uniform(),
@@ -74,7 +77,7 @@ def work_of(method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
     assert t.proximal_logprobs is not None
     target = (t.proximal_logprobs + 0.01).requires_grad_()
     marked = torch.zeros(len(t.row), dtype=torch.bool)
-    expert = (t.row % GROUP_SIZE == 0) if "demonstrations" in method.needs else None
+    is_hybrid = "demonstrations" in method.needs
     of = PolicyTokens(
         target,
         t.proximal_logprobs,
@@ -82,7 +85,7 @@ def work_of(method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
         credit.advantages,
         t.row,
         marked,
-        expert=expert,
+        provenance=provenance_of(t.row, t.row % GROUP_SIZE == 0) if is_hybrid else None,
         entropies=t.entropies,
         scores=t.scores[t.row],
     )

@@ -9,7 +9,7 @@ of the whole trajectory, given to each of its tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -50,12 +50,12 @@ def correct(
     as token ratio, its product over the trajectory, or its geometric mean: `*_tis` is min(ratio, cap) (truncated
     importance sampling, as in decoupled PPO, arXiv 2505.24298), `*_mis` and `icepop` are the ratio within [lower,
     upper] and 0 elsewhere (IcePop: arXiv 2510.18855).
-    Expert tokens have weight 1, are never masked and take no part in their trajectory's ratio.
+    Inserted tokens have weight 1, are never masked and take no part in their trajectory's ratio.
     """
-    if tokens.expert is not None and tokens.expert.any():
-        sampled = ~tokens.expert
+    if tokens.provenance is not None and (inserted := tokens.provenance.is_inserted).any():
+        sampled = ~inserted
         chosen = {name: dropped[sampled] for name, dropped in selected.items()}
-        return _spread(correct(replace(tokens.of_tokens(sampled), expert=None), config, chosen), sampled)
+        return _spread(correct(tokens.of_tokens(sampled), config, chosen), sampled)
     differences = tokens.proximal_logprobs - tokens.behaviour_logprobs
     weights, truncated, rejected = _weigh(differences, tokens.row, config)
     masked_by = {} if rejected is None else {config.kind: rejected}

@@ -1,8 +1,8 @@
 """Policy losses that learn from demonstrations beside what the policy sampled.
 
-`tokens.expert` marks the tokens of demonstrations and hints. No policy sampled them: they have no ratio, correction,
-entropy bonus or KL, and no part in their group's statistics, unless a method says that it credits demonstrations. Their
-mean is taken over themselves, with a denominator of their own, unless it says that all tokens share one.
+`tokens.provenance.is_inserted` marks the tokens of demonstrations and hints. No policy sampled them: they have no
+ratio, correction, entropy bonus or KL, and no part in their group's statistics, unless a method says that it credits
+demonstrations. Their mean has a denominator of its own, unless a method says that all tokens share one.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def chord_phi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def luffy(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Demonstrations as members of their group, scored as it is, with the behaviour's probability taken for 1 and a
     shape that favours their unlikely tokens (LUFFY). Sampled tokens are not clipped."""
-    assert tokens.expert is not None
+    assert tokens.provenance is not None
     of_sampled = -tokens.advantages * ratio(tokens.logprobs, tokens.proximal_logprobs)
     p, gamma = tokens.logprobs.exp(), config.luffy_gamma
     slope = (tokens.advantages * gamma * p / (p + gamma) ** 2).detach()
-    of_expert = -tokens.advantages * p / (p + gamma)
-    return PolicyLoss(torch.where(tokens.expert, of_expert, of_sampled), {}, supervised_weight=slope)
+    of_inserted = -tokens.advantages * p / (p + gamma)
+    return PolicyLoss(torch.where(tokens.provenance.is_inserted, of_inserted, of_sampled), {}, supervised_weight=slope)
 
 
 @policy_loss(
@@ -104,18 +104,18 @@ def hpt(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def success_gate(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
     """Mask [N] of the tokens that HPT leaves out of a group's policy loss. A row is right if its score is
     `algorithm.success_score` or above; groups without a demonstration keep what they sampled."""
-    if t.expert is None:
+    if t.provenance is None:
         return torch.zeros_like(t.row, dtype=torch.bool)
-    rows, groups = len(t.scores), int(t.group.max()) + 1 if len(t.group) else 0
+    inserted, rows, groups = t.provenance.is_inserted, len(t.scores), int(t.group.max()) + 1 if len(t.group) else 0
     is_demonstration = torch.zeros(rows, dtype=torch.bool)
-    is_demonstration[t.row[t.expert]] = True
+    is_demonstration[t.row[inserted]] = True
     sampled = (t.lengths > 0) & ~is_demonstration & ~t.scores.isnan()
     right = sampled & (t.scores >= config.success_score)
     count = torch.zeros(3, groups, dtype=torch.long)
     for line, chosen in zip(count, (sampled, right, is_demonstration & (t.lengths > 0)), strict=True):
         line.index_add_(0, t.group, chosen.long())
     passed = (count[1] > config.hpt.gate * count[0]) | (count[2] == 0)
-    return torch.where(passed[t.group[t.row]], t.expert, ~t.expert)
+    return torch.where(passed[t.group[t.row]], inserted, ~inserted)
 
 
 @policy_loss(
@@ -128,24 +128,26 @@ def success_gate(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> to
 def srft(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Imitation and off-policy gradient of demonstrations, and rewards of +1 and -1 for what was sampled, weighed by
     the mean entropy H of each row (SRFT). A row is right if its score is `algorithm.success_score` or above."""
-    assert tokens.expert is not None
+    assert tokens.provenance is not None
     assert tokens.entropies is not None
     assert tokens.scores is not None
     logprobs, settings = tokens.logprobs, config.srft
     entropy = row_mean(tokens.entropies, tokens.row)
     imitation = settings.supervised_coef * (-entropy).exp()
     # The ratio to a behaviour policy that is taken for certain: p / 1.
-    of_expert = -imitation * logprobs - tokens.advantages * logprobs.exp()
+    of_inserted = -imitation * logprobs - tokens.advantages * logprobs.exp()
     right = tokens.scores >= config.success_score
     of_sampled = torch.where(right, -settings.right_coef * entropy.exp() * logprobs, logprobs)
-    return PolicyLoss(torch.where(tokens.expert, of_expert, of_sampled), {}, supervised_weight=imitation)
+    return PolicyLoss(
+        torch.where(tokens.provenance.is_inserted, of_inserted, of_sampled), {}, supervised_weight=imitation
+    )
 
 
 def _imitating(tokens: PolicyTokens, of_sampled: PolicyLoss, weight: torch.Tensor, *, share: float = 1.0) -> PolicyLoss:
-    """A share of the loss of sampled tokens, and the weighted negative log-likelihood of the expert ones. [n] weight"""
-    assert tokens.expert is not None
+    """A share of the loss of sampled tokens, and the negative log-likelihood of inserted ones, weighted. [n] weight"""
+    assert tokens.provenance is not None
     return PolicyLoss(
-        torch.where(tokens.expert, -weight * tokens.logprobs, share * of_sampled.token_loss),
-        {name: indicator & ~tokens.expert for name, indicator in of_sampled.indicators.items()},
+        torch.where(tokens.provenance.is_inserted, -weight * tokens.logprobs, share * of_sampled.token_loss),
+        {name: indicator & ~tokens.provenance.is_inserted for name, indicator in of_sampled.indicators.items()},
         supervised_weight=weight,
     )

@@ -31,7 +31,7 @@ class PolicyLoss:
     indicators: Mapping[str, torch.Tensor]
     """[N] bool each; their means over sampled tokens are reported under these names."""
     supervised_weight: torch.Tensor | None = None
-    """[N] detached weight of -log p at expert tokens, for the report; other tokens' values mean nothing."""
+    """[N] detached weight of -log p at inserted tokens, for the report; other tokens' values mean nothing."""
 
 
 LossFunction = Callable[[PolicyTokens, AlgorithmConfig], PolicyLoss]
@@ -318,12 +318,12 @@ def token_weights(
 
 
 def update_weights(
-    row: torch.Tensor, group: torch.Tensor, expert: torch.Tensor, config: AlgorithmConfig, *, max_response_length: int
+    row: torch.Tensor, group: torch.Tensor, inserted: torch.Tensor, config: AlgorithmConfig, *, max_response_length: int
 ) -> torch.Tensor:
     """[N] weight of each trained token of the whole update: `loss_agg_mode` of what was sampled, and for the others
-    (`expert` [N] bool) the mean over themselves, unless the policy loss shares one denominator between them."""
+    (`inserted` [N] bool) the mean over themselves, unless the policy loss shares one denominator between them."""
     loss = method_of("policy_loss", config.policy_loss)
-    apart = torch.zeros_like(expert) if loss and loss.shares_denominator else expert
+    apart = torch.zeros_like(inserted) if loss and loss.shares_denominator else inserted
     weights = torch.full(row.shape, 1.0 / max(int(apart.sum()), 1))
     weights[~apart] = token_weights(
         row[~apart], config.loss_agg_mode, group=group[~apart], max_response_length=max_response_length

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from asyncrl.algorithms.provenance import Provenance
+
 LOG_RATIO_BOUND = 20.0
 """Every ratio's logarithm is clamped here, last before `exp`, so that no weight is infinite: a trajectory's once its
 tokens are added up, or the bound would hide by how much one token outweighs the others."""
@@ -33,8 +35,8 @@ class PolicyTokens:
     """int64 trajectory of each token."""
     marked: torch.Tensor | None = None
     """bool: tokens of the selection that the loss names as its `marks` (`clip_cov`, `kl_cov`)."""
-    expert: torch.Tensor | None = None
-    """bool: tokens of demonstrations and hints, which no policy sampled: their behaviour log-prob is 0. None: none."""
+    provenance: Provenance[torch.Tensor] | None = None
+    """Provenance of the tokens, where a method learns from inserted ones. None: the policy sampled all of them."""
     entropies: torch.Tensor | None = None
     """Target policy's, detached; nats."""
     scores: torch.Tensor | None = None
@@ -45,7 +47,11 @@ class PolicyTokens:
     def of_tokens(self, kept: torch.Tensor) -> PolicyTokens:
         """Ratios of the given tokens alone. [N] bool"""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: c[kept] for name, c in columns.items() if isinstance(c, torch.Tensor)})
+        return replace(
+            self,
+            provenance=self.provenance and self.provenance.of_tokens(kept),
+            **{name: c[kept] for name, c in columns.items() if isinstance(c, torch.Tensor)},
+        )
 
 
 def approximate_proximal(

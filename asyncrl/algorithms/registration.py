@@ -55,8 +55,8 @@ def policy_loss(
     `weighs_trajectories`: a ratio in it is that of a whole trajectory, all of whose tokens must be there.
     `marks`: the selection whose tokens are `tokens.marked`: a built-in, or a function of the same file.
     `credits_demonstrations`: they are members of their group, whose scores count in its statistics and which get an
-    advantage. `shares_denominator`: `loss_agg_mode` is over expert and sampled tokens together, not over the sampled
-    ones beside a mean over the expert ones.
+    advantage. `shares_denominator`: `loss_agg_mode` is over inserted and sampled tokens together, not over the sampled
+    ones beside a mean over the inserted ones.
     """
     return lambda function: function
 

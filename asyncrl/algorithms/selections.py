@@ -172,7 +172,7 @@ class Selections:
     def __call__(self, t: Trajectories, credit: Credit) -> Selected:
         """Tokens of demonstrations and hints are never chosen, and enter no statistic, but of selections that need
         them."""
-        sampled = torch.ones_like(t.row, dtype=torch.bool) if t.expert is None else ~t.expert
+        sampled = ~t.provenance.is_inserted if t.provenance else torch.ones_like(t.row, dtype=torch.bool)
         of_policy = t, credit
         if not sampled.all():
             of_policy = t.only(sampled), Credit(credit.advantages[sampled])

@@ -81,9 +81,10 @@ def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:
 
     A group whose greedy completion could not be scored gets 0.
     """
-    assert t.is_baseline is not None
+    assert t.provenance is not None
+    is_baseline = t.provenance.is_baseline
     baseline = torch.full((int(t.group.max()) + 1 if len(t.group) else 0,), torch.nan)
-    baseline[t.group[t.is_baseline]] = t.scores[t.is_baseline]
+    baseline[t.group[is_baseline]] = t.scores[is_baseline]
     to_come = returns_to_come(t, gamma=1.0)
     return Credit((to_come - baseline[t.group][t.row]).nan_to_num(0.0), returns=to_come)
 
@@ -110,8 +111,8 @@ def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     assert t.proximal_logprobs is not None
     assert t.squared_probabilities is not None
     differences = t.proximal_logprobs - t.behaviour_logprobs
-    if t.expert is not None:  # no policy sampled them: they have no ratio
-        differences = torch.where(t.expert, 0.0, differences)
+    if t.provenance is not None:
+        differences = torch.where(t.provenance.is_inserted, 0.0, differences)
     of_token = 1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities
     of_token = of_token.clamp_min(0) * importance_weights(differences, t.row, config.correction) ** 2
     weight = t.padded(of_token).cumsum(1)

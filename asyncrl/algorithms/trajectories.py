@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 
+from asyncrl.algorithms.provenance import Provenance
+
 OF_TOKENS = frozenset(
     [
         "row",
@@ -20,7 +22,6 @@ OF_TOKENS = frozenset(
         "turn",
         "turn_rewards",
         "state",
-        "expert",
         "proximal_logprobs",
         "entropies",
         "squared_probabilities",
@@ -58,14 +59,10 @@ class Trajectories:
     state: torch.Tensor | None = None
     """[N] int64 the environment's state in which the token's turn began: equal numbers in a group are equal states,
     0 is that of the prompt, and -1 is not known; None: only the prompt's are."""
-    is_baseline: torch.Tensor | None = None
-    """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
+    provenance: Provenance[torch.Tensor] | None = None
+    """Provenance of the tokens and of the rows; None: the policy sampled all tokens, and all rows are trained."""
     is_truncated: torch.Tensor | None = None
     """[B] bool: rows that ended at the largest length and not by a stop token; None: there are none."""
-    is_demonstration: torch.Tensor | None = None
-    """[B] bool: rows of which no token was sampled; None: there are none."""
-    expert: torch.Tensor | None = None
-    """[N] bool: tokens of demonstrations and hints, which no policy sampled; None: there are none."""
     proximal_logprobs: torch.Tensor | None = None
     """[N] of the learner's policy at the start of the step."""
     entropies: torch.Tensor | None = None
@@ -100,15 +97,19 @@ class Trajectories:
     def only(self, tokens: torch.Tensor) -> Trajectories:
         """Trajectories with the given tokens alone: [N] bool."""
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name in OF_TOKENS}
-        return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
+        return replace(
+            self,
+            provenance=self.provenance and self.provenance.of_tokens(tokens),
+            **{name: column[tokens] for name, column in columns.items() if column is not None},
+        )
 
     def of_policy(self) -> Trajectories:
-        """Trajectories that a policy sampled: without expert tokens, and without the scores of demonstrations."""
-        if self.expert is None or self.is_demonstration is None:
+        """Trajectories without inserted tokens, and without the scores of demonstrations."""
+        if self.provenance is None:
             return self
-        unscored = self.is_demonstration
+        unscored = self.provenance.is_demonstration
         return replace(
-            self.only(~self.expert),
+            self.only(~self.provenance.is_inserted),
             scores=torch.where(unscored, torch.nan, self.scores),
             components={name: torch.where(unscored, torch.nan, c) for name, c in self.components.items()},
         )

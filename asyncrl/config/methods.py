@@ -74,7 +74,7 @@ class Method:
     credits_demonstrations: bool
     """Whether demonstrations are members of their group to a loss: in its statistics, with an advantage."""
     shares_denominator: bool
-    """Whether a loss is aggregated over expert and sampled tokens together."""
+    """Whether a loss is aggregated over inserted and sampled tokens together."""
     summary: str
     """First paragraph of the docstring."""
 

@@ -130,8 +130,7 @@ class LearnerExporter:
 
     def _staleness(self, version: int, batch: Batch) -> None:
         m = self._metrics
-        sampled = np.concatenate([item.is_sampled for item in batch.received])
-        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
+        m["token_staleness_versions"].observe_counts(version - batch.versions[batch.provenance.is_drawn])
         oldest = [item.oldest_version for item in batch.received if item.group.versions.size]
         m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
 

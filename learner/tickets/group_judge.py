@@ -11,8 +11,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.registration import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -23,7 +21,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.user_functions import one_line
 from learner.tickets.ticket import ReceivedGroup
-from protocol.messages import TrajectoryRecord
+from protocol.messages import TrajectoryRecord, TrajectoryRole
 
 REASON = re.compile(r"(?!stale$)[a-z][a-z0-9_]{0,39}")
 """Reasons are parts of names of metrics. `stale` is the ledger's own."""
@@ -158,7 +156,7 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
 
 def sampled_group(item: ReceivedGroup) -> SampledGroup:
     """Group as filters and sources see it: sampled by the policy, without greedy rows and demonstrations."""
-    rows = np.flatnonzero(~(item.is_baseline | item.is_demonstration)).tolist()
+    rows = [row for row, record in enumerate(item.group.trajectories) if record.role is TrajectoryRole.TRAIN]
     lengths = item.group.lengths.tolist()
     return SampledGroup(
         item.ticket.prompt, [item.group.trajectories[row] for row in rows], [lengths[row] for row in rows]

@@ -55,6 +55,6 @@ def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
     """Trajectories and sampled tokens that are in the loss, greedy ones left out."""
     rows = tokens = 0
     for item in items:
-        rows += int(np.count_nonzero(~item.is_baseline))
-        tokens += int(np.count_nonzero(item.is_sampled))
+        rows += int(np.count_nonzero(~item.provenance.is_baseline))
+        tokens += int(np.count_nonzero(item.provenance.is_drawn))
     return rows, tokens

@@ -10,13 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
+from asyncrl.algorithms.provenance import Provenance
 from asyncrl.environments.recording import observation_of
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import MeasuredPrompt
 from protocol.codec import Frame, Limits, encode
-from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind, TokenSource, TrajectoryRole
+from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind, TrajectoryRole
 
 _ENVELOPE_BYTES = 256
 """Header bytes around the tickets of a message."""
@@ -136,14 +137,9 @@ class ReceivedGroup:
         return self.prepared.blobs_of(self.group)
 
     @cached_property
-    def is_baseline(self) -> np.ndarray:
-        """[group_size] bool: greedy trajectories, which are scored and not trained."""
-        return np.array([record.role is TrajectoryRole.BASELINE for record in self.group.trajectories], bool)
-
-    @cached_property
-    def is_sampled(self) -> np.ndarray:
-        """[N] bool: tokens that the policy drew at random."""
-        return self.group.is_sampled & ~np.repeat(self.is_baseline, self.group.lengths)
+    def provenance(self) -> Provenance[np.ndarray]:
+        """Provenance of the group's tokens."""
+        return Provenance.of([self.group])
 
     @cached_property
     def is_noisy(self) -> np.ndarray:
@@ -151,25 +147,15 @@ class ReceivedGroup:
         orders = self.ticket.orders
         return np.array([bool(order.images) for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
 
-    @cached_property
-    def is_demonstration(self) -> np.ndarray:
-        """[group_size] bool: trajectories of which no token was sampled."""
-        return np.array([record.role is TrajectoryRole.DEMONSTRATION for record in self.group.trajectories], bool)
-
     @property
     def lacks_baseline(self) -> bool:
         """Whether its greedy trajectory has no score, so that nothing can be said about the others."""
         return any(r.role is TrajectoryRole.BASELINE and r.reward is None for r in self.group.trajectories)
 
     @cached_property
-    def is_prefix(self) -> np.ndarray:
-        """[N] bool: tokens that the ticket's orders put in place, which no policy sampled."""
-        return self.group.source == TokenSource.INSERTED
-
-    @cached_property
     def oldest_version(self) -> int:
         """Smallest policy version that sampled a token; where none was sampled, that of the ticket."""
-        versions = self.group.versions[~self.is_prefix]
+        versions = self.group.versions[~self.provenance.is_inserted]
         return int(versions.min()) if versions.size else self.slot.version
 
     @cached_property

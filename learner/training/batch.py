@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from asyncrl.algorithms.provenance import Provenance
 from asyncrl.config.method_settings import PapoConfig
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.environments.recording import observation_of
@@ -66,8 +67,8 @@ class Batch:
     """[B] fp32 each: the values that the reward is the weighted sum of."""
     groups: torch.Tensor
     """[B] int64 group of each row."""
-    is_baseline: torch.Tensor
-    """[B] bool: greedy rows, which are scored and not trained."""
+    provenance: Provenance[np.ndarray]
+    """Provenance of the M tokens and of the B rows."""
     is_noisy: torch.Tensor
     """[B] bool: rows that were sampled from other images than those that they are trained on."""
     row_start: np.ndarray
@@ -76,10 +77,6 @@ class Batch:
     """[M] fp32"""
     versions: np.ndarray
     """[M] int32"""
-    is_demonstration: torch.Tensor
-    """[B] bool: rows of which no token was sampled: a ticket's orders put all of them in place."""
-    is_prefix: np.ndarray
-    """[M] bool: tokens that a ticket's orders put in place: of demonstrations and hints."""
     has_masked_images: bool
     """Some prompts have masked images beside their own."""
 
@@ -146,9 +143,9 @@ class Batch:
         )
 
     @cached_property
-    def expert(self) -> torch.Tensor:
-        """[N] bool: tokens of demonstrations and hints. No policy sampled them: log-probs and versions say nothing."""
-        return torch.from_numpy(self.is_prefix)[self.trained.flat]
+    def trained_provenance(self) -> Provenance[torch.Tensor]:
+        """Provenance of the N trained tokens and of the B rows."""
+        return self.provenance.of_tokens(self.trained.flat.numpy()).map(torch.from_numpy)
 
     @cached_property
     def noisy(self) -> torch.Tensor:
@@ -195,7 +192,7 @@ def make_batch(
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one; none
     of a group that lacks its baseline.
 
-    With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`). With `papo`,
+    With `demonstrations`, tokens that the tickets' orders put in place are trained, too . With `papo`,
     prompts have masked images beside their own, drawn by the ticket's seed: the same when a step is made again.
 
     Images have stayed encoded until here; the processor's cache spares most of them a second decoding. With
@@ -207,8 +204,8 @@ def make_batch(
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
-        is_trained = group.is_sampled | item.is_prefix if demonstrations else group.is_sampled
-        left_out = item.is_baseline | item.lacks_baseline
+        is_trained = group.is_sampled | item.provenance.is_inserted if demonstrations else group.is_sampled
+        left_out = item.provenance.is_baseline | item.lacks_baseline
         bounds = [0, *group.lengths.cumsum().tolist()]
         trained = np.append(0, is_trained.cumsum(dtype=np.int64))[bounds].tolist()
         rows = zip(group.trajectories, left_out.tolist(), pairwise(bounds), pairwise(trained), strict=True)
@@ -229,13 +226,11 @@ def make_batch(
         scores=torch.tensor(scores, dtype=torch.float32),
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
-        is_baseline=torch.from_numpy(np.concatenate([item.is_baseline for item in received])),
+        provenance=Provenance.of([item.group for item in received]),
         is_noisy=torch.from_numpy(np.concatenate([item.is_noisy for item in received])),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
-        is_demonstration=torch.from_numpy(np.concatenate([item.is_demonstration for item in received])),
-        is_prefix=np.concatenate([item.is_prefix for item in received]),
         has_masked_images=papo is not None and any(len(group.prompt.image_grids) for group in train_groups),
     )
 
@@ -270,12 +265,12 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     """
     groups = [item.group for item in batch.received]
     everyone = [record for group in groups for record in group.trajectories]
-    is_baseline = batch.is_baseline.numpy()
-    is_sampled = ~(is_baseline | batch.is_demonstration.numpy())
+    provenance = batch.provenance
+    is_sampled = ~(provenance.is_baseline | provenance.is_demonstration)
     statuses = Counter(record.status for record in everyone)
     conversations = [item.group for item in batch.received if item.ticket.conversation is not None]
     lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
-    staleness = version - batch.versions[np.concatenate([item.is_sampled for item in batch.received])]
+    staleness = version - batch.versions[provenance.is_drawn]
     described = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
     described |= {
         "response_length/mean": float(lengths.mean()) if lengths.size else 0.0,
@@ -296,15 +291,15 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     if batch.is_noisy.any():
         described["noisy/reward"] = float(batch.scores[batch.is_noisy].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
-    for number, record, is_out in zip(batch.groups.tolist(), everyone, is_baseline, strict=True):
+    for number, record, is_out in zip(batch.groups.tolist(), everyone, provenance.is_baseline, strict=True):
         if record.reward is not None and not is_out:
             rewards_of_groups[number].add(record.reward)
     described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups.values()))
-    if is_baseline.any():
+    if provenance.is_baseline.any():
         described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
-        described["baseline/reward"] = float(batch.scores[batch.is_baseline].nanmean())
-    if batch.is_prefix.any():
-        described["demonstrations/groups"] = float(sum(item.is_prefix.any() for item in batch.received))
+        described["baseline/reward"] = float(batch.scores[provenance.is_baseline].nanmean())
+    if provenance.is_inserted.any():
+        described["demonstrations/groups"] = float(sum(i.provenance.is_inserted.any() for i in batch.received))
     return described
 
 

@@ -11,6 +11,7 @@ from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.kl import reference_kl
 from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss
+from asyncrl.algorithms.provenance import Provenance
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selected, any_of
@@ -113,7 +114,6 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
-        self._has_experts = algorithm.demonstrations.are_used
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
     def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor) -> MicroLoss:
@@ -137,7 +137,7 @@ class Objective:
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
             marked=None if selected.marked is None else selected.marked[place].to(device),
-            expert=decided.batch.expert[place].to(device) if self._has_experts else None,
+            provenance=self._provenance(decided.batch, place, device),
             entropies=outputs.entropies.detach(),
             scores=decided.batch.scores[micro_batch.row].to(device),
             version=decided.version,
@@ -160,7 +160,9 @@ class Objective:
         perception = self._perception(roles.actor, micro_batch, outputs)
         if perception is not None:
             of_policy = of_policy + perception.token_loss
-        token_loss = token_loss + (of_policy if tokens.expert is None else torch.where(tokens.expert, 0.0, of_policy))
+        if tokens.provenance is not None:
+            of_policy = torch.where(tokens.provenance.is_inserted, 0.0, of_policy)
+        token_loss = token_loss + of_policy
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
         weights = weights[place].to(device)
@@ -178,6 +180,12 @@ class Objective:
         assert micro_batch.sees_masked is not None
         sees = micro_batch.sees_masked.to(actor.device)
         return PerceptionLoss(torch.where(sees, found.token_loss, 0.0), torch.where(sees, found.kl, 0.0))
+
+    def _provenance(self, batch: Batch, place: torch.Tensor, device: torch.device) -> Provenance[torch.Tensor] | None:
+        """Provenance of a micro-batch's tokens, where the method learns from inserted ones."""
+        if not self._algorithm.demonstrations.are_used:
+            return None
+        return batch.trained_provenance.of_tokens(place).map(lambda column: column.to(device))
 
     def _proximal(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, place: torch.Tensor, decided: Decided

@@ -110,7 +110,7 @@ class LearnerStep:
             self.roles.own_reference.follow(self.roles.actor, decided.version + 1)
         if columns:
             place = torch.from_numpy(columns["place"])
-            sampled = ~decided.batch.expert[place]
+            sampled = ~decided.batch.trained_provenance.is_inserted[place]
             entropies = torch.from_numpy(columns["entropy"])[sampled]
             kl = torch.from_numpy(columns["reference_kl"])[sampled] if "reference_kl" in columns else None
             self.coefficients.observe(entropies, kl, decided.batch.trained.row[place][sampled])
@@ -145,10 +145,8 @@ class LearnerStep:
             scores=batch.scores,
             components=batch.components,
             group=batch.groups,
-            is_baseline=batch.is_baseline,
+            provenance=batch.trained_provenance,
             is_truncated=batch.is_truncated,
-            is_demonstration=batch.is_demonstration,
-            expert=batch.expert,
             row=batch.trained.row,
             behaviour_logprobs=behaviour,
             component_weights=self.config.reward.weights,
@@ -161,7 +159,7 @@ class LearnerStep:
         )
         reward_kl = _reward_kl(scored, algorithm)
         if reward_kl is not None:
-            reward_kl = torch.where(batch.expert, 0.0, reward_kl)
+            reward_kl = torch.where(batch.trained_provenance.is_inserted, 0.0, reward_kl)
             trajectories = penalise(trajectories, coefficients.kl_reward_coef * reward_kl)
         credit = self._credit(trajectories)
         return Decided(
@@ -197,9 +195,9 @@ class LearnerStep:
         algorithm = self.config.algorithm
         loss = method_of("policy_loss", algorithm.policy_loss)
         all_members = not algorithm.demonstrations.are_used or (loss is not None and loss.credits_demonstrations)
-        if all_members or trajectories.expert is None:
+        if all_members or trajectories.provenance is None:
             return self.estimator(trajectories, algorithm)
-        return self.estimator(trajectories.of_policy(), algorithm).spread(~trajectories.expert)
+        return self.estimator(trajectories.of_policy(), algorithm).spread(~trajectories.provenance.is_inserted)
 
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, where: str, tokens_per_microbatch: int
@@ -213,7 +211,7 @@ class LearnerStep:
         weights[place] = update_weights(
             row,
             batch.groups[row],
-            batch.expert[place],
+            batch.trained_provenance.is_inserted[place],
             self.config.algorithm,
             max_response_length=self.config.data.max_response_length,
         )
@@ -294,8 +292,8 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
         columns["kl_prcp"] = torch.zeros_like(columns["entropy"])
         if part.perception_kl is not None:
             columns["kl_prcp"] = part.perception_kl.detach()
-    if part.tokens.expert is not None:
-        columns["expert"] = part.tokens.expert
+    if part.tokens.provenance is not None:
+        columns["inserted"] = part.tokens.provenance.is_inserted
         columns["loss/supervised"] = part.weights * part.policy.token_loss.detach()
         if part.policy.supervised_weight is not None:
             columns["supervised_weight"] = part.weights * part.policy.supervised_weight
@@ -328,19 +326,19 @@ def _trained_batch(columns: Mapping[str, np.ndarray], decided: Decided) -> Train
 
 
 def _take_supervised(columns: dict[str, np.ndarray], num_updates: int) -> dict[str, float]:
-    """Take the expert tokens out of the columns, and return what they add to an update: to its loss, and as weight of
+    """Take the inserted tokens out of the columns, and return what they add to an update: to its loss, and as weight of
     their negative log-likelihood. Means over the updates."""
-    if "expert" not in columns:
+    if "inserted" not in columns:
         return {}
-    expert = columns.pop("expert")
-    said = {"demonstrations/tokens": float(expert.sum() / num_updates)}
+    inserted = columns.pop("inserted")
+    said = {"demonstrations/tokens": float(inserted.sum() / num_updates)}
     for name in ("loss/supervised", "supervised_weight"):
         if name in columns:
-            said[name] = float(columns.pop(name)[expert].sum() / num_updates)
-    if expert.any():
-        said["demonstrations/logprob"] = float(columns["learner"][expert].mean())
+            said[name] = float(columns.pop(name)[inserted].sum() / num_updates)
+    if inserted.any():
+        said["demonstrations/logprob"] = float(columns["learner"][inserted].mean())
     for name, values in columns.items():
-        columns[name] = values[~expert]
+        columns[name] = values[~inserted]
     return said
 
 

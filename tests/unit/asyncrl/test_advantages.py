@@ -16,6 +16,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import Kind, methods
 from asyncrl.errors import BadStateError
+from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,8 +123,8 @@ def test_published_reinforce_plus_plus_and_remax() -> None:
 
     given = VECTORS["remax"]
     rewards = torch.cat([kept(given["rewards"], mask)])
-    is_baseline = torch.tensor([False, False, True, True])
-    counts = {"lengths": [3, 2, 0, 0], "token_rewards": rewards, "is_baseline": is_baseline}
+    provenance = provenance_of(torch.tensor([0, 0, 0, 1, 1]), baseline=torch.tensor([False, False, True, True]))
+    counts = {"lengths": [3, 2, 0, 0], "token_rewards": rewards, "provenance": provenance}
     t = trajectories([1.0, -0.5, *given["baseline"]], [0, 1, 0, 1], **counts)
     close(estimate("remax", t).advantages, kept(given["adv"], mask))
     nan = float("nan")
@@ -228,7 +229,9 @@ def test_rows_in_another_order_get_the_same_advantages(name: str) -> None:
             t.group[rows].tolist(),
             [lengths[row] for row in rows],
             components={"only": scores[rows]},
-            is_baseline=baseline[rows],
+            provenance=provenance_of(
+                torch.arange(6).repeat_interleave(torch.tensor(lengths)[rows]), baseline=baseline[rows]
+            ),
             outcomes=scores[rows] / 2,
             **{key: column[tokens] for key, column in columns.items()},
         )
@@ -244,7 +247,7 @@ def test_a_batch_without_trained_tokens_has_no_credit(name: str) -> None:
         [0.0, 1.0],
         [0, 0],
         [0, 0],
-        is_baseline=torch.tensor([False, True]),
+        provenance=provenance_of(nothing.long(), baseline=torch.tensor([False, True])),
         **dict.fromkeys(("proximal_logprobs", "squared_probabilities", "values"), nothing),
     )
     assert estimate(name, t).advantages.shape == (0,)

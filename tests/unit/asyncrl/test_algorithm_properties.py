@@ -31,6 +31,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.methods import methods
+from tests.rigs.provenance import provenance_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ESTIMATORS, LOSSES = list(methods("advantage")), list(methods("policy_loss"))
@@ -70,7 +71,7 @@ class Made:
             behaviour_logprobs=behaviour,
             components={"half": scores / 2, "all": scores},
             token_rewards=rewards,
-            is_baseline=lengths == 0,
+            provenance=provenance_of(row, baseline=lengths == 0),
             proximal_logprobs=proximal,
             entropies=entropies,
             squared_probabilities=squares,
@@ -124,11 +125,12 @@ def updates(
     config, t = config_of(estimator, loss, modes[0]), made.trajectories()
     assert t.entropies is not None
     is_hybrid = "demonstrations" in methods("policy_loss")[loss].needs
-    expert = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
+    inserted = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
+    provenance = provenance_of(t.row, inserted)
     credit = estimate(estimator, made, config)
-    marked = Selections(config)(replace(t, expert=expert), credit).marked
+    marked = Selections(config)(replace(t, provenance=provenance), credit).marked
     configs = [config_of(estimator, loss, mode) for mode in modes]
-    weights = [update_weights(t.row, t.group[t.row], expert, each, max_response_length=5) for each in configs]
+    weights = [update_weights(t.row, t.group[t.row], inserted, each, max_response_length=5) for each in configs]
     target, proximal, behaviour = (made.flat[:, column].clone() for column in range(3))
     target.requires_grad_()
     totals = [torch.zeros(()) for _ in modes]
@@ -141,7 +143,7 @@ def updates(
             credit.advantages[here],
             t.row[here],
             None if marked is None else marked[here],
-            expert[here],
+            provenance.of_tokens(here),
             t.entropies[here],
             t.scores[t.row[here]],
         )

@@ -17,12 +17,13 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig, MaskConfig
 from asyncrl.config.demonstrations import ChordConfig, HintConfig
 from asyncrl.config.methods import methods
+from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
 HYBRIDS = [name for name, method in methods("policy_loss").items() if "demonstrations" in method.needs]
-EXPERT = torch.tensor([True, True, False, False])
+INSERTED = torch.tensor([True, True, False, False])
 """Two tokens of a demonstration, log-probs -0.2 and -1.6; two sampled ones, whose ratios are e^0.1 and 1."""
 LOGPROBS = torch.tensor([-0.2, -1.6, -0.6, -0.3])
 
@@ -35,7 +36,7 @@ def tokens(credit: tuple[float, float] = (0.0, -0.5), **replaced: Any) -> Policy
         "behaviour_logprobs": torch.tensor([0.0, 0.0, -0.7, -0.3]),
         "advantages": torch.tensor(credit).repeat_interleave(2),
         "row": torch.tensor([0, 0, 1, 1]),
-        "expert": EXPERT,
+        "provenance": provenance_of(torch.tensor([0, 0, 1, 1]), INSERTED),
         "entropies": torch.tensor([0.25, 0.75, 1.5, 1.5]),
         "scores": torch.ones(4),
     }
@@ -54,8 +55,8 @@ def loss_of(name: str, of: PolicyTokens, **settings: Any) -> tuple[PolicyLoss, A
 def total(name: str, of: PolicyTokens, *, length: int = 4, **settings: Any) -> float:
     """The loss of an update of these tokens alone."""
     loss, config = loss_of(name, of, **settings)
-    assert of.expert is not None
-    weights = update_weights(of.row, of.row * 0, of.expert, config, max_response_length=length)
+    assert of.provenance is not None
+    weights = update_weights(of.row, of.row * 0, of.provenance.is_inserted, config, max_response_length=length)
     return float((weights * loss.token_loss).sum())
 
 
@@ -86,12 +87,19 @@ def test_chord() -> None:
     given = VECTORS["chord_phi_loss"]
     loss, config = loss_of("chord_phi", tokens(), clip_ratio_high=0.2)
     assert loss.supervised_weight is not None
-    close(loss.supervised_weight[EXPERT], 0.1 * torch.tensor(given["weights"]))
+    close(loss.supervised_weight[INSERTED], 0.1 * torch.tensor(given["weights"]))
     rl = VECTORS["luffy"]["on_token_loss"]  # the ratios are within the clip: the same surrogate
     close(total("chord_phi", tokens()), 0.9 * sum(rl) / 2 + 0.1 * given["loss"])
     p = torch.tensor(VECTORS["chord_phi"]["p"]).log()
     one = torch.ones(3)
-    phi = tokens(logprobs=p, proximal_logprobs=p, advantages=one, expert=one.bool(), row=one.long())
+    all_inserted = {"provenance": provenance_of(one.long(), one.bool()), "row": one.long()}
+    phi = tokens(
+        logprobs=p,
+        proximal_logprobs=p,
+        advantages=one,
+        provenance=provenance_of(one.long(), one.bool()),
+        row=one.long(),
+    )
     found, _ = loss_of("chord_phi", phi)
     assert found.supervised_weight is not None
     close(found.supervised_weight, 0.1 * torch.tensor(VECTORS["chord_phi"]["phi"]))
@@ -113,7 +121,14 @@ def test_luffy() -> None:
     shape = VECTORS["luffy_shape"]
     p = torch.tensor(shape["p"]).log().requires_grad_()
     one = torch.ones(3)
-    these = tokens(logprobs=p, proximal_logprobs=one, advantages=one, expert=one.bool(), row=one.long())
+    all_inserted = {"provenance": provenance_of(one.long(), one.bool()), "row": one.long()}
+    these = tokens(
+        logprobs=p,
+        proximal_logprobs=one,
+        advantages=one,
+        provenance=provenance_of(one.long(), one.bool()),
+        row=one.long(),
+    )
     loss, _ = loss_of("luffy", these)
     close(loss.token_loss.detach(), -torch.tensor(shape["f"]))
     close(gradient("luffy", these), -torch.tensor(shape["grad_wrt_logp"]))
@@ -132,7 +147,7 @@ def test_uft() -> None:
 def test_hpt() -> None:
     """Of a group the gate leaves the demonstration or the sampled rows, and of two groups each counts the same."""
     given = VECTORS["hpt"]
-    demonstration, sampled = tokens().of_tokens(EXPERT), tokens().of_tokens(~EXPERT)
+    demonstration, sampled = tokens().of_tokens(INSERTED), tokens().of_tokens(~INSERTED)
     close(total("hpt", demonstration), given["sft"])
     close(total("hpt", sampled), given["rl"])
     config = AlgorithmConfig(policy_loss="hpt")
@@ -151,8 +166,8 @@ def test_the_gate_of_hpt_leaves_each_group_what_it_learns_from() -> None:
     scores = torch.tensor([0.0, 0.5, 1.0, 1.0, 0.0, 1.0, nan, 0.0, 1.0, 0.0, 0.0, 0.0])
     group = torch.arange(4).repeat_interleave(3)
     row = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11])
-    expert = torch.tensor([r in (2, 5, 8) for r in row.tolist()])
-    t = Trajectories(scores=scores, group=group, row=row, behaviour_logprobs=row * 0.0, expert=expert)
+    provenance = provenance_of(row, torch.tensor([r in (2, 5, 8) for r in row.tolist()]))
+    t = Trajectories(scores=scores, group=group, row=row, behaviour_logprobs=row * 0.0, provenance=provenance)
     credit = Credit(torch.zeros(len(row)))
     gone = gate(t, credit, AlgorithmConfig(policy_loss="hpt"))
     assert row[gone].tolist() == [0, 1, 5, 7]
@@ -183,7 +198,7 @@ def replaced_logprobs(of: PolicyTokens) -> PolicyTokens:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_nothing_of_a_behaviour_policy_reaches_expert_tokens(name: str) -> None:
+def test_nothing_of_a_behaviour_policy_reaches_inserted_tokens(name: str) -> None:
     """Whatever their behaviour and proximal log-probs are, losses, gradients, weights and masks are the same."""
     correction = CorrectionConfig(
         kind="sequence_tis", masks=(MaskConfig(kind="veto"), MaskConfig(kind="geometric"), MaskConfig(kind="opsm"))
@@ -192,15 +207,15 @@ def test_nothing_of_a_behaviour_policy_reaches_expert_tokens(name: str) -> None:
     found = []
     for noise in (0.0, -7.0):
         other = {
-            name: torch.where(EXPERT, noise, getattr(tokens(), name))
+            name: torch.where(INSERTED, noise, getattr(tokens(), name))
             for name in ("behaviour_logprobs", "proximal_logprobs")
         }
         these = tokens((0.5, -0.5), **hint, **other, logprobs=LOGPROBS.clone().requires_grad_())
         loss, _ = loss_of(name, these)
         corrected = correct(these, correction)
-        assert corrected.weights[EXPERT].tolist() == [1, 1]
-        assert not (corrected.masked | corrected.truncated)[EXPERT].any()
-        assert not any(indicator[EXPERT].any() for indicator in loss.indicators.values())
+        assert corrected.weights[INSERTED].tolist() == [1, 1]
+        assert not (corrected.masked | corrected.truncated)[INSERTED].any()
+        assert not any(indicator[INSERTED].any() for indicator in loss.indicators.values())
         found.append((loss.token_loss.detach(), gradient(name, these), corrected.weights))
     for before, after in zip(*found, strict=True):
         assert torch.equal(before, after)
@@ -214,20 +229,20 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
     loss, _ = loss_of(name, these)
     assert loss.supervised_weight is not None
     assert not loss.supervised_weight.requires_grad
-    imitation = -loss.supervised_weight[EXPERT]
-    off_policy = -0.5 * LOGPROBS[EXPERT].exp() if name == "srft" else 0.0
-    close(found[EXPERT].float(), (imitation + off_policy).float())
+    imitation = -loss.supervised_weight[INSERTED]
+    off_policy = -0.5 * LOGPROBS[INSERTED].exp() if name == "srft" else 0.0
+    close(found[INSERTED].float(), (imitation + off_policy).float())
 
 
 def test_denominators() -> None:
     """Of hybrids with parts apart: those of the method for what was sampled, and a mean for what was not."""
-    row, expert = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1, 1, 1, 1, 0, 0]).bool()
+    row, inserted = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1, 1, 1, 1, 0, 0]).bool()
     apart = AlgorithmConfig(policy_loss="chord_mu", loss_agg_mode="seq-mean-token-sum")
-    weights = update_weights(row, row * 0, expert, apart, max_response_length=9)
+    weights = update_weights(row, row * 0, inserted, apart, max_response_length=9)
     close(weights, [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1, 1])
     together = AlgorithmConfig(policy_loss="luffy", loss_agg_mode="seq-mean-token-sum")
-    close(update_weights(row, row * 0, expert, together, max_response_length=9), [1 / 3] * 6)
-    plain = update_weights(row, row * 0, expert & False, apart, max_response_length=9)
+    close(update_weights(row, row * 0, inserted, together, max_response_length=9), [1 / 3] * 6)
+    plain = update_weights(row, row * 0, inserted & False, apart, max_response_length=9)
     assert torch.equal(plain, token_weights(row, "seq-mean-token-sum", max_response_length=9))
     with pytest.raises(ValueError, match=r"demonstrations\.rows"):
         made(policy_loss="luffy", demonstrations={"rows": 0})

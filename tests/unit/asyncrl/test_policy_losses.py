@@ -18,6 +18,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import methods
 from asyncrl.demo.prepare import GRPO
+from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +39,7 @@ def tokens(logprobs: torch.Tensor | None = None, **replaced: torch.Tensor) -> Po
     logprobs = flat(GIVEN["logp"]) if logprobs is None else logprobs
     columns: dict[str, Any] = {"proximal_logprobs": old, "behaviour_logprobs": old, "advantages": flat(GIVEN["adv"])}
     marked = torch.zeros(len(old), dtype=torch.bool)
-    of_hybrids = {"expert": marked, "entropies": old.neg(), "scores": old.exp()}
+    of_hybrids = {"provenance": provenance_of(ROW), "entropies": old.neg(), "scores": old.exp()}
     return PolicyTokens(**({"logprobs": logprobs, "row": ROW, "marked": marked} | columns | of_hybrids | replaced))
 
 

@@ -15,6 +15,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import method_of
 from asyncrl.errors import UserError
+from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,7 +100,7 @@ def test_a_users_own_methods_are_read_like_the_built_in_ones(tmp_path: Path) -> 
 
 def test_tokens_of_demonstrations_are_not_chosen_and_enter_no_quantile() -> None:
     t = trajectories([4, 4], [0, 0], [9.0, 9.0, 9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
-    t = replace(t, expert=torch.tensor([True] * 4 + [False] * 4))
+    t = replace(t, provenance=provenance_of(t.row, torch.tensor([True] * 4 + [False] * 4)))
     config = AlgorithmConfig(selections=("top_entropy",), top_entropy_fraction=0.25)
     silent = Selections(config)(t, Credit(torch.zeros(8))).from_policy_loss["top_entropy"]
     assert silent.tolist() == [False] * 4 + [True, True, True, False]

@@ -1,4 +1,4 @@
-"""Demonstrations from the data to the step: orders of tickets, and what a step learns from expert tokens."""
+"""Demonstrations from the data to the step: orders of tickets, and what a step learns from inserted tokens."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, name: str) -> N
     config, batch = prepared(make_config, name, entropy_coeff=0.01)
     small, _ = prepared(make_config, name, 72, entropy_coeff=0.01)
     assert len(plan_micro_batches(batch.train_groups, 72)) >= 4
-    assert batch.expert.any()
+    assert batch.trained_provenance.is_inserted.any()
     (whole, one), (parts, many) = one_step(config, batch), one_step(small, batch)
     assert whole.keys() == parts.keys()
     for metric in ("loss", "loss/supervised", "supervised_weight", "demonstrations/tokens", "demonstrations/logprob"):
@@ -164,8 +164,8 @@ def test_expert_tokens_have_no_behaviour_policy(make_config: MakeConfig, name: s
     """Log-probs and versions that stand for none change neither gradients nor what is said about the policy."""
     algorithm = {"entropy_coeff": 0.01, "updates_per_batch": 2, "correction": {"masks": [{"kind": "veto"}]}}
     config, batch = prepared(make_config, name, **algorithm)
-    noise = torch.where(torch.from_numpy(batch.is_prefix), -5.0, batch.behaviour_logprobs)
-    versions = np.where(batch.is_prefix, 0, batch.versions)
+    noise = torch.where(torch.from_numpy(batch.provenance.is_inserted), -5.0, batch.behaviour_logprobs)
+    versions = np.where(batch.provenance.is_inserted, 0, batch.versions)
     other = replace(batch, behaviour_logprobs=noise, versions=versions)
     (metrics, engine), (noisy, same) = one_step(config, batch), one_step(config, other)
     assert noisy == metrics
@@ -177,13 +177,13 @@ def test_the_supervised_part_is_what_the_formula_says(make_config: MakeConfig, n
     config, batch = prepared(make_config, name)
     metrics, engine = one_step(config, batch, version)
     step = LearnerStep(Roles(engine), config)
-    logprobs = torch.from_numpy(_learner_logprobs(step, batch, version))[batch.expert]
+    logprobs = torch.from_numpy(_learner_logprobs(step, batch, version))[batch.trained_provenance.is_inserted]
     p = logprobs.exp()
     mu = {"chord_mu": 0.125 if version == 50 else 0.26, "chord_phi": 0.1, "uft": 1e-3}[name]
     weight = mu * (p * (1 - p) if name == "chord_phi" else torch.ones_like(p))
     assert metrics["supervised_weight"] == pytest.approx(float(weight.mean()), rel=1e-5)
     assert metrics["loss/supervised"] == pytest.approx(float(-(weight * logprobs).mean()), rel=1e-5)
-    assert metrics["demonstrations/tokens"] == int(batch.expert.sum())
+    assert metrics["demonstrations/tokens"] == int(batch.trained_provenance.is_inserted.sum())
     plain_config, _ = prepared(make_config, "ppo")
     only_sampled = _without_experts(batch)
     plain, _ = one_step(plain_config, only_sampled, version)
@@ -207,7 +207,7 @@ def _without_experts(batch: Batch) -> Batch:
             for c in group.completions
         )
         kept.append(replace(group, completions=tuple(c for c in masked if c.is_trained.any())))
-    scores = torch.where(batch.is_demonstration, torch.nan, batch.scores)
+    scores = torch.where(batch.trained_provenance.is_demonstration, torch.nan, batch.scores)
     return replace(batch, train_groups=tuple(kept), scores=scores)
 
 
@@ -219,7 +219,7 @@ def _named(item: ReceivedGroup, component: str) -> Iterator[TrajectoryRecord]:
 
 
 def _prefix_of(batch: Batch, row: int, length: int) -> np.ndarray:
-    return batch.is_prefix[batch.row_start[row] :][:length]
+    return batch.provenance.is_inserted[batch.row_start[row] :][:length]
 
 
 def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: MakeConfig) -> None:
@@ -230,8 +230,12 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
         step.roles.actor.prepare()
         step(batch, 3)
         advantages = torch.from_numpy(step.trained.advantages)
-        assert bool((advantages[batch.is_demonstration] != 0).any()) == credited
-        members = batch.scores if credited else torch.where(batch.is_demonstration, torch.nan, batch.scores)
+        assert bool((advantages[batch.trained_provenance.is_demonstration] != 0).any()) == credited
+        members = (
+            batch.scores
+            if credited
+            else torch.where(batch.trained_provenance.is_demonstration, torch.nan, batch.scores)
+        )
         first = batch.groups == 0
         centred = members[first] - members[first].nanmean()
         if not credited:
@@ -242,7 +246,7 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
 def test_hpt_trains_a_group_on_its_demonstration_or_on_what_it_sampled(make_config: MakeConfig) -> None:
     config, batch = prepared(make_config, "hpt", success_score=0.5)
     scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
-    assert batch.is_demonstration.tolist() == [False, False, False, True] * 4
+    assert batch.trained_provenance.is_demonstration.tolist() == [False, False, False, True] * 4
     _, engine = one_step(config, batch := replace(batch, scores=scores))
     decided = LearnerStep(Roles(engine), config)._decide(batch, 3)
     trained = {batch.trained.row[decided.batch.places_of([group])].unique().numel() for group in decided.train_groups}
@@ -259,6 +263,6 @@ def test_rewards_and_lengths_are_told_of_the_policy_alone(make_config: MakeConfi
         for item in batch.received
     )
     described = describe_batch(replace(batch, received=told), 3, component)
-    rewards = batch.scores[~batch.is_demonstration]
+    rewards = batch.scores[~batch.trained_provenance.is_demonstration]
     assert described["reward/mean"] == pytest.approx(float(rewards.nanmean()))
     assert described["demonstrations/groups"] == 4

@@ -168,13 +168,13 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
     assert [bool(order.prefix) for order in orders] == [False, False, False, True]
     batch = made_up_batch(config, processor)
     assert batch.is_noisy.tolist() == [False, True, True, False] * 2
-    assert not (batch.noisy & batch.expert).any()
+    assert not (batch.noisy & batch.trained_provenance.is_inserted).any()
     actor = KeepGradients(config, config.learner.optim, 1)
     actor.prepare()
     results: list[dict[str, float]] = []
     for shift in (0.0, 3.0):
         moved = batch.behaviour_logprobs.clone()
-        moved[batch.trained.flat[batch.noisy | batch.expert]] -= shift
+        moved[batch.trained.flat[batch.noisy | batch.trained_provenance.is_inserted]] -= shift
         results.append(LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0))
     assert results[0] == results[1]
     assert results[0]["demonstrations/tokens"] > 0

@@ -68,12 +68,14 @@ def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_
     make_config: MakeConfig,
 ) -> None:
     without, used = (batch_of(make_config, demonstrations=wanted) for wanted in (False, True))
-    assert without.is_baseline.tolist() == used.is_baseline.tolist() == [False, False, False, True]
+    assert (
+        without.provenance.is_baseline.tolist() == used.provenance.is_baseline.tolist() == [False, False, False, True]
+    )
     assert without.trained.flat.tolist() == [2, 3, 4, 5, 6]
     assert without.trained.row.tolist() == [0, 1, 1, 1, 1]
-    assert not without.expert.any()
+    assert not without.trained_provenance.is_inserted.any()
     assert used.trained.flat.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert used.expert.tolist() == PREFIXES[:9].tolist()
+    assert used.trained_provenance.is_inserted.tolist() == PREFIXES[:9].tolist()
     assert not math.isnan(float(used.scores[3])), "a greedy row is scored"
     assert torch.equal(used.scores, without.scores)
 
