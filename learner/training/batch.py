@@ -67,8 +67,6 @@ class Batch:
     """[B] fp32 each: the values that the reward is the weighted sum of."""
     groups: torch.Tensor
     """[B] int64 group of each row."""
-    provenance: Provenance[np.ndarray]
-    """Provenance of the M tokens and of the B rows."""
     is_noisy: torch.Tensor
     """[B] bool: rows that were sampled from other images than those that they are trained on."""
     row_start: np.ndarray
@@ -141,6 +139,11 @@ class Batch:
             state=began[of_token],
             outcomes=torch.tensor(outcomes, dtype=torch.float32),
         )
+
+    @cached_property
+    def provenance(self) -> Provenance[np.ndarray]:
+        """Provenance of the M tokens and of the B rows."""
+        return Provenance.of([item.group for item in self.received])
 
     @cached_property
     def trained_provenance(self) -> Provenance[torch.Tensor]:
@@ -226,7 +229,6 @@ def make_batch(
         scores=torch.tensor(scores, dtype=torch.float32),
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
-        provenance=Provenance.of([item.group for item in received]),
         is_noisy=torch.from_numpy(np.concatenate([item.is_noisy for item in received])),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),

@@ -270,7 +270,8 @@ def test_gradients_agree_with_differences(name: str) -> None:
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         with patch.object(torch.Tensor, "detach", lambda own: moved if own is logprobs else detach(own)):
-            columns = (proximal, behaviour, advantages, row, marked, marked, -proximal, advantages)
+            provenance = provenance_of(row, marked)
+            columns = (proximal, behaviour, advantages, row, marked, provenance, -proximal, advantages)
             return loss(PolicyTokens(logprobs, *columns), config).token_loss
 
     assert torch.autograd.gradcheck(value, (moved.clone().requires_grad_(),))

@@ -97,8 +97,7 @@ def test_chord() -> None:
         logprobs=p,
         proximal_logprobs=p,
         advantages=one,
-        provenance=provenance_of(one.long(), one.bool()),
-        row=one.long(),
+        **all_inserted,
     )
     found, _ = loss_of("chord_phi", phi)
     assert found.supervised_weight is not None
@@ -126,8 +125,7 @@ def test_luffy() -> None:
         logprobs=p,
         proximal_logprobs=one,
         advantages=one,
-        provenance=provenance_of(one.long(), one.bool()),
-        row=one.long(),
+        **all_inserted,
     )
     loss, _ = loss_of("luffy", these)
     close(loss.token_loss.detach(), -torch.tensor(shape["f"]))

@@ -230,12 +230,9 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
         step.roles.actor.prepare()
         step(batch, 3)
         advantages = torch.from_numpy(step.trained.advantages)
-        assert bool((advantages[batch.trained_provenance.is_demonstration] != 0).any()) == credited
-        members = (
-            batch.scores
-            if credited
-            else torch.where(batch.trained_provenance.is_demonstration, torch.nan, batch.scores)
-        )
+        is_demonstration = batch.trained_provenance.is_demonstration
+        assert bool((advantages[is_demonstration] != 0).any()) == credited
+        members = batch.scores if credited else torch.where(is_demonstration, torch.nan, batch.scores)
         first = batch.groups == 0
         centred = members[first] - members[first].nanmean()
         if not credited:
