@@ -59,6 +59,29 @@ class Part:
     """Facts that the core asks about parts of this group; their names stand where the group is used."""
 
 
+def no_check(component: Any) -> None:
+    return None
+
+
+def no_model(component: Any) -> tuple[str, str]:
+    return "", ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward by its name in `reward.functions`. The callables take its entry there, a RewardFunctionConfig."""
+
+    implementation: str
+    """`module:function` of a RewardSample and the entry's `kwargs`; of a scorer `module:class`."""
+    is_scorer: bool = False
+    """True for a class `(entry, on_dropped)` with the methods of asyncrl.rewards.score.Scorer, which scores by itself;
+    functions run in `reward.workers`."""
+    check: Callable[[Any], None] = no_check
+    """Raise UserError for a mistake in the entry of a scorer. Imports no torch."""
+    model: Callable[[Any], tuple[str, str]] = no_model
+    """Folder and device of a model that the entry loads, such as cuda:1; empty where it loads none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of `asyncrl`."""

@@ -110,7 +110,7 @@ class ServerExporter:
         for (component, counted), total in counts.items():
             what, _, which = counted.partition("/")
             label = {"requests": "outcome", "tokens": "kind"}[what]
-            self.metrics.raise_to(f"judge_{what}_total", total, component=component, **{label: which})
+            self.metrics.raise_to(f"reward_{what}_total", total, component=component, **{label: which})
 
     def environments(self, pool: EnvironmentPool) -> None:
         """Update what the environment's processes count, at a heartbeat."""

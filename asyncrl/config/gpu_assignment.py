@@ -16,6 +16,7 @@ from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import component_name
 from asyncrl.errors import UserError
+from asyncrl.plugins import description, installed
 
 GPUS_VARIABLE = "ASYNCRL_GPUS"
 """The GPUs that the launcher assigned from, in the environment of the processes that it starts: what they plan
@@ -73,8 +74,8 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
 
 def reward_gpus(config: RunSections) -> dict[int, str]:
     """GPUs that reward models name with their number, and the name of the component."""
-    models = (part for part in config.reward.functions if part.function == "reward_model")
-    named = ((_number(str(part.kwargs.get("device", ""))), component_name(part)) for part in models)
+    plugins = (part for part in config.reward.functions if part.function in installed("rewards"))
+    named = ((_number(description("rewards", part.function).model(part)[1]), component_name(part)) for part in plugins)
     return {gpu: name for gpu, name in named if gpu is not None}
 
 

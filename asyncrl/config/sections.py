@@ -201,7 +201,7 @@ class RewardConfig(Section):
     """Component reported as held-out accuracy; empty means the first, or the whole reward where there is none."""
     timeout_s: float = Field(default=15.0, gt=0)
     """Longest time for all components of one sample, or of one group; then its worker is killed and the trajectory is
-    `timed_out`. A reward model and a judge have their own (kwargs.timeout_s)."""
+    `timed_out`. A reward that is a plug-in may have its own (kwargs.timeout_s)."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
     memory_limit_mib: int = Field(default=2048, gt=0)

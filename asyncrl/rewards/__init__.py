@@ -8,8 +8,6 @@ Reading order:
 4. `pool.py`     `RewardPool.group(size).score(index, sample) -> Score`, the part that the rollout server uses
 5. `worker_pool.py`, `worker_process.py`  worker processes, seen from the pool; `channel.py` is their messages
 6. `worker.py`   inside such a process; `process_reaper.py` sees that nothing survives it
-7. `service.py`  a process that computes one component for many samples at a time; `service_settings.py` its settings
-8. `judge.py`    inside that process: an LLM judge; `asyncrl/models/reward_model.py`: a learned reward model
 
 A reward that raises, hangs, runs out of memory, kills its process or returns no finite number makes
 *its* trajectory an `error` or `timed_out`, which is counted and left out of training. It is never a 0.

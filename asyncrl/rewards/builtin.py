@@ -113,8 +113,6 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     **SHAPING,
     **OF_GROUPS,
 }
-SERVICES = {"reward_model": "asyncrl.models.reward_model", "llm_judge": "asyncrl.rewards.judge"}
-"""Components that are no functions but processes of their own, by the module that is run."""
 
 
 def accepted_answers(sample: RewardSample) -> list[str]:

@@ -1,13 +1,13 @@
 """Messages between pool and a process that scores: MessagePack maps, one behind the other.
 
 once        to process  {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", ...}]}, or of a
-                        reward model or a judge {"name", "settings"}
+                        plug-in's scorer {"name", "settings"}
             to pool     {"ready": True} or {"ready": False, "message"}
 per request to process  {"id", "row", "completions", "scores", "components"}: fields that the samples share and those of
                         each, components so far of each (None for one that failed), names of the wanted ones
             to pool     {"begun"} before each component: its name, by which a killed worker's culprit is named
                         {"id", "seconds", "rows"}: per completion {"components"}, or {"failed", "error_kind",
-                        "error_message"}; of a judge also {"counts"}
+                        "error_message"}; of a scorer also {"counts"}
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.sections import RewardConfig, component_name
-from asyncrl.rewards.builtin import SERVICES
+from asyncrl.plugins import implementation
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Failure, Row, Score, Scorer
-from asyncrl.rewards.service import Service
-from asyncrl.rewards.spec import check_rewards
+from asyncrl.rewards.spec import check_rewards, scorer_of
 from asyncrl.rewards.worker_pool import WorkerPool, closed
 from asyncrl.rewards.worker_process import SHOWN_BYTES
 
@@ -44,10 +43,11 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._workers = WorkerPool(config, self._count_dropped)
-        self._services = {
-            component_name(part): Service(part, self._count_dropped)
-            for part in config.functions
-            if part.function in SERVICES
+        kinds = {component_name(part): (scorer_of(part), part) for part in config.functions}
+        self._scorers_by_name: dict[str, Scorer] = {
+            name: implementation(kind.implementation)(part, self._count_dropped)
+            for name, (kind, part) in kinds.items()
+            if kind is not None
         }
         late = _needing_the_group(config)
         self._early = self._stages([name for name in config.component_names if name not in late])
@@ -105,11 +105,11 @@ class RewardPool:
 
     @property
     def counts(self) -> dict[tuple[str, str], float]:
-        """Counts of the judges so far, by component and name."""
+        """Counts of scorers so far, by component and name."""
         return {
             (component, name): number
-            for component, service in self._services.items()
-            for name, number in service.counts.items()
+            for component, scorer in self._scorers_by_name.items()
+            for name, number in scorer.counts.items()
         }
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class RewardPool:
     def _stages(self, names: Sequence[str]) -> list[_Stage]:
         stages: list[_Stage] = []
         for name in names:
-            scorer: Scorer = self._services.get(name, self._workers)
+            scorer: Scorer = self._scorers_by_name.get(name, self._workers)
             if stages and stages[-1].scorer is scorer:
                 stages[-1].names.append(name)
             else:
@@ -204,11 +204,10 @@ def _needing_the_group(config: RewardConfig) -> set[str]:
 async def try_loading(config: RewardConfig) -> None:
     """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded.
 
-    What runs at `reward.pool` is not loaded here: what it imports may be on that machine alone. Reward models and
-    judges are checked, but not started: their files and settings are looked at.
+    Scorers of plug-ins are checked, but not started.
     """
     check_rewards(config)
-    if any(part.function not in SERVICES for part in config.functions):
+    if any(scorer_of(part) is None for part in config.functions):
         workers = WorkerPool(config.model_copy(update={"workers": 1}), lambda _: None)
         await workers.start()
         await workers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -15,7 +16,7 @@ class Score:
 
     status: Literal["ok", "timed_out", "error"]
     error_kind: str = ""
-    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type, reward_crash or reward_judge."""
+    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type, reward_crash, or a plug-in's own."""
     error_message: str = ""
     """Names the component and, where there is one, the file and line."""
     components: dict[str, float] = field(default_factory=dict)
@@ -49,7 +50,10 @@ class StageReply:
 
 
 class Scorer(Protocol):
-    """A place where components are computed: worker processes, a reward model, a judge."""
+    """A place where components are computed: the worker processes, or a plug-in's own."""
+
+    counts: Counter[str]
+    """Totals for the metrics: `requests/OUTCOME` and `tokens/KIND`, of a reward that asks another service."""
 
     async def start(self) -> None:
         """Raises UserError."""

@@ -10,26 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl import user_functions
 from asyncrl.errors import UserError
-from asyncrl.rewards.builtin import BUILTIN_REWARDS, SERVICES
+from asyncrl.plugins import Reward, description, implementation, installed
+from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.calls import check_call
 from asyncrl.rewards.shaping import OF_GROUPS
 from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
-    from asyncrl.config.sections import RewardConfig
+    from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 
 SETTING = "a function in reward.functions"
 
 
 def load_reward(function: str) -> Callable[..., Any]:
-    """The function of a built-in name, or the user's. Runs the file: use it in workers."""
-    return user_functions.resolve(function, BUILTIN_REWARDS, SETTING)
+    """Return the function of a name or the user's, whose file runs: use it in workers."""
+    if function in BUILTIN_REWARDS:
+        return BUILTIN_REWARDS[function]
+    located = locate(function)
+    if located is None:
+        return implementation(description("rewards", function).implementation)
+    return user_functions.load(located)
 
 
 def locate(function: str) -> user_functions.UserFunction | None:
-    """File and name of the user's function, or None for a known built-in."""
-    return user_functions.locate(function, [*BUILTIN_REWARDS, *SERVICES], SETTING)
+    """File and name of the user's function, or None for a known name."""
+    if function in BUILTIN_REWARDS:
+        return None
+    return user_functions.locate(function, [*BUILTIN_REWARDS, *installed("rewards")], SETTING, "rewards")
+
+
+def scorer_of(component: RewardFunctionConfig) -> Reward | None:
+    """Description of a plug-in's reward that is no function but scores by itself; None for every other."""
+    name = component.function
+    if name in BUILTIN_REWARDS or name not in installed("rewards"):
+        return None
+    found: Reward = description("rewards", name)
+    return found if found.is_scorer else None
 
 
 def check_rewarded(config: RunConfig) -> None:
@@ -54,10 +71,9 @@ def check_rewards(config: RewardConfig) -> None:
     """
     for component in config.functions:
         name = component.function
-        if name in SERVICES:
-            from asyncrl.rewards.service_settings import check_service  # pydantic, which workers do without
-
-            check_service(component)
+        scorer = scorer_of(component)
+        if scorer is not None:
+            scorer.check(component)
             continue
         if name in OF_GROUPS and not component.group:
             raise UserError(f"reward {name} compares the completions of a group. Add `group: true` to its entry")
@@ -65,7 +81,7 @@ def check_rewards(config: RewardConfig) -> None:
         if located is None:
             if component.group and name not in OF_GROUPS:
                 raise UserError(f"reward {name} scores one completion at a time. Remove `group` from its entry")
-            check_call(BUILTIN_REWARDS[name], name, component.kwargs, shapes=bool(component.shapes))
+            check_call(load_reward(name), name, component.kwargs, shapes=bool(component.shapes))
         else:
             _check_names(located.path, located.name)
 

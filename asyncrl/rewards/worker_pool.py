@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError
 from asyncrl.rewards import channel
-from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
-from asyncrl.rewards.spec import locate
+from asyncrl.rewards.spec import locate, scorer_of
 from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 from asyncrl.user_functions import read_source
 
@@ -27,6 +27,7 @@ class WorkerPool:
 
     def __init__(self, config: RewardConfig, on_dropped: Callable[[int], None]) -> None:
         """`on_dropped` is called with numbers of printed bytes that no log has."""
+        self.counts: Counter[str] = Counter()
         self._config = config
         self._on_dropped = on_dropped
         self._setup = b""
@@ -137,7 +138,7 @@ def _setup_message(config: RewardConfig) -> bytes:
     """The workers' first message. It holds the user's files as they are now: edits change no running run."""
     components: list[dict[str, Any]] = []
     for component in config.functions:
-        if component.function in SERVICES:
+        if scorer_of(component) is not None:
             continue
         name, located = component_name(component), locate(component.function)
         entry = {"name": name, "kwargs": component.kwargs, "function": component.function}

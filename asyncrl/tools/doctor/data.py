@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig, component_name
+from asyncrl.config.sections import DataConfig, ModelConfig, component_name
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
@@ -20,12 +20,10 @@ from asyncrl.model_files.folder import model_folder
 from asyncrl.model_files.weight_files import weight_files
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
-from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.score import Score
-from asyncrl.rewards.service_settings import RewardModelSettings, service_settings
-from asyncrl.rewards.spec import check_rewarded, check_rewards
+from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.numbers import size
 
@@ -160,13 +158,12 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
 def _reward_models(config: RunConfig) -> Iterator[Finding]:
     """Memory of reward models, which the memory plan leaves out: every rollout server has the weights of each once."""
     for part in config.reward.functions:
-        settings = service_settings(part) if part.function in SERVICES else None
-        if isinstance(settings, RewardModelSettings):
-            nbytes = sum(file.stat().st_size for file in weight_files(model_folder(settings.model)))
+        scorer = scorer_of(part)
+        path, device = scorer.model(part) if scorer else ("", "")
+        if path:
+            nbytes = sum(file.stat().st_size for file in weight_files(model_folder(ModelConfig(path=path))))
             each = f", for each of {config.rollout.servers} servers" if config.rollout.servers > 1 else ""
-            value = (
-                f"{component_name(part)}: {size(nbytes)} of weights on {settings.device}{each}; the plan is without it"
-            )
+            value = f"{component_name(part)}: {size(nbytes)} of weights on {device}{each}; the plan is without it"
             yield Finding("reward model", value, "note")
 
 

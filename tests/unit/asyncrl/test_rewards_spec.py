@@ -13,10 +13,9 @@ import yaml
 
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.builtin import BUILTIN_REWARDS, SERVICES
+from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.service_settings import SETTINGS, service_settings
 from asyncrl.rewards.spec import check_rewards, load_reward
 from tests.rigs.tiny import ROOT
 
@@ -161,14 +160,8 @@ PAGE = (ROOT / "docs" / "rewards.md").read_text()
 
 @pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S))
 def test_the_documentations_snippets_are_accepted(block: str):
-    config = RewardConfig.model_validate(yaml.safe_load(block)["reward"])
-    models = [part for part in config.functions if part.function == "reward_model"]
-    for model in models:
-        service_settings(model)  # there is no such folder here
-    others = tuple(part for part in config.functions if part not in models)
-    check_rewards(config.model_copy(update={"functions": others}))
+    check_rewards(RewardConfig.model_validate(yaml.safe_load(block)["reward"]))
 
 
 def test_the_documentation_names_all_that_is_built_in():
-    known = {*BUILTIN_REWARDS, *SERVICES, *(key for kind in SETTINGS.values() for key in kind.model_fields)}
-    assert {name for name in known if f"`{name}`" not in PAGE and f"function: {name}" not in PAGE} == set()
+    assert {name for name in BUILTIN_REWARDS if f"`{name}`" not in PAGE} == set()

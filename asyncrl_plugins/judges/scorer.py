@@ -1,4 +1,4 @@
-"""A process that computes one component for many samples at a time, a reward model or a judge, seen from the pool."""
+"""Scorers of the reward pool: a process that computes one component for many samples at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.sections import RewardFunctionConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards import channel
-from asyncrl.rewards.builtin import SERVICES
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
-from asyncrl.rewards.service_settings import RewardModelSettings, service_settings
 from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
+from asyncrl_plugins.judges.judge_settings import JudgeSettings
+from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
+from asyncrl_plugins.judges.settings import settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +31,30 @@ GRACE_S = 5.0
 """Seconds that a process gets beyond a sample's time limit to say by itself that it was too long."""
 
 
-class Service:
+class ProcessScorer:
     """One process, started again when it is lost. Requests wait for one of its places in order of arrival."""
 
-    def __init__(self, component: RewardFunctionConfig, on_dropped: Callable[[int], None]) -> None:
-        self._component = component
-        self._name = component_name(component)
-        self._settings = service_settings(component)
+    def __init__(
+        self,
+        name: str,
+        settings: JudgeSettings | RewardModelSettings,
+        module: str,
+        places: int,
+        on_dropped: Callable[[int], None],
+    ) -> None:
+        """`places`: requests that the process has at a time."""
+        self._name = name
+        self._settings = settings
+        self._module = module
         self._on_dropped = on_dropped
-        self._places = asyncio.Semaphore(self._settings.in_flight)
+        self._places = asyncio.Semaphore(places)
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.Task[WorkerProcess] | None = None
         """Start of the newest process."""
         self._reading: asyncio.Task[None] | None = None
         self.counts: Counter[str] = Counter()
-        """Sums of what the process counts: requests and tokens of a judge."""
+        """Sums of the counts in the process's replies."""
         self._closed = False
 
     async def start(self) -> None:
@@ -113,14 +122,15 @@ class Service:
         return await self._start()
 
     async def _start(self) -> WorkerProcess:
-        settings, environment = self._settings.model_dump(), {}
-        if isinstance(self._settings, RewardModelSettings):
-            environment, settings["device"] = _own_gpu(self._settings.device, self._name)
-        setup = channel.pack({"name": self._name, "settings": settings})
-        module = SERVICES[self._component.function]
-        process = await WorkerProcess.start(setup, self._on_dropped, module, environment, LOAD_TIMEOUT_S)
+        environment, changed = self._place()
+        setup = channel.pack({"name": self._name, "settings": self._settings.model_dump() | changed})
+        process = await WorkerProcess.start(setup, self._on_dropped, self._module, environment, LOAD_TIMEOUT_S)
         self._reading = asyncio.create_task(self._read(process))
         return process
+
+    def _place(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """Environment variables of the process, and settings that they change."""
+        return {}, {}
 
     async def _read(self, process: WorkerProcess) -> None:
         """Hand replies to those that wait for them, until the process ends."""
@@ -134,6 +144,25 @@ class Service:
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(died)
+
+
+class JudgeScorer(ProcessScorer):
+    def __init__(self, component: RewardFunctionConfig, on_dropped: Callable[[int], None]) -> None:
+        settings = settings_of(component, JudgeSettings)
+        name, places = component_name(component), settings.concurrency
+        super().__init__(name, settings, "asyncrl_plugins.judges.judge", places, on_dropped)
+
+
+class RewardModelScorer(ProcessScorer):
+    def __init__(self, component: RewardFunctionConfig, on_dropped: Callable[[int], None]) -> None:
+        settings = settings_of(component, RewardModelSettings)
+        self._device = settings.device
+        name, places = component_name(component), 2 * settings.batch  # a batch that is computed, and the next
+        super().__init__(name, settings, "asyncrl_plugins.judges.reward_model", places, on_dropped)
+
+    def _place(self) -> tuple[dict[str, str], dict[str, Any]]:
+        environment, device = _own_gpu(self._device, self._name)
+        return environment, {"device": device}
 
 
 def _own_gpu(device: str, name: str) -> tuple[dict[str, str], str]:

@@ -1,4 +1,4 @@
-"""The process of a learned reward model, `python -m asyncrl.models.reward_model`: a sequence classifier's scores.
+"""The process of a learned reward model, `python -m asyncrl_plugins.judges.reward_model`: a sequence classifier's scores.
 
 Prompt and completion are one conversation in the model's own chat template. Samples that wait are computed together.
 Images stand as `<image>` in the text: classifiers here read text only.
@@ -16,8 +16,8 @@ from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of
-from asyncrl.rewards.service_settings import RewardModelSettings
 from asyncrl.user_functions import one_line
+from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
 
 
 class RewardModel:

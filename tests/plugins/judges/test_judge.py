@@ -17,12 +17,12 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.judge import UnusableReply, data_uri, read_scores
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
-from asyncrl.rewards.service_settings import JudgeSettings
 from asyncrl.rewards.spec import check_rewards
+from asyncrl_plugins.judges.judge import UnusableReply, data_uri, read_scores
+from asyncrl_plugins.judges.judge_settings import JudgeSettings
 from tests.rigs.reward_pools import run_pool
 
 KEY = "sk-secret-of-the-test"

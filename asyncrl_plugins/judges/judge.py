@@ -1,4 +1,4 @@
-"""The process of a judge, `python -m asyncrl.rewards.judge`: it asks an OpenAI-compatible endpoint for scores.
+"""The process of a judge, `python -m asyncrl_plugins.judges.judge`: it asks an OpenAI-compatible endpoint for scores.
 
 Requests are asked for side by side, as many as the pool sends. A reply without a usable score is an error of its
 completions, never a 0. Requests of the same content are asked once (`cache`).
@@ -24,8 +24,8 @@ from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of
-from asyncrl.rewards.service_settings import JudgeSettings
 from asyncrl.user_functions import one_line, shorten
+from asyncrl_plugins.judges.judge_settings import JudgeSettings
 
 CACHED_REPLIES = 65536
 MAX_BODY_BYTES = 4 << 20
