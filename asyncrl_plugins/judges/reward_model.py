@@ -1,4 +1,4 @@
-"""The process of a learned reward model, `python -m asyncrl_plugins.judges.reward_model`: a sequence classifier's scores.
+"""Process of a learned reward model, `python -m asyncrl_plugins.judges.reward_model`: scores of a sequence classifier.
 
 Prompt and completion are one conversation in the model's own chat template. Samples that wait are computed together.
 Images stand as `<image>` in the text: classifiers here read text only.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from asyncrl.suggest import field_problem
 from pydantic import ValidationError
 
 from asyncrl.config.sections import RewardFunctionConfig, Section, component_name
 from asyncrl.errors import UserError
+from asyncrl.suggest import field_problem
 
 S = TypeVar("S", bound=Section)
 

@@ -185,7 +185,7 @@ def test_a_lost_judge_is_a_status_and_is_started_again(endpoint: Endpoint) -> No
             await asyncio.sleep(0.01)
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # the worker goes with its reaper
-                if "asyncrl.rewards.judge" in process.cmdline():
+                if "asyncrl_plugins.judges.judge" in process.cmdline():
                     process.kill()
         return [await asked, await pool.score(sample("Score:_2"))]
 
