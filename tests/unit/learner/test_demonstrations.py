@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.loop.resume import lasting_settings
 
 from asyncrl.config.methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.resume import lasting_settings
 from learner.tickets.demonstrations import Demonstrations, segment_ends
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
