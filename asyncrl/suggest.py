@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-METHOD_OVERLAYS = Path(__file__).parents[1] / "algorithms" / "overlays"
+METHOD_OVERLAYS = Path(__file__).parent / "algorithms" / "overlays"
 
 
 def is_method_word(name: str) -> bool:
