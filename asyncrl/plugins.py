@@ -55,8 +55,10 @@ class Part:
     """The part's own settings. They stand in a section of its name, which exists only where the part is chosen."""
     problems: Callable[[Any], Iterable[str]] = no_problems
     """Errors of a configuration (RunConfig) that chooses the part, each with its fix. Imports no torch."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that the core asks about parts of this group; their names stand where the group is used."""
+    packages: tuple[str, ...] = ()
+    """Distributions that the part needs beside those of the core."""
+    extra: str = ""
+    """Extra of this distribution that installs them."""
 
 
 def no_check(component: Any) -> None:
@@ -140,9 +142,9 @@ def descriptions(group: Group) -> Mapping[str, Any]:
 
 def find_part(group: Group, name: object, built_in: Mapping[str, P]) -> P | None:
     """Description of the part of this name, in the core or installed; None where there is none."""
-    if name in built_in:
-        return built_in[str(name)]
-    return description(group, str(name)) if name in installed(group) else None
+    if not isinstance(name, str):
+        return None
+    return built_in[name] if name in built_in else description(group, name) if name in installed(group) else None
 
 
 def require_part(group: Group, name: str, built_in: Mapping[str, P], key: str) -> P:

@@ -96,7 +96,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     model, ranks, beside = words.model[0], words.ranks, words.beside
     learner: dict[str, Any] = {"device": "cpu"}
     if words.zero_stage:
-        learner |= {"engine": "deepspeed", "zero_stage": words.zero_stage, "num_processes": ranks}
+        learner |= {"engine": "deepspeed", "deepspeed": {"zero_stage": words.zero_stage}, "num_processes": ranks}
     elif ranks > 1:
         learner |= {"engine": "fsdp2", "num_processes": ranks}
     rank = int(os.environ["RANK"])

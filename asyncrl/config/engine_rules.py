@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 
@@ -23,10 +24,6 @@ PREFILL_TOKENS = 16_384
 GRADIENTS_IN_FLIGHT = 2
 """Gradients on their way to the host at a time, with learner.cpu_offload: the backward pass waits for the oldest, so
 that the device holds no more than these besides the one that it makes."""
-ZERO_BUCKET = 50_000_000
-"""Elements of one collective of DeepSpeed's gradients or weights. Its own number is ten times that: 2 GB in fp32."""
-ZERO_LIVE = 1_000_000_000
-"""Elements of weights that DeepSpeed's stage 3 leaves gathered for their next use (its own number)."""
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
 """learner.optimizer=adamw_8bit: elements of a tensor from which its moments have 8 bits, and elements that share a
 scale (bitsandbytes' own numbers)."""
@@ -68,39 +65,18 @@ def engine_problems(config: RunSections) -> Iterator[str]:
 def training_engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the learner's engine cannot fulfil, with its fix."""
     learner = config.learner
-    if learner.engine != "deepspeed" and learner.zero_stage != type(learner).model_fields["zero_stage"].default:
-        yield (
-            f"learner.zero_stage is {learner.zero_stage}, but learner.engine is {learner.engine}, which has no stages. "
-            "Set learner.engine=deepspeed, or leave learner.zero_stage out (2)"
-        )
-    if learner.checkpoint_format == "deepspeed":
-        if learner.engine != "deepspeed":
-            yield (
-                f"learner.checkpoint_format is deepspeed, but learner.engine is {learner.engine}. Set "
-                "learner.engine=deepspeed or learner.checkpoint_format=portable"
-            )
-        if config.trainer.save_async:
-            yield (
-                "learner.checkpoint_format is deepspeed, whose files are written by all ranks together, and "
-                "trainer.save_async is true. Set trainer.save_async=false or learner.checkpoint_format=portable"
-            )
+    yield from learner_engine(learner.engine).problems(config)
     if not learner.is_divided:
         if learner.num_processes > 1:
-            engines = "fsdp2" if config.trainer.mode == "sync" else "fsdp2 or deepspeed"
             yield (
                 f"learner.num_processes is {learner.num_processes}, but learner.engine is torch, which keeps the whole "
-                f"model on one device. Set learner.engine={engines}, or leave learner.num_processes out"
+                f"model on one device. Set learner.engine=fsdp2, or leave learner.num_processes out"
             )
         return
     if learner.optimizer != "adamw":
         yield (
             f"learner.optimizer is {learner.optimizer}, which steps whole tensors, and learner.engine is "
             f"{learner.engine}, which has parts of them. Set learner.engine=torch or learner.optimizer=adamw"
-        )
-    if learner.engine == "deepspeed" and config.trainer.mode == "sync":
-        yield (
-            "learner.engine is deepspeed, but trainer.mode is sync, and DeepSpeed's buffers would stay on the device. "
-            "Set learner.engine=fsdp2 or trainer.mode=async"
         )
     problems = {
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
@@ -113,11 +89,6 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
     for problem, is_so in problems.items():
         if is_so:
             yield f"learner.engine is {learner.engine}, but {problem}, or learner.engine=torch"
-    if learner.engine == "deepspeed" and config.model.dtype == "float16":
-        yield (
-            "model.dtype is float16, whose loss scale learner.engine=deepspeed does not have. Set model.dtype=bfloat16 "
-            "or learner.engine=fsdp2"
-        )
     if learner.num_processes > 1 and ":" in learner.device:
         yield (
             f"learner.device is {learner.device}, one GPU, and learner.num_processes is {learner.num_processes}: each "

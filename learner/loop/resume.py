@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from asyncrl.config.keys import all_keys
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import PARTS
@@ -87,8 +88,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
     if checkpoint and not is_portable(checkpoint):
-        learner = config.learner
-        here = (learner.zero_stage, learner.num_processes) if learner.engine == "deepspeed" else None
+        here = learner_engine(config.learner.engine).own_placement(config.learner)
         check_portable(torch.load(checkpoint / ENGINE_FILE, weights_only=True), checkpoint, here)
     journal = open_journal(config, resources, config.last_step_not_needed(state.step if state else 0))
     if recorded := recorded_updates(journal):  # else its learner died before it had begun

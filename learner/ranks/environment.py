@@ -58,7 +58,7 @@ def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.enviro
     if not config.learner.is_divided:
         raise UserError(
             f"torchrun started {given} processes, but learner.engine is torch, which trains in one. Set "
-            "learner.engine=fsdp2, or deepspeed"
+            "learner.engine=fsdp2"
         )
     if "RANK" not in variables:
         raise UserError(f"WORLD_SIZE is {given}, and RANK is not set. Start the ranks by torchrun, which sets both")

@@ -242,7 +242,7 @@ class TorchEngine:
     def files(self, *, copies: bool) -> Write:
         """Master weights, optimiser and schedule as they are now; the model, or its adapter, is written beside them.
 
-        Any number of ranks reads them, and a process without ranks, unless learner.checkpoint_format is deepspeed.
+        Any number of ranks reads them, and a process without ranks, unless the engine's own format is chosen.
         """
         self._sleeper.check_awake()
         self.sharding.changed()
@@ -252,7 +252,7 @@ class TorchEngine:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
 
         Raises UserError where the checkpoint's weights had another dtype, other parts a learning rate of their own, or
-        where it is in DeepSpeed's format for another placement.
+        where it is in the own format of an engine with another placement.
         """
         self.sharding.changed()
         self.updates.load(folder / ENGINE_FILE)

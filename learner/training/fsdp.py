@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.service_sections import OptimConfig
+from asyncrl.config.service_sections import LearnerConfig, OptimConfig
 from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
@@ -153,3 +153,8 @@ class ShardedMasters(MasterWeights):
 def _call(compute: Callable[[], T]) -> T:
     """Views are copied: FSDP warns of hooks that an in-place operation on them would lose."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor._base is not None else tensor, compute())
+
+
+def fully_sharded(config: LearnerConfig, device: torch.device, ranks: Ranks) -> FullySharded:
+    """The placement of `learner.engine: fsdp2`."""
+    return FullySharded(device, ranks, cpu_offload=config.cpu_offload)

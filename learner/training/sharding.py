@@ -1,4 +1,4 @@
-"""The placement of a model's weights: whole on one device, or in parts on all ranks (fsdp.py, zero.py)."""
+"""The placement of a model's weights: whole on one device, or in parts on all ranks (fsdp.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig, Optimizer
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.models.export import export_model
 from asyncrl.models.published import load_published, published_tensors
+from asyncrl.plugins import implementation
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
@@ -179,16 +181,11 @@ def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
+def one_device(config: LearnerConfig, device: torch.device, ranks: Ranks) -> OneDevice:
+    """The placement of `learner.engine: torch`."""
+    return OneDevice(device, cpu_offload=config.cpu_offload, optimizer=config.optimizer)
+
+
 def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:
-    """The placement of `learner.engine`."""
-    if config.engine == "torch":
-        return OneDevice(device, cpu_offload=config.cpu_offload, optimizer=config.optimizer)
-    if config.engine == "deepspeed":
-        from learner.training.zero import ZeroParted, ZeroWhole
-        from learner.training.zero_engine import ZeroSettings
-
-        settings = ZeroSettings.of(config, device)
-        return ZeroParted(settings, ranks) if settings.stage == 3 else ZeroWhole(settings, ranks)
-    from learner.training.fsdp import FullySharded  # torch.distributed: not for a learner of one process
-
-    return FullySharded(device, ranks, cpu_offload=config.cpu_offload)
+    """The placement of `learner.engine`, whose module is imported only where it is chosen."""
+    return implementation(learner_engine(config.engine).implementation)(config, device, ranks)

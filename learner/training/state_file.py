@@ -15,30 +15,28 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from asyncrl.errors import UserError
 
-OWN_SUFFIX = ".deepspeed"
-"""Suffix of the folder with DeepSpeed's own files, beside the file of the state that they lack."""
+OWN_SUFFIX = ".own"
+"""Suffix of the folder with files in an engine's own format, beside the file of the state that they lack."""
+OWN_FORMAT = "own_format"
+"""Key of a state that lies in an engine's own format: `name` of the engine, `placement` (settings by key that alone go
+on from it), and `portable`, the setting by which the engine writes what any engine reads."""
 
 
 def is_portable(checkpoint: Path) -> bool:
-    """Whether any engine goes on from a checkpoint: it is not in DeepSpeed's own format."""
+    """Whether any engine goes on from a checkpoint: it is not in the own format of one."""
     return not any(checkpoint.glob(f"*{OWN_SUFFIX}"))
 
 
-def check_portable(state: Mapping[str, Any], folder: Path, here: tuple[int, int] | None = None) -> None:
-    """Raise UserError for a checkpoint in DeepSpeed's own format, unless it is of the stage and number of ranks
-    `here`."""
-    found = state.get("deepspeed")
-    if found is None or (found["stage"], found["ranks"]) == here:
+def check_portable(state: Mapping[str, Any], folder: Path, here: Mapping[str, object] | None = None) -> None:
+    """Raise UserError for a checkpoint in an engine's own format, unless it is of the settings `here`, by key."""
+    found = state.get(OWN_FORMAT)
+    if found is None or found["placement"] == here:
         return
-    settings = (
-        f"learner.engine=deepspeed learner.zero_stage={found['stage']} learner.num_processes={found['ranks']} "
-        "learner.checkpoint_format=portable"
-    )
-    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
+    settings = " ".join(f"{key}={value}" for key, value in found["placement"].items())
     raise UserError(
-        f"{folder} is in DeepSpeed's own format, of {ranks} at stage {found['stage']}, from which only these go on. "
-        f"Resume once, for one more step at least (trainer.max_steps), with {settings}: any engine goes on from the "
-        f"checkpoint after it. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
+        f"{folder} is in {found['name']}'s own format, from which only these settings go on: {settings}. Resume once, "
+        f"for one more step at least (trainer.max_steps), with them and {found['portable']}: any engine goes on from "
+        f"the checkpoint after it. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
         "model.path=TARGET"
     )
 

@@ -1,7 +1,7 @@
 """The token budget of micro-batches: chosen by the memory plan, and halved where the device has no memory for one.
 
-One process begins the pass again. Ranks, of which the others are in the middle of the same layer, and DeepSpeed begin
-the step again, in new processes, from checkpoint and journal. Both leave the smaller budget in the run directory.
+One process begins the pass again. Ranks, of which the others are in the middle of the same layer, and engines that
+cannot (`Updates.begins_again`) begin the step again, in new processes, from checkpoint and journal. Both leave the smaller budget in the run directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUDGET_FILE = "token_budget.json"
 """The smaller budget in the run directory."""
 HOLDS_FOR = (
     "batch.tokens_per_microbatch",
-    *(f"learner.{name}" for name in ("engine", "num_processes", "zero_stage", "cpu_offload", "gradient_checkpointing")),
+    *(f"learner.{name}" for name in ("engine", "num_processes", "cpu_offload", "gradient_checkpointing")),
 )
 """Settings that decide how much memory a micro-batch may take. Where one has changed, the budget is the configured one
 again."""
@@ -78,7 +78,8 @@ class TokenBudget:
         """
         self._file = config.run_path / BUDGET_FILE
         self._is_chosen = config.batch.tokens_per_microbatch == "auto"
-        self._settings = {name: attrgetter(name)(config) for name in HOLDS_FOR}
+        own = {f"learner.{name}": section.model_dump() for name, section in (config.learner.model_extra or {}).items()}
+        self._settings = {name: attrgetter(name)(config) for name in HOLDS_FOR} | own
         ranks = self._roles.ranks
         read = str(self._read(self._file) if ranks.leads else 0)
         self.tokens = int(ranks.broadcast(read.encode()))

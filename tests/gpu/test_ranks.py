@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import Any
@@ -23,16 +22,13 @@ from asyncrl.config.schema import RunConfig
 from tests.rigs.ports import own_port
 from tests.rigs.small_runs import assert_every_prompt_trained_once, small
 from tests.rigs.two_processes import with_ports, write_config
+from tests.rigs.zero import HAS_ZERO, zero
 
 pytestmark = pytest.mark.slow
 STEPS = 3
 DEADLINE_S = 240
 FSDP2 = {"engine": "fsdp2"}
-ZERO = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
-def zero(stage: int) -> dict[str, Any]:
-    return {"engine": "deepspeed", "zero_stage": stage}
+ZERO = pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed")
 
 
 ON_CUDA = [

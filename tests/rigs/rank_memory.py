@@ -21,20 +21,28 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models import sampling_distribution
 from asyncrl.tools.memory_plan.live_bytes import nbytes
 from learner.ranks.group import Ranks
-from learner.training import zero_engine
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from learner.training.reference import Reference
 from tests.rigs.full_micro_batch import full_micro_batch
 from tests.rigs.rank_rig import join
+from tests.rigs.zero import HAS_ZERO, make_small
 
 ZERO_BUCKET = 50_000
 """As the models are small."""
 
 
+def make_buckets_small() -> None:
+    make_small()
+    if HAS_ZERO:
+        from asyncrl_plugins.deepspeed import engine
+
+        engine.ZERO_BUCKET = ZERO_BUCKET
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    zero_engine.PERSISTENT, zero_engine.ZERO_BUCKET = 500, ZERO_BUCKET
+    make_buckets_small()
     sampling_distribution.CACHED_VALUES = 2**40  # in one piece, as on the GPU that is planned
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
-from learner.training import sharded_state, zero_engine
+from learner.training import sharded_state
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine, create_engine
 from learner.training.reference import Reference
@@ -32,6 +33,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.waiting import exit_codes
+from tests.rigs.zero import make_small
 
 
 def run_ranks(
@@ -53,7 +55,7 @@ def run_ranks(
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    zero_engine.PERSISTENT = 500  # else every tensor of a tiny model stays whole
+    make_small()
     sharded_state.FILE_BYTES = 20_000  # else all of it is in one file
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()
@@ -146,7 +148,7 @@ def take_steps(
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")
-        copies = config.learner.checkpoint_format == "portable"
+        copies = learner_engine(config.learner.engine).saved_weights(config.learner) == 1
         engine.files(copies=copies)(folder)
         for role in (critic, reference):
             if role:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.tools.evaluate import evaluate
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
+from tests.rigs.zero import HAS_ZERO, zero
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
         pytest.param({}, id="torch"),
         pytest.param({"engine": "fsdp2", "num_processes": 2}, id="fsdp2 on two ranks"),
         pytest.param(
-            {"engine": "deepspeed", "zero_stage": 2, "num_processes": 2},
+            {**zero(2), "num_processes": 2},
             id="ZeRO-2 on two ranks",
-            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+            marks=pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed"),
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from learner.ranks.group import ALONE
 from learner.replay import in_one_process
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.rigs.zero import HAS_ZERO, zero
 from tests.system.test_bad_input import write_rows
 from tests.system.test_ranks import TOLERANCE
 from tests.unit.learner.test_padded_step import FAMILIES, LR, rows_of
@@ -22,7 +22,7 @@ from tests.unit.learner.test_padded_step import FAMILIES, LR, rows_of
 pytestmark = pytest.mark.slow
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {"engine": "fsdp2"},
-    **{f"ZeRO-{stage}": {"engine": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
+    **{f"ZeRO-{stage}": zero(stage) for stage in (1, 2, 3)},
 }
 TESTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
 WHOLE, MANY = "one micro-batch", "many micro-batches, critic and reference"
@@ -64,7 +64,7 @@ def found(digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
             config = config_of(family, case, folder / name, digits_data)
             found[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1)
             for engine, learner in ENGINES.items():
-                if learner["engine"] == "fsdp2" or find_spec("deepspeed"):
+                if learner["engine"] == "fsdp2" or HAS_ZERO:
                     changed = config.learner.model_copy(update=learner)
                     on_ranks[f"{name}, {engine}"] = config.model_copy(update={"learner": changed})
     torch.set_num_threads(threads)

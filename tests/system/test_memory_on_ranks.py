@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from learner.training.token_budget import BUDGET_FILE
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
+from tests.rigs.zero import HAS_ZERO, zero
 from tests.system.test_torchrun import end, start_ranks, steps_of
 
 pytestmark = pytest.mark.slow
@@ -64,15 +64,15 @@ def check(run: Path, log: str) -> None:
     ("engine", "rank"),
     [
         ({"engine": "fsdp2"}, 1),
-        ({"engine": "deepspeed", "zero_stage": 3}, 0),
-        ({"engine": "deepspeed", "zero_stage": 2}, 1),
+        (zero(3), 0),
+        (zero(2), 1),
     ],
     ids=["fsdp2", "ZeRO-3", "ZeRO-2"],
 )
 def test_a_run_goes_on_with_a_budget_for_which_there_is_memory(
     make_config: Callable[..., RunConfig], tmp_path: Path, engine: dict[str, Any], rank: int
 ) -> None:
-    if engine["engine"] == "deepspeed" and find_spec("deepspeed") is None:
+    if engine["engine"] == "deepspeed" and not HAS_ZERO:
         pytest.skip("deepspeed is not installed")
     config = config_of(make_config, tmp_path, {**engine, "num_processes": 2}, rank=rank, room=20)
     run, log = Path(config.run_dir), tmp_path / "train.log"

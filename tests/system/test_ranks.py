@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
 from learner.replay import in_one_process
@@ -214,7 +216,8 @@ def check_run_with_a_killed_rank(
 ) -> Path:
     """Kill rank 1 once that is so of the run: each sample is trained once, and one process goes on from the last
     checkpoint, which a step makes portable where it is not. Returns the run's directory."""
-    portable = learner.get("checkpoint_format", "portable") == "portable"
+    engine = LearnerConfig.model_validate(learner)
+    portable = learner_engine(engine.engine).saved_weights(engine) == 1
     config = make_config(
         learner={"max_staleness": 1, **learner},
         trainer={**(trainer or {}), "max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
@@ -241,14 +244,12 @@ def check_run_with_a_killed_rank(
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     if not portable:
         steps += 1
-        converted = ("learner.checkpoint_format=portable", f"trainer.max_steps={steps}")
+        converted = (f"learner.{engine.engine}.checkpoint_format=portable", f"trainer.max_steps={steps}")
         again = start_command("train", str(run / "config.yaml"), "--resume", *converted, log=log)
         assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
     # Without ranks, from the same checkpoint.
     alone = (
-        "learner.checkpoint_format=portable",
         "learner.engine=torch",
-        "learner.zero_stage=2",
         "learner.num_processes=1",
         f"trainer.max_steps={steps + 1}",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from learner.replay import in_one_process
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, write_config
 from tests.rigs.waiting import exit_codes
+from tests.rigs.zero import HAS_ZERO
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_end_to_end import lines
 from tests.system.test_families_on_ranks import ENGINES, FLIPPED
@@ -67,7 +67,7 @@ def check(one: Path, two: Path) -> None:
 def test_two_ranks_learn_what_one_process_does(
     make_config: MakeConfig, tmp_path: Path, engine: str, model: dict[str, Any]
 ) -> None:
-    if ENGINES[engine]["engine"] == "deepspeed" and find_spec("deepspeed") is None:
+    if ENGINES[engine]["engine"] == "deepspeed" and not HAS_ZERO:
         pytest.skip("deepspeed is not installed")
     config = config_of(make_config, tmp_path, ENGINES[engine], model)
     assert exit_codes([start("learner.sft", write_config(config, tmp_path / "two"))], 240) == [0], logs(

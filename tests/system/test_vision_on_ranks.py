@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from learner.ranks.group import ALONE
 from learner.replay import in_one_process
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.rigs.zero import HAS_ZERO
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_families_on_ranks import ENGINES
 from tests.system.test_ranks import STEPS, TOLERANCE, check_weights
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows, which have none, one, three and one."""
 KEPT, COMPUTED = "kept", "computed in each pass"
-TESTED = [name for name, learner in ENGINES.items() if learner["engine"] == "fsdp2" or find_spec("deepspeed")]
+TESTED = [name for name, learner in ENGINES.items() if learner["engine"] == "fsdp2" or HAS_ZERO]
 
 
 def config_of(model: Path, data: Path, folder: Path, learner: dict[str, Any]) -> RunConfig:

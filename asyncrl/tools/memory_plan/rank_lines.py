@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.plugins import implementation
 from asyncrl.tools.memory_plan.divided import DividedModel
 from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, count
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
-from asyncrl.tools.memory_plan.zero_lines import zero_host_bytes, zero_lines
 
 GRADIENTS = "parts of the gradients"
+Change = Mapping[str, object]
+"""Values of dotted keys."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Formula of the memory of an engine that divides the model (`LearnerEngine.memory`)."""
+
+    lines: Callable[[ModelBytes, RunConfig, str], Iterator[Line]]
+    """Memory of one rank on its device, without its context; the text describes a micro-batch."""
+    offloaded: Callable[[ModelBytes, RunConfig], int]
+    """Bytes in host memory of one rank with learner.cpu_offload."""
+    smaller: Callable[[RunConfig], Iterable[Change]] = lambda config: ()
+    """Changes of the engine's own settings that take less memory."""
+
+
+def memory_of(config: RunConfig) -> RankMemory:
+    """The formula of the chosen engine, which divides the model and has one: `rehearse` refuses others."""
+    return implementation(learner_engine(config.learner.engine).memory)
 
 
 def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
     """Memory of one rank of a divided learner; all have as much."""
-    yield from (zero_lines if config.learner.engine == "deepspeed" else _fsdp_lines)(model, config, what)
+    yield from memory_of(config).lines(model, config, what)
     yield from nccl_of_ranks(config)
 
 
@@ -73,9 +94,7 @@ def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     """Host memory of all ranks, as if they were on one machine."""
     ranks = config.learner.num_processes
     if offloads_parts(config):
-        kept = zero_host_bytes(model, config)
-        if config.learner.engine != "deepspeed":
-            kept = ranks * sum(line.nbytes for line in _part_lines(model, config, ranks))
+        kept = ranks * memory_of(config).offloaded(model, config)
         yield Line("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
     elif config.trainer.mode == "sync":
         parts = (line.nbytes for line in _part_lines(model, config, ranks) if line.name != GRADIENTS)
@@ -84,3 +103,10 @@ def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):
         why = f"for a while, as each of {ranks} ranks loads one whose files have another dtype or layout"
         yield Line("whole models", loading, why)
+
+
+def _fsdp_offloaded(model: ModelBytes, config: RunConfig) -> int:
+    return sum(line.nbytes for line in _part_lines(model, config, config.learner.num_processes))
+
+
+FSDP_MEMORY = RankMemory(_fsdp_lines, _fsdp_offloaded)

@@ -21,6 +21,7 @@ from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
 from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
+from asyncrl.config.learner_engines import learner_engine, learner_engines
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import Optimizer
@@ -41,8 +42,6 @@ from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
-PLANNED_ENGINES: tuple[str, ...] = ("torch", "fsdp2", "deepspeed")
-"""Values of learner.engine whose placement of a model is known here."""
 
 
 class NoPlanError(UserError):
@@ -111,11 +110,12 @@ class ModelBytes:
 
 def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
-    if config.learner.engine not in PLANNED_ENGINES:
+    engine = learner_engine(config.learner.engine)
+    if engine.divides_model and not engine.memory:
+        planned = [name for name, each in learner_engines().items() if each.memory or not each.divides_model]
         raise NoPlanError(
-            f"memory cannot be planned for learner.engine={config.learner.engine}, only for "
-            f"{' and '.join(PLANNED_ENGINES)}. Leave gpu_memory.budget_gib at 0, and try it with a small "
-            "batch.tokens_per_microbatch"
+            f"memory cannot be planned for learner.engine={config.learner.engine}, only for {' and '.join(planned)}. "
+            "Leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"
         )
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:

@@ -103,10 +103,7 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
     ("sections", "says"),
     [
         ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
-        ({"learner": {"zero_stage": 3}}, r"zero_stage is 3, but learner.engine is torch"),
-        ({"learner": {**FSDP2, "zero_stage": 1}}, r"zero_stage is 1, but learner.engine is fsdp2"),
-        ({"learner": {**FSDP2, "checkpoint_format": "deepspeed"}}, r"format is deepspeed, but learner.engine is fsdp2"),
-        ({"learner": {"engine": "deepspeed", "checkpoint_format": "deepspeed"}}, r"Set trainer.save_async=false"),
+        ({"learner": {"engine": "fsdp3"}}, r"learner.engine is 'fsdp3', and there are torch, fsdp2.* 'fsdp2'\?"),
         (
             {"learner": FSDP2, "trainer": {"mode": "sync"}, "rollout": {"engine": "vllm", "tensor_parallel_size": 3}},
             r"the ranks have 2 devices. Set rollout.tensor_parallel_size=2",
@@ -117,8 +114,6 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
             r"fsdp2, but reference.offload is true",
         ),
         ({"learner": {**FSDP2, "device": "cuda:1"}}, r"learner.device is cuda:1, one GPU"),
-        ({"learner": {"engine": "deepspeed"}, "trainer": {"mode": "sync"}}, r"deepspeed, but trainer.mode is sync"),
-        ({"learner": {"engine": "deepspeed"}, "model": {"dtype": "float16"}}, r"dtype is float16, whose loss scale"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(make_config: MakeConfig, sections: dict[str, Any], says: str) -> None:

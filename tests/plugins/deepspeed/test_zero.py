@@ -21,6 +21,7 @@ from learner.training.state_file import named_values, read_whole_state
 from protocol.faults import SLOW_VARIABLE
 from tests.conftest import small_config
 from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.rigs.zero import zero
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_ranks import (
     STEPS,
@@ -120,7 +121,7 @@ def compared(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempP
         return small_config(tiny_model, digits_data, folder / "run", **{**sections, "data": data, "learner": settings})
 
     def divided(case: str, stage: int) -> RunConfig:
-        return make(CASES[case], engine="deepspeed", zero_stage=stage)
+        return make(CASES[case], **zero(stage))
 
     found: dict[str, Any] = {}
     threads = torch.get_num_threads()
@@ -138,8 +139,7 @@ def compared(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempP
         if size == 2:
             on_ranks |= {f"{case}, again": divided(case, stage) for case, stage in RESUMED}
             on_ranks |= {
-                name: make({"model": {"dtype": dtype}}, engine="deepspeed", zero_stage=stage)
-                for name, (dtype, stage) in POISONED.items()
+                name: make({"model": {"dtype": dtype}}, **zero(stage)) for name, (dtype, stage) in POISONED.items()
             }
         starts = {f"{case}, again": folder / case for case, _ in RESUMED}
         results = run_ranks(
@@ -187,7 +187,8 @@ def test_any_engine_on_any_number_of_ranks_continues_with_the_same_bits(compared
     alone = compared.configs[CRITIC]
 
     def of(engine: str, stage: int = 2) -> RunConfig:
-        learner = alone.learner.model_copy(update={"engine": engine, "zero_stage": stage})
+        update = {"engine": engine} if engine == "fsdp2" else zero(stage)
+        learner = alone.learner.model_copy(update=update)
         return alone.model_copy(update={"learner": learner})
 
     second, third = (compared.folder / f"2/{CRITIC}, stage {stage}" for stage in (2, 3))
@@ -236,5 +237,5 @@ def test_a_rank_that_is_killed_while_it_writes_costs_nothing(
         found = list((run / "checkpoints").glob(".step-000004.building-*/model/config.json"))
         return bool(found) and list(complete_checkpoints(run)) == [2]
 
-    learner = {"engine": "deepspeed", "zero_stage": 3, "num_processes": 2, "optim": {"lr": 1e-3}}
+    learner = {**zero(3), "num_processes": 2, "optim": {"lr": 1e-3}}
     check_run_with_a_killed_rank(make_config, tmp_path, learner, steps=6, at=half_written)

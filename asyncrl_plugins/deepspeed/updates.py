@@ -18,16 +18,17 @@ from torch.utils._pytree import tree_map_only
 from asyncrl.config.service_sections import OptimConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.parts import part_of
+from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings
+from asyncrl_plugins.deepspeed.plugin import placement
 from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
 from learner.training.optimizers import check_same_moments
 from learner.training.parameter_groups import check_same_groups, parameter_groups
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part
-from learner.training.state_file import OWN_SUFFIX, check_portable
+from learner.training.state_file import OWN_FORMAT, OWN_SUFFIX, check_portable
 from learner.training.train_engine import Write
 from learner.training.updates import make_schedule, schedule_state
-from learner.training.zero_engine import ZeroEngine, ZeroSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -49,6 +50,7 @@ class ZeroUpdates:
         """`files` are the model's, which knows it as it was loaded."""
         self._optim, self._total_updates, self._ranks = optim, total_updates, ranks
         self._settings, self._files = settings, files
+        self._placement = placement(settings.stage, ranks.size)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dtypes = {name: files.dtypes[name] for name in self._trained}
         groups, self._in_file = _groups(self._trained, optim)
@@ -172,9 +174,12 @@ class ZeroUpdates:
         if self._settings.checkpoint_format == "portable":
             return self._files.state_files(self._state(), name, copies=copies)
         assert not copies, "the configuration refuses trainer.save_async with DeepSpeed's own format"
-        here = {"stage": self._settings.stage, "ranks": self._ranks.size}
-        state = self._state()
-        record = tree_map_only((torch.Tensor, Part), lambda _: None, state) | {"deepspeed": here}
+        record = tree_map_only((torch.Tensor, Part), lambda _: None, self._state())
+        record[OWN_FORMAT] = {
+            "name": "DeepSpeed",
+            "placement": self._placement,
+            "portable": "learner.deepspeed.checkpoint_format=portable",
+        }
 
         def write(folder: Path) -> None:
             self.engine.save((folder / name).with_suffix(OWN_SUFFIX), without_frozen=self._files.is_adapted)
@@ -199,12 +204,12 @@ class ZeroUpdates:
 
     def load(self, file: Path) -> None:
         state, folder = self._files.read_state(file), file.parent
-        check_portable(state, folder, (self._settings.stage, self._ranks.size))
+        check_portable(state, folder, self._placement)
         masters, optimizer = state.get("masters", {}), state["optimizer"]
         check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
         check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
         check_same_moments(optimizer, "adamw", folder)
-        if "deepspeed" in state:
+        if OWN_FORMAT in state:
             self._load_own(file.with_suffix(OWN_SUFFIX))
         else:
             self._fill(masters, optimizer["state"])

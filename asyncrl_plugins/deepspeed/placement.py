@@ -14,16 +14,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from asyncrl.config.service_sections import OptimConfig
+from asyncrl.config.service_sections import LearnerConfig, OptimConfig
 from asyncrl.models.published import fitting, load_published, published_parts, published_tensors
+from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings, load_deepspeed
+from asyncrl_plugins.deepspeed.updates import ZeroUpdates, shape_of
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.master_weights import MasterWeights
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part, Stored
 from learner.training.updates import Updates
-from learner.training.zero_engine import ZeroEngine, ZeroSettings, load_deepspeed
-from learner.training.zero_updates import ZeroUpdates, shape_of
 
 T = TypeVar("T")
 
@@ -186,3 +186,9 @@ class ZeroMasters(MasterWeights):
         self._check_names(state.keys(), self._copies.keys(), folder)
         for name, given in state.items():
             self._sharding.set_local(self._copies[name], self._parameters[name], given)
+
+
+def zero(config: LearnerConfig, device: torch.device, ranks: Ranks) -> ZeroWhole:
+    """The placement of `learner.engine: deepspeed`."""
+    settings = ZeroSettings.of(config, device)
+    return ZeroParted(settings, ranks) if settings.stage == 3 else ZeroWhole(settings, ranks)

@@ -14,16 +14,26 @@ from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl_plugins.deepspeed.engine import OWN_TAG
+from asyncrl_plugins.deepspeed.plugin import placement
 from learner import replay
 from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
-from learner.training.state_file import OWN_SUFFIX, check_portable, is_portable
-from learner.training.zero_engine import OWN_TAG
+from learner.training.state_file import OWN_FORMAT, OWN_SUFFIX, check_portable, is_portable
 from tests.conftest import small_config
+from tests.plugins.deepspeed.test_zero import (
+    ADAPTER,
+    CASES,
+    CRITIC,
+    FULL,
+    OFFLOAD,
+    check_same_checkpoint,
+    rows_of_sizes,
+)
 from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.rigs.zero import zero
 from tests.system.test_ranks import STEPS, check_run_with_a_killed_rank
-from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +51,7 @@ def made(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathF
     data = rows_of_sizes(folder)
 
     def make(case: str, stage: int, kind: str) -> RunConfig:
-        engine = {"engine": "deepspeed", "zero_stage": stage, "checkpoint_format": kind, "optim": {"lr": 1e-3}}
+        engine = {**zero(stage, checkpoint_format=kind), "optim": {"lr": 1e-3}}
         learner = {**CASES[case].get("learner", {}), **engine}
         sections = {**CASES[case], "data": data, "learner": learner, "trainer": {"save_async": False}}
         return small_config(tiny_model, digits_data, folder / "run", **sections)
@@ -60,7 +70,7 @@ def test_a_run_goes_on_from_it_with_the_same_bits(made: tuple[Path, Any], case: 
     folder, found = made
     portable, own = (f"{case}, {kind}" for kind in FORMATS)
     record = torch.load(folder / "first" / own / ENGINE_FILE, weights_only=True)
-    assert record["deepspeed"]["ranks"] == 2
+    assert record[OWN_FORMAT]["placement"]["learner.num_processes"] == 2
     assert not (folder / "first" / own / ENGINE_FILE).with_suffix("").exists(), "it is not written twice"
     steps = zip(*(found["again"][name]["metrics"] for name in (own, portable)), strict=True)
     assert all(mine == pytest.approx(theirs, rel=0, abs=0, nan_ok=True) for mine, theirs in steps)
@@ -84,23 +94,26 @@ def test_another_placement_is_refused_with_the_way_to_it(made: tuple[Path, Any],
     folder, found = made
     name = f"{OFFLOAD}, deepspeed"
     start, config = folder / "first" / name, found["configs"][name]
-    learner = {"engine": "torch", "cpu_offload": False, "checkpoint_format": "portable"}
+    learner = {"engine": "torch", "cpu_offload": False}
     alone = config.model_copy(update={"learner": config.learner.model_copy(update=learner)})
-    told = r"2 ranks at stage 2.*zero_stage=2 learner.num_processes=2 learner.checkpoint_format=portable"
+    told = (
+        r"DeepSpeed's own format.*learner.deepspeed.zero_stage=2 learner.num_processes=2\. Resume once, .*"
+        r"learner.deepspeed.checkpoint_format=portable"
+    )
     with pytest.raises(UserError, match=told):
         take_steps(alone, tmp_path / "alone", ALONE, STEPS, start, idle=True)
     record = torch.load(start / ENGINE_FILE, weights_only=True)
-    check_portable(record, start, (2, 2))
+    check_portable(record, start, placement(2, 2))
     for stage, ranks in ((2, 1), (3, 2)):
         with pytest.raises(UserError, match=told):
-            check_portable(record, start, (stage, ranks))
+            check_portable(record, start, placement(stage, ranks))
 
 
 def test_a_run_with_a_killed_rank_goes_on_from_it_and_makes_it_portable(
     make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A replay of its steps begins where one process can, and knows that ranks have made them."""
-    learner = {"engine": "deepspeed", "checkpoint_format": "deepspeed", "num_processes": 2, "optim": {"lr": 1e-3}}
+    learner = {**zero(2, checkpoint_format="deepspeed"), "num_processes": 2, "optim": {"lr": 1e-3}}
     run = check_run_with_a_killed_rank(
         make_config, tmp_path, learner, steps=4, at=lambda run: 2 in complete_checkpoints(run)
     )

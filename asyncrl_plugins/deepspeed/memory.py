@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.config.engine_rules import ZERO_BUCKET, ZERO_LIVE
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.divided import DividedModel, Parameter
 from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, count
+from asyncrl.tools.memory_plan.rank_lines import Change, RankMemory
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes
+from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,19 @@ def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
 
 
 def zero_host_bytes(model: ModelBytes, config: RunConfig) -> int:
-    """Bytes in host memory of all ranks with learner.cpu_offload."""
-    if not config.learner.cpu_offload or config.learner.device == "cpu":
-        return 0
-    offloaded = (line.nbytes for line in _kept_lines(model, config) if line.name in _offloaded(config))
-    return config.learner.num_processes * sum(offloaded)
+    """Bytes in host memory of one rank with learner.cpu_offload."""
+    return sum(line.nbytes for line in _kept_lines(model, config) if line.name in _offloaded(config))
+
+
+def smaller(config: RunConfig) -> Iterator[Change]:
+    """The stage that divides the weights, too."""
+    if _stage(config) < 3 and config.learner.num_processes > 1:
+        yield {"learner.deepspeed.zero_stage": 3}
 
 
 def _kept_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """Memory of one rank that outlasts a micro-batch."""
-    stage, ranks = config.learner.zero_stage, config.learner.num_processes
+    stage, ranks = _stage(config), config.learner.num_processes
     zero = _zero(model.divided, config)
     share = f"1/{ranks} of {count(model.trained)} that are trained, in float32"
     weights = f"{count(model.parameters)} in {config.model.dtype}"
@@ -171,9 +175,16 @@ def _offloaded(config: RunConfig) -> set[str]:
         "parts of AdamW's moments",
         "critic's optimiser state",
     }
-    return found | {"parts of the weights", "critic", "reference policy"} if config.learner.zero_stage == 3 else found
+    return found | {"parts of the weights", "critic", "reference policy"} if _stage(config) == 3 else found
 
 
 def _zero(model: DividedModel | None, config: RunConfig) -> ZeroModel:
     assert model is not None
-    return ZeroModel(model, config.learner.zero_stage, config.learner.num_processes)
+    return ZeroModel(model, _stage(config), config.learner.num_processes)
+
+
+def _stage(config: RunConfig) -> int:
+    return config.learner.settings_of(DeepSpeedConfig).zero_stage
+
+
+MEMORY = RankMemory(zero_lines, zero_host_bytes, smaller)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from asyncrl.config.engine_rules import ZERO_BUCKET, ZERO_LIVE
-from asyncrl.config.service_sections import CheckpointFormat, LearnerConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import UserError
+from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, CheckpointFormat, DeepSpeedConfig
 
 T = TypeVar("T")
 OLDEST = (0, 19, 8)
@@ -41,9 +41,8 @@ class ZeroSettings:
 
     @staticmethod
     def of(config: LearnerConfig, device: torch.device) -> ZeroSettings:
-        return ZeroSettings(
-            config.zero_stage, config.cpu_offload, device, config.wait_timeout_s, config.checkpoint_format
-        )
+        own = config.settings_of(DeepSpeedConfig)
+        return ZeroSettings(own.zero_stage, config.cpu_offload, device, config.wait_timeout_s, own.checkpoint_format)
 
     def as_deepspeed(self, max_grad_norm: float) -> dict[str, Any]:
         """DeepSpeed's configuration. bf16 is not switched on there, since it would cast all weights, and take another

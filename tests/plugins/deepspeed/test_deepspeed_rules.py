@@ -1,0 +1,35 @@
+"""Configurations that the deepspeed engine refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+
+ZERO = {"engine": "deepspeed", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"learner": {"deepspeed": {"zero_stage": 3}}},
+            "holds settings of deepspeed, which is not chosen",
+        ),
+        ({"learner": {**ZERO, "deepspeed": {"checkpoint_format": "deepspeed"}}}, r"Set trainer.save_async=false"),
+        ({"learner": ZERO, "trainer": {"mode": "sync"}}, r"deepspeed, but trainer.mode is sync"),
+        ({"learner": ZERO, "model": {"dtype": "float16"}}, r"dtype is float16, whose loss scale"),
+        (
+            {"learner": {**ZERO, "optimizer": "adamw_8bit"}},
+            r"learner.engine is deepspeed.* Set learner.engine=torch or learner.opt",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_fix(
+    make_config: Callable[..., RunConfig], sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_config(**sections)
