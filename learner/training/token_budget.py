@@ -1,7 +1,8 @@
 """The token budget of micro-batches: chosen by the memory plan, and halved where the device has no memory for one.
 
 One process begins the pass again. Ranks, of which the others are in the middle of the same layer, and engines that
-cannot (`Updates.begins_again`) begin the step again, in new processes, from checkpoint and journal. Both leave the smaller budget in the run directory.
+cannot (`Updates.begins_again`) begin the step again, in new processes, from checkpoint and journal. Both leave the
+smaller budget in the run directory.
 """
 
 from __future__ import annotations
