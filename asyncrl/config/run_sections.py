@@ -6,16 +6,19 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.open_section import OpenSection
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.sections import DataConfig, ModelConfig, RewardConfig, Section
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
 from asyncrl.environments.settings import EnvironmentConfig, LimitsConfig
+from asyncrl.plugins import descriptions, find_part, require_part, sections_of
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -197,10 +200,7 @@ class LaunchConfig(Section):
     """A service that ran this long before it crashed has all its restarts again."""
 
 
-Tracker = Literal["tensorboard", "wandb"]
-
-
-class TelemetryConfig(Section):
+class TelemetryConfig(OpenSection):
     learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
     rollout_port: int = Field(default=9102, ge=0, le=65535)
@@ -212,13 +212,27 @@ class TelemetryConfig(Section):
     """The endpoints answer this long after the end, so that a scrape sees it: a few of Prometheus' intervals."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe message in the logs of both processes."""
-    trackers: tuple[Tracker, ...] = ()
-    """Other programs that show the run, each an extra: `tensorboard` (in run_dir/tensorboard), `wandb` (offline in
-    run_dir/wandb where there is no key; WANDB_MODE decides)."""
-    project: str = "asyncrl"
-    """W&B project; the run is named after run_dir."""
+    trackers: tuple[str, ...] = ()
+    """Other programs that show the run, of plug-ins. metrics.jsonl is there in any case."""
     samples_every_steps: int = Field(default=20, gt=0)
     """Steps between those whose samples trackers show with their images; samples.jsonl has those of all steps."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers_are_there(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            require_part("trackers", name, {}, "telemetry.trackers")
+        return names
+
+    @classmethod
+    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        names = given.get("trackers") or ()
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        return sections_of({str(name): find_part("trackers", name, {}) for name in names})
+
+    @classmethod
+    def possible_sections(cls) -> Mapping[str, type[Section]]:
+        return sections_of(descriptions("trackers"))
 
 
 class RunSections(Section):

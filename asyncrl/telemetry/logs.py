@@ -11,7 +11,7 @@ from typing import TextIO
 
 NOISY_LIBRARIES = (
     *("absl", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub", "matplotlib"),
-    *("PIL", "torch", "transformers", "urllib3", "wandb"),
+    *("PIL", "torch", "transformers", "urllib3"),
 )
 """Libraries of which only warnings are shown."""
 

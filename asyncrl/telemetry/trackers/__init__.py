@@ -1,12 +1,20 @@
-"""TensorBoard and Weights & Biases behind one interface.
+"""Trackers: programs of plug-ins (`asyncrl.trackers`) that show a run.
 
-To add one: a class that is a `Tracker`, its name in `Tracker` of asyncrl/config/run_sections.py and in `OPENERS`,
-and its package in an extra of the same name.
+The implementation of a tracker's description is a class that is a `Tracker`.
 """
 
 from __future__ import annotations
 
-from asyncrl.telemetry.trackers.threads import OPENERS, Trackers, check_trackers, open_trackers
-from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker
+from asyncrl.telemetry.trackers.threads import Trackers, check_trackers, open_trackers, openers_of
+from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker, numbers
 
-__all__ = ["OPENERS", "Sample", "TrackedRun", "Tracker", "Trackers", "check_trackers", "open_trackers"]
+__all__ = [
+    "Sample",
+    "TrackedRun",
+    "Tracker",
+    "Trackers",
+    "check_trackers",
+    "numbers",
+    "open_trackers",
+    "openers_of",
+]

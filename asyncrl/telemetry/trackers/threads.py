@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import queue
 import threading
@@ -10,10 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
+from asyncrl.plugins import Part, description, implementation
+from asyncrl.telemetry.environment import installed_version
 from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
@@ -31,39 +32,33 @@ Call = Callable[[Tracker], None]
 Opener = Callable[[TrackedRun], Tracker]
 
 
-def _tensorboard(run: TrackedRun) -> Tracker:
-    from asyncrl.telemetry.trackers.tensorboard_events import TensorBoardTracker
-
-    return TensorBoardTracker(run)
-
-
-def _wandb(run: TrackedRun) -> Tracker:
-    from asyncrl.telemetry.trackers.weights_and_biases import WandbTracker
-
-    return WandbTracker(run, finish_s=CLOSE_S)
-
-
-OPENERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb}
-"""Keys are names of the packages and of the extras."""
-
-
 def check_trackers(telemetry: TelemetryConfig) -> None:
     """Raise UserError for a tracker whose package is missing. Imports none of them: they take seconds."""
     for name in telemetry.trackers:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a mere folder: W&B makes one called `wandb` where it is started
-            raise UserError(
-                f"telemetry.trackers names {name}, and the package {name} is not installed here. Run: "
-                f"pip install 'asyncrl[{name}]', or take {name} out of telemetry.trackers"
-            )
+        part = description("trackers", name)
+        for package in part.packages:
+            if installed_version(package) is None:
+                raise UserError(
+                    f"telemetry.trackers names {name}, and the package {package} is not installed here. Run: "
+                    f"pip install 'asyncrl[{part.extra}]', or take {name} out of telemetry.trackers"
+                )
+
+
+def openers_of(telemetry: TelemetryConfig) -> dict[str, Opener]:
+    """Functions that open the trackers of telemetry.trackers, by name; their modules are imported then."""
+    return {name: partial(_open, description("trackers", name), telemetry) for name in telemetry.trackers}
+
+
+def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
+    settings = telemetry.settings_of(part.section) if part.section else None
+    return implementation(part.implementation)(run, settings)
 
 
 def open_trackers(config: RunConfig, errors: Counter[str]) -> Trackers:
     """The trackers of telemetry.trackers. Their errors are counted in `errors`, as `tracker_<name>`."""
     telemetry = config.telemetry
-    run = TrackedRun(config.run_path, telemetry.project, config.model_dump(mode="json"))
-    openers = {name: OPENERS[name] for name in telemetry.trackers}
-    return Trackers(run, openers, errors, samples_every_steps=telemetry.samples_every_steps)
+    run = TrackedRun(config.run_path, config.model_dump(mode="json"))
+    return Trackers(run, openers_of(telemetry), errors, samples_every_steps=telemetry.samples_every_steps)
 
 
 class Trackers:

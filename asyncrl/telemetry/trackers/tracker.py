@@ -34,7 +34,6 @@ class Sample:
 @dataclass(frozen=True)
 class TrackedRun:
     run_path: Path
-    project: str
     config: Mapping[str, Any]
     """Hyperparameters: the resolved configuration, by section."""
     resumed_after: int | None = None
@@ -48,7 +47,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """Interface of a tracker; calls come in order from one thread, errors are counted.
 
-    It is opened with a TrackedRun, and shows the hyperparameters in it."""
+    It is opened with a TrackedRun, whose hyperparameters it shows, and its settings (None without a section)."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def evaluation(self, step: int, results: Mapping[str, float]) -> None: ...

@@ -103,7 +103,7 @@ def test_light_parts_never_import_torch() -> None:
     wrong = [
         f"{file}:{line} imports {name}"
         for file in FILES
-        if file.as_posix().startswith(TORCH_FREE) and file.stem != "tensorboard_events"  # loaded by a learner alone
+        if file.as_posix().startswith(TORCH_FREE)
         for name, line in imported(parse(file))
         if name.partition(".")[0] in ("torch", "transformers")
     ]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.trackers.test_tensorboard import recorder_of
 from tests.rigs.waiting import wait_until
-from tests.unit.asyncrl.test_trackers import record_steps, recorder_of
+from tests.unit.asyncrl.test_trackers import record_steps
 
 BLOCK = 32768
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,16 @@ from pathlib import Path
 
 import wandb
 
-from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun
+from asyncrl.telemetry.trackers import Sample, TrackedRun, threads
+from asyncrl_plugins.trackers.plugin import WandbConfig
 
 ID_FILE = "wandb-id"
+logging.getLogger("wandb").setLevel(logging.WARNING)
 COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "status")
 
 
 class WandbTracker:
-    def __init__(self, run: TrackedRun, *, finish_s: float):
+    def __init__(self, run: TrackedRun, settings: WandbConfig):
         self._last_recorded = run.last_recorded
         # Pictures of an offline run wait here: with the run, and not in a home that a container may not have.
         os.environ.setdefault("WANDB_DATA_DIR", str((run.run_path / "wandb").absolute()))
@@ -24,7 +27,7 @@ class WandbTracker:
         if not mode:
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         self._run = wandb.init(
-            project=run.project,
+            project=settings.project,
             name=str(run.run_path),
             id=_run_id(run.run_path),
             resume="allow",
@@ -36,7 +39,7 @@ class WandbTracker:
                 console="off",
                 disable_git=True,
                 disable_code=True,
-                finish_timeout=finish_s,
+                finish_timeout=threads.CLOSE_S,
                 finish_timeout_raises=True,
             ),
         )

@@ -11,7 +11,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from torch.utils.tensorboard import SummaryWriter
 
-from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, numbers
+from asyncrl.telemetry.trackers import Sample, TrackedRun, numbers
 
 FOLDER = "tensorboard"
 FLUSH_S = 10
@@ -19,7 +19,7 @@ COLUMNS = ("reward", "status", "completion")
 
 
 class TensorBoardTracker:
-    def __init__(self, run: TrackedRun):
+    def __init__(self, run: TrackedRun, settings: None):
         # TensorBoard forgets this step and later ones of the files before this one: they are made again.
         made_again = None if run.resumed_after is None else run.resumed_after + 1
         self._writer = SummaryWriter(run.run_path / FOLDER, purge_step=made_again, flush_secs=FLUSH_S)

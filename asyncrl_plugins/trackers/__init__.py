@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard and Weights & Biases show the metrics, evaluations and samples of a run."""
