@@ -160,8 +160,9 @@ def in_one_process(config: RunConfig) -> RunConfig:
     learner = config.learner
     if not learner.is_divided:
         return config
-    alone = {"engine": "torch", "num_processes": 1, "cpu_offload": False}
-    return config.model_copy(update={"learner": learner.model_copy(update=alone)})
+    kept = learner.model_dump(include=set(type(learner).model_fields))  # without settings of the engine's own
+    alone = type(learner).model_validate(kept | {"engine": "torch", "num_processes": 1, "cpu_offload": False})
+    return config.model_copy(update={"learner": alone})
 
 
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:

@@ -33,8 +33,9 @@ from learner.loop.resume import (
 from learner.loop.saver import Saver
 from learner.loop.step_schedule import StepSchedule
 from learner.loop.trainer import Trainer
+from learner.network.device_sender import open_device_sender
 from learner.network.device_turns import DeviceTurns, first_turn
-from learner.network.publication import open_device_weights, open_publication, publish
+from learner.network.publication import open_publication, publish
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.ranks.environment import rank_environment
@@ -146,9 +147,9 @@ class Learner:
         self.ledger.advance(self.progress.version)
         self._resources.enter_context(closing(PromptsAhead(self.ledger, self.processor)))
         self.publication = self._resources.enter_context(open_publication(self.run_id))
-        self.device_weights = open_device_weights(config, self.publication, self.engine)
-        if self.device_weights:
-            self._resources.callback(self.device_weights.close)
+        self.device_sender = open_device_sender(config, self.publication, self.engine)
+        if self.device_sender:
+            self._resources.callback(self.device_sender.close)
         self.network = NetworkThread(
             config,
             self.run_id,
@@ -160,7 +161,7 @@ class Learner:
             ),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
-            device_weights=self.device_weights,
+            device_sender=self.device_sender,
             check_ranks=self._leader.processes.check if self._leader else lambda: None,
         )
         self._resources.callback(lambda: self.network.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
@@ -356,7 +357,7 @@ class Learner:
 
     def _publish(self) -> int:
         """Publish the weights, and return the bytes of the version."""
-        manifest = publish(self.publication, self.engine, self.progress.version, self.device_weights)
+        manifest = publish(self.publication, self.engine, self.progress.version, self.device_sender)
         self.network.call_soon(self.network.servers.announce, manifest)
         self.exporter.published(manifest)
         return manifest.total_bytes

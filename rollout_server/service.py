@@ -10,9 +10,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
+from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.weight_channels import device_channels
 from asyncrl.devices.device import check_device_channel, resolve_device
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
@@ -43,7 +44,7 @@ from rollout_server.environments import environments_of, make_pool
 from rollout_server.group_producer import Answer, GroupProducer, check_sampling, ticket_as_it_came, ticket_failed
 from rollout_server.link import LearnerLink
 from rollout_server.prometheus import ServerExporter
-from rollout_server.weights.channels import choose_channel
+from rollout_server.weights.channels import choose_channel, open_receiver
 from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
 
@@ -195,15 +196,15 @@ class RolloutServer:
     async def _channels(self, welcome: Welcome) -> tuple[Channel, Channel | None]:
         """The channel for weights, and the one to change to where it fails."""
         configured = self.config.rollout.weights_channel
-        staging = self.engine.staging if welcome.device else None
+        device = open_receiver(configured, self.engine.processes) if welcome.device else None
         choose = partial(
             choose_channel,
             configured,
             same_host=welcome.host_id == self.link.host_id,
             open_network=network_is_open(self.config),
         )
-        channel = choose(source=welcome.device, devices=await staging.devices() if staging else ())
-        may_choose = configured == "auto" and channel in DEVICE_CHANNELS
+        channel = choose(source=welcome.device, devices=await device.devices() if device else ())
+        may_choose = channel in device_channels("auto") and configured == "auto"
         return channel, choose(source=None, devices=()) if may_choose else None
 
     async def _receive(self) -> Goodbye:

@@ -1,5 +1,4 @@
-"""Device names and settings that contradict them: invalid names, device channels (rollout.weights_channel nccl or
-cuda_ipc), sync mode.
+"""Device names and settings that contradict them: invalid names, channels between devices, sync mode.
 
 These are names only: what a machine has is asked where torch is loaded.
 """
@@ -10,11 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
+from asyncrl.config.weight_channels import weight_channel
 
-DEVICE_CHANNELS = ("nccl", "cuda_ipc")
-"""Values of rollout.weights_channel that copy from one device's memory to another's."""
 NCCL_BYTES = 1 << 29
 """Device memory that NCCL takes for itself on each device, generously."""
 _NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -58,32 +55,9 @@ def device_problems(config: RunSections) -> Iterator[str]:
     for key, name in (("learner.device", config.learner.device), ("rollout.device", config.rollout.device)):
         if not _NAME.fullmatch(name):
             yield f"{key} is {name!r}, not a device name. Set {key}=auto, cpu, cuda, or cuda:1 for the second GPU"
-    if config.rollout.weights_channel in DEVICE_CHANNELS:
-        yield from (
-            f"rollout.weights_channel is {config.rollout.weights_channel}, but {problem}. Set "
-            "rollout.weights_channel=auto"
-            for problem in _channel_problems(config)
-        )
+    yield from weight_channel(config.rollout.weights_channel).problems(config)
     if config.trainer.mode == "sync":
         yield from _sync_problems(config)
-
-
-def _channel_problems(config: RunSections) -> Iterator[str]:
-    rollout = config.rollout
-    if config.model.lora.rank:
-        yield "model.lora trains adapters, which are small and are read from files"
-    if not rollout_engine(rollout.engine).has_model:
-        yield f"the {rollout.engine} engine has no model"
-    for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device)):
-        if device == "cpu":
-            yield f"{key} is cpu, and it goes from one CUDA device to another"
-    if rollout.weights_channel == "cuda_ipc" and rollout.tensor_parallel_size > 1:
-        yield f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, and it shares the memory of one GPU"
-    if rollout.weights_channel == "nccl" and not network_is_open(config):
-        yield (
-            f"network.host is {config.network.host}, not loopback, and NCCL encrypts nothing (network.insecure=true "
-            "allows that on a network that you trust)"
-        )
 
 
 def imply_staleness_0(values: Any) -> Any:
@@ -126,7 +100,7 @@ def _sync_problems(config: RunSections) -> Iterator[str]:
             )
     if not same_device(config, cuda=False):
         yield two_devices(config)
-    if rollout.weights_channel in DEVICE_CHANNELS:
+    if rollout.uses_device_channel:
         yield (
             f"trainer.mode is sync and rollout.weights_channel is {rollout.weights_channel}, which copies from the "
             "learner's device memory: it is empty while the server is awake. Set rollout.weights_channel=auto"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
@@ -80,9 +79,7 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
         )
     problems = {
         f"rollout.weights_channel is {config.rollout.weights_channel}, which copies a whole model from the device of a "
-        "learner that is one process. Set rollout.weights_channel=auto": (
-            config.rollout.weights_channel in DEVICE_CHANNELS
-        ),
+        "learner that is one process. Set rollout.weights_channel=auto": (config.rollout.uses_device_channel),
         "reference.offload is true, which moves a whole model (where the weights are divided, learner.cpu_offload "
         "keeps all parts in host memory). Set reference.offload=false": config.reference.offload,
     }

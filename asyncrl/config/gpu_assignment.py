@@ -15,6 +15,7 @@ from asyncrl.config.device_rules import meant_device
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import component_name
+from asyncrl.config.weight_channels import weight_channel
 from asyncrl.errors import UserError
 from asyncrl.plugins import description, installed
 
@@ -43,8 +44,8 @@ class GpuAssignment:
 def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     """Assign `count` GPUs. The learner's comes first; servers that find too few of the others share GPUs evenly.
 
-    A device that is named with its number is taken as it is, by all servers. In sync mode, and for cuda_ipc, all
-    processes are on the learner's GPUs. The GPU of a reward model is left to it where there are others.
+    A device that is named with its number is taken as it is, by all servers. In sync mode, and for a channel within
+    one GPU, all processes are on the learner's GPUs. The GPU of a reward model is left to it where there are others.
     """
     rollout, kept = config.rollout, reward_gpus(config)
     learner_works, servers_work = (
@@ -55,11 +56,11 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     learner_named, rollout_named = _number(config.learner.device), _number(rollout.device)
     named = () if rollout_named is None else tuple(range(rollout_named, rollout_named + width))
     free = [gpu for gpu in range(count) if gpu not in named and gpu not in kept]
-    if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
+    if config.trainer.mode == "sync" or weight_channel(rollout.weights_channel).on_one_gpu:
         free = list(named) or free
     wanted = [gpu for gpu in (learner_named, *free) if gpu is not None][: config.learner.num_processes] or [0]
     mine = tuple(wanted) if learner_works else ()
-    if config.trainer.mode == "sync" or rollout.weights_channel == "cuda_ipc":
+    if config.trainer.mode == "sync" or weight_channel(rollout.weights_channel).on_one_gpu:
         theirs = [named or mine or (0,)]
     elif named:
         theirs = [named]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config import learner_engines, rollout_engines
+from asyncrl.config import learner_engines, rollout_engines, weight_channels
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
 from asyncrl.plugins import find_part, sections_of
@@ -51,9 +51,9 @@ class RolloutConfig(OpenSection):
     """Torch threads; 0 means half of the cores when the learner shares the machine, and all of them in sync mode."""
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
-    weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
-    """Channel of new weights: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
-    cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
+    weights_channel: str = "auto"
+    """Channel of new weights: `shm` (mapped), `zmq` (over TCP), or a plug-in's between GPUs; `auto` is the first that
+    can work, those between GPUs first, and with gpu_memory.budget_gib without them."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 
@@ -62,6 +62,17 @@ class RolloutConfig(OpenSection):
     def _engine_is_there(cls, name: str) -> str:
         rollout_engines.rollout_engine(name)
         return name
+
+    @field_validator("weights_channel")
+    @classmethod
+    def _channel_is_there(cls, name: str) -> str:
+        weight_channels.weight_channel(name)
+        return name
+
+    @property
+    def uses_device_channel(self) -> bool:
+        """Whether weights_channel names one between device memories."""
+        return bool(weight_channels.weight_channel(self.weights_channel).receiver)
 
     @classmethod
     def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:

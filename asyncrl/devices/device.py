@@ -14,7 +14,7 @@ from math import inf, nan
 import psutil
 import torch
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, meant_device, meant_dtype
+from asyncrl.config.device_rules import meant_device, meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -144,7 +144,7 @@ def compute_in_full_float32() -> None:
 def check_device_channel(config: RunConfig, key: str, device: str) -> None:
     """Check one side of a channel between devices on its own machine; `key` is the setting that names its device."""
     channel = config.rollout.weights_channel
-    if channel in DEVICE_CHANNELS and resolve_device(device, key).type != "cuda":
+    if config.rollout.uses_device_channel and resolve_device(device, key).type != "cuda":
         raise UserError(
             f"rollout.weights_channel is {channel}, which needs a CUDA device on both sides, but {key} is {device} and "
             f"torch {torch.__version__} sees none here. Use a machine with a GPU, or set rollout.weights_channel=auto"

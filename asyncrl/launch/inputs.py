@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
+from asyncrl.config.device_rules import same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
@@ -194,7 +194,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike
     has_driver = "auto" in names.values() and any(driver.exists() for driver in DRIVERS)
-    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS and not has_driver:
+    if plain and not config.rollout.uses_device_channel and not has_driver:
         return
     import torch
 

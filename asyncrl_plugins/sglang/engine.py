@@ -44,8 +44,9 @@ from asyncrl_plugins.sglang.usage import UsageMeter
 from asyncrl_plugins.sglang.weights import VersionFolders
 from protocol.device_lock import use_device_for
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.model_processes import ModelProcesses
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
-from rollout_server.weights.staging import ArrivedWeights, Staging
+from rollout_server.weights.arrived import ArrivedWeights
 
 OWNER = "the sglang engine"
 SCRAPE_S = 2.0
@@ -61,7 +62,7 @@ class SGLangEngine:
         self._device = resolve_device(config.rollout.device, "rollout.device")
         self._limit = config.data.max_prompt_length + config.longest_completion
         self._command_s = config.network.timeout_s
-        self.staging: Staging | None = None
+        self.processes: ModelProcesses | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: SGLangProcess | None = None
         self._client: SGLangClient | None = None

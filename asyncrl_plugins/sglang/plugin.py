@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.rollout_engines import RolloutEngine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import Section
@@ -37,7 +36,7 @@ def problems(config: RunSections) -> Iterator[str]:
         "rollout.weight_update is keep, and sglang cannot tell which of its cached prefixes are of old weights. Set "
         "rollout.weight_update=recompute": rollout.weight_update == "keep",
         f"rollout.weights_channel is {rollout.weights_channel}, and sglang takes new weights from host memory. Set "
-        "rollout.weights_channel=auto": rollout.weights_channel in DEVICE_CHANNELS,
+        "rollout.weights_channel=auto": rollout.uses_device_channel,
         f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and nothing is known of sglang's memory. Set "
         "rollout.engine_args.mem_fraction_static": config.gpu_memory.budget_gib > 0,
     }

@@ -26,7 +26,7 @@ from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.numbers import GIB
 from protocol.endpoints import SHARED_MEMORY
-from rollout_server.weights.staging import ArrivedWeights
+from rollout_server.weights.arrived import ArrivedWeights
 
 INDEX = "model.safetensors.index.json"
 

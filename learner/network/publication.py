@@ -6,11 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
-from learner.network.device_weights import DeviceWeights
+from learner.network.device_sender import DeviceSender
 from learner.training.train_engine import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
@@ -24,40 +22,16 @@ def open_publication(run_id: str) -> Publication:
     return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
-def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
-    """Create the copies of versions in device memory, for transfers between devices.
-
-    None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, where
-    learner.engine divides the model, and where a plan of the device's memory (gpu_memory.budget_gib) has no room for
-    the versions.
-    """
-    if config.trainer.mode == "sync" or config.learner.is_divided or engine.adapter is not None:
-        return None
-    required = config.rollout.weights_channel in DEVICE_CHANNELS
-    if config.gpu_memory.budget_gib and not required:
-        return None
-    network = config.network
-    return DeviceWeights(
-        publication,
-        engine.device,
-        engine.facts.published_bytes,
-        host="0.0.0.0" if network.host == "*" else network.host,
-        deadline_s=network.timeout_s,
-        first_s=config.first_meeting_s,
-        required=required,
-    )
-
-
 def publish(
-    publication: Publication, engine: TrainEngine, version: int, device_weights: DeviceWeights | None = None
+    publication: Publication, engine: TrainEngine, version: int, device_sender: DeviceSender | None = None
 ) -> WeightManifest:
     """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
     try:
         manifest = publication.publish(version, _tensors(engine), engine.adapter)
     except PublicationError as error:
         raise BadStateError(f"version {version} could not be published: {error}") from error
-    if device_weights is not None:
-        device_weights.keep(manifest, engine.published_state())
+    if device_sender is not None:
+        device_sender.keep(manifest, engine.published_state())
     return manifest
 
 

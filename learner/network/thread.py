@@ -23,8 +23,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
+from learner.network.device_sender import DeviceSender
 from learner.network.device_turns import LeaseGrants
-from learner.network.device_weights import DeviceWeights
 from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_receiver import GroupReceiver
 from learner.network.group_verification import verify_group
@@ -112,7 +112,7 @@ class NetworkThread(threading.Thread):
         facts: ModelFacts,
         version: int,
         parity_tickets: Sequence[PreparedTicket] = (),
-        device_weights: DeviceWeights | None = None,
+        device_sender: DeviceSender | None = None,
         check_ranks: Callable[[], None] = lambda: None,
     ):
         """`check_ranks` raises where another rank of the learner has ended."""
@@ -122,7 +122,7 @@ class NetworkThread(threading.Thread):
         self.timeline = Timeline()
         self.publication = publication
         self._ledger = ledger
-        self._device_weights = device_weights
+        self._device_sender = device_sender
         self._stopping = False
         self._goodbye: str | None = None
         self._run_is_finished = False
@@ -130,7 +130,7 @@ class NetworkThread(threading.Thread):
         self._sockets = open_sockets(config, self._context)
         self.control, self.weights = self._sockets.control, self._sockets.weights
         self._mailbox = ThreadMailbox(self._context)
-        device = (lambda: device_weights.source) if device_weights else (lambda: None)
+        device = (lambda: device_sender.source) if device_sender else (lambda: None)
         self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
         self.sources = WeightSources(
             config.network.weights_fan_out,
@@ -373,8 +373,8 @@ class NetworkThread(threading.Thread):
                     self._asking[received.identity] = received.message
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
-            elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
-                self._device_weights.end(received.identity, received.message)
+            elif isinstance(received.message, TransferEnd) and self._device_sender is not None:
+                self._device_sender.end(received.identity, received.message)
         for identity, request in list(self._asking.items()):
             if not self._name_source(identity, request):
                 break  # those behind it wait for the same
@@ -400,8 +400,8 @@ class NetworkThread(threading.Thread):
             self.sources.saved_bytes += request.nbytes - answer.data.nbytes
 
     def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
-        if self._device_weights is not None:
-            answer = self._device_weights.answer(identity, request)
+        if self._device_sender is not None:
+            answer = self._device_sender.answer(identity, request)
         else:
             reason = f"this learner sends nothing over {request.channel}"
             answer = Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)

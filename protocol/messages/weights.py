@@ -49,8 +49,8 @@ class WeightManifest(Wire):
     """The tensors are an adapter for the base model that both sides hold, under PEFT's names; None: a whole model."""
 
 
-Channel = Literal["shm", "zmq", "nccl", "cuda_ipc"]
-"""The way of a version from the learner into an engine."""
+Channel = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]
+"""Name of the way of a version from the learner into an engine: `shm`, `zmq`, or one between device memories."""
 
 
 class WeightsLoaded(Wire):
@@ -145,7 +145,7 @@ class TransferRequest(Wire):
     publication: PeerId
     nonce: PeerId
     """Names this transfer."""
-    channel: Literal["nccl", "cuda_ipc"]
+    channel: Channel
     receivers: int = Field(gt=0, le=64)
     """Number of the engine's processes, each of which receives everything."""
 
@@ -171,9 +171,9 @@ class TransferStart(Wire):
     version: Version
     nonce: PeerId
     port: int = Field(default=0, ge=0, le=65535)
-    """`nccl`: rendezvous port of the group, on the host that the server dialled."""
+    """Rendezvous port of the processes of the transfer, on the host that the server dialled; 0: there is `memory`."""
     memory: CudaMemory | None = None
-    """`cuda_ipc`: the memory to copy from; it does not change until `transfer_end`."""
+    """Memory to copy from on the same GPU; it does not change until `transfer_end`."""
 
 
 class TransferEnd(Wire):

@@ -12,7 +12,8 @@ import numpy as np
 from asyncrl.errors import BadStateError
 from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt
 from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryOrder
-from rollout_server.weights.staging import ArrivedWeights, Staging
+from rollout_server.engines.model_processes import ModelProcesses
+from rollout_server.weights.arrived import ArrivedWeights
 
 
 class EngineDied(Exception):
@@ -235,8 +236,8 @@ class InferenceEngine(Protocol):
     name: str
     takes_pixels: bool
     """True if it computes from the pixels of its requests; else it makes them itself, or none, and nobody need."""
-    staging: Staging | None
-    """Receivers of weights from device memory, once started; None: the engine has none."""
+    processes: ModelProcesses | None
+    """Processes of the model, once started, for channels between devices; None: no function of a plug-in runs there."""
 
     async def start(self) -> None: ...
 

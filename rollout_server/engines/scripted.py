@@ -35,7 +35,7 @@ class Script(BaseModel):
 class ScriptedEngine:
     name = "scripted"
     takes_pixels = False
-    staging = None
+    processes = None
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
         self._config = config

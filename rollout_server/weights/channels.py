@@ -4,16 +4,69 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES
+from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
-from protocol.messages import Channel, DeviceSource
-from rollout_server.weights.staging import DeviceMemory
+from asyncrl.plugins import implementation
+from protocol.messages import Channel, DeviceSource, WeightManifest
+from protocol.sockets import ServerSocket
+from rollout_server.engines.model_processes import ModelProcesses
+from rollout_server.weights.arrived import ArrivedWeights
 
 logger = logging.getLogger(__name__)
-CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "nccl", "shm", "zmq")
-"""Channels, the best first."""
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A CUDA device that the model, or a part of it, lies on."""
+
+    uuid: str
+    free_bytes: int
+
+
+class DeviceReceiver(Protocol):
+    """The server's end of channels between device memories, which plug-ins bring. Made with the ModelProcesses of an
+    engine."""
+
+    async def devices(self) -> Sequence[DeviceMemory]:
+        """Empty on a CPU."""
+        ...
+
+    async def fetch(
+        self, socket: ServerSocket, manifest: WeightManifest, channel: Channel, **settings: Any
+    ) -> ArrivedWeights:
+        """Receive a version beside the model, verified. `settings`: host, timeout_s, and first_s, the deadline of the
+        first transfer.
+
+        Raises TimeoutError when a transfer fails although another attempt may succeed, and ProtocolError: VERSION_GONE
+        if the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or a side has no room, MALFORMED if
+        what arrives is damaged.
+        """
+        ...
+
+    async def drop(self) -> None:
+        """Free what was received."""
+        ...
+
+
+class Obstacle(Protocol):
+    """`WeightChannel.obstacle`. `source` is the learner's device, `devices` are the engine's; `open_network`: traffic
+    need not be encrypted."""
+
+    def __call__(
+        self, source: DeviceSource | None, devices: Sequence[DeviceMemory], *, same_host: bool, open_network: bool
+    ) -> str: ...
+
+
+def open_receiver(channel: str, processes: ModelProcesses | None) -> DeviceReceiver | None:
+    """The server's end of the channel, with `auto` of the first that is installed; None where there is none."""
+    channels = device_channels(channel)
+    if processes is None or not channels:
+        return None
+    return implementation(next(iter(channels.values())).receiver)(processes)
 
 
 def choose_channel(
@@ -26,62 +79,29 @@ def choose_channel(
 ) -> Channel:
     """The configured channel, or with `auto` the first that works. Raises UserError with the fix.
 
-    `source` is the learner's device, `devices` are the engine's. `open_network`: traffic need not be encrypted. A
-    warning says why weights do not come from GPU to GPU where both sides have one.
+    A warning says why weights do not come from GPU to GPU where both sides have one.
     """
-    obstacle = "there is no such channel"
-    obstacles: list[str] = []
-    for channel in CHANNELS:
+    obstacles: dict[str, str] = {}
+    between_devices = device_channels(configured)
+    for channel in (*between_devices, "shm", "zmq"):
         if configured not in ("auto", channel):
             continue
-        obstacle = _obstacle(channel, same_host, source, devices, open_network)
+        if channel in between_devices:
+            find: Obstacle = implementation(between_devices[channel].obstacle)
+            obstacle = find(source, devices, same_host=same_host, open_network=open_network)
+        else:
+            cannot_map = channel == "shm" and not same_host
+            obstacle = "this server does not share memory with the learner" if cannot_map else ""
         if not obstacle:
-            if source is not None and devices and channel not in DEVICE_CHANNELS:
+            if obstacles and source is not None and devices and channel not in between_devices:
                 logger.warning(
                     "weights come over %s, not from GPU to GPU: every version (%.1f GiB) is copied to the learner's "
                     "host memory, from there %sto the engine's GPU, and sampling waits for the last part. %s",
                     *(channel, source.total_bytes / GIB, "" if channel == "shm" else "over TCP "),
-                    "; ".join(obstacles),
+                    "; ".join(f"{name}: {reason}" for name, reason in obstacles.items()),
                 )
             return channel
-        obstacles.append(f"{channel}: {obstacle}")
-    raise UserError(f"rollout.weights_channel is {configured}, but {obstacle}. Set rollout.weights_channel=auto")
-
-
-def _obstacle(
-    channel: Channel,
-    same_host: bool,
-    source: DeviceSource | None,
-    devices: Sequence[DeviceMemory],
-    open_network: bool,
-) -> str:
-    """The reason for which weights cannot come over a channel; empty if they can."""
-    if channel == "zmq":
-        return ""
-    if channel == "shm":
-        return "" if same_host else "this server does not share memory with the learner"
-    if source is None:
-        return (
-            "the learner sends none from device memory: it is on a CPU, shares its device, has a budget for its memory "
-            "(gpu_memory.budget_gib), or trains adapters"
-        )
-    if not devices:
-        return "the engine is not on a CUDA device"
-    uuids, needed = [device.uuid for device in devices], source.total_bytes
-    if channel == "cuda_ipc":
-        if not same_host or uuids != [source.uuid]:
-            return f"the engine is on {', '.join(uuids)}, not on the learner's GPU ({source.uuid}) alone"
-    else:
-        needed += NCCL_BYTES
-        if source.uuid in uuids:
-            return f"the engine shares the learner's GPU ({source.uuid}), and NCCL refuses two processes on one"
-        if not open_network:
-            return "NCCL encrypts nothing, and network.host is not loopback (network.insecure=true allows it)"
-    least = min(devices, key=lambda device: device.free_bytes)
-    if least.free_bytes >= needed:
-        return ""
-    return (
-        f"new weights arrive beside the engine's model, which needs {needed / GIB:.1f} GiB, and {least.uuid} has "
-        f"{least.free_bytes / GIB:.1f} free (give the engine less: gpu_memory.budget_gib, gpu_memory_utilization in "
-        "rollout.engine_args, or rollout.max_concurrent_sequences)"
+        obstacles[channel] = obstacle
+    raise UserError(
+        f"rollout.weights_channel is {configured}, but {obstacles[configured]}. Set rollout.weights_channel=auto"
     )

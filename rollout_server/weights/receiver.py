@@ -20,9 +20,9 @@ from protocol.sockets import ServerSocket
 from protocol.weight_file import check_manifest, open_shm
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
-from rollout_server.weights.device_transfer import receive
+from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.weights.channels import DeviceReceiver, open_receiver
 from rollout_server.weights.sources import WeightSources
-from rollout_server.weights.staging import ArrivedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class WeightReceiver:
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
         self.sources = WeightSources(config, session)
+        self._device: DeviceReceiver | None = None
+        """This side of a channel between devices, from its first version on."""
         self._next: tuple[Channel, Channel | None, str] | None = None
         self._use(channel)
 
@@ -64,8 +66,8 @@ class WeightReceiver:
         self.channel: Channel = channel
         if channel != "zmq":
             self.sources.forget()
-        answers = {"zmq": (Source, Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
-        self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
+        answers = {"zmq": (Source, Chunk, Error), "shm": None}.get(channel, (TransferStart, Error))
+        self._socket = dial(self._config, self._endpoint, answers) if answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put a version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
@@ -124,15 +126,16 @@ class WeightReceiver:
     @asynccontextmanager
     async def _transferred(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
         """Receive from device memory into device memory, beside the engine's model, which samples on."""
-        staging = self._engine.staging
-        assert staging is not None, "choose_channel has asked"
+        if self._device is None:
+            self._device = open_receiver(self.channel, self._engine.processes)
+        device = self._device
+        assert device is not None, "choose_channel has asked"
         assert self._socket is not None
-        assert self.channel in ("nccl", "cuda_ipc")
         settings = {"timeout_s": self._config.network.timeout_s, "first_s": self._config.first_meeting_s}
         try:
             try:
                 host = self._config.network.host
-                await receive(self._socket, manifest, self.channel, staging, host=host, **settings)
+                weights = await device.fetch(self._socket, manifest, self.channel, host=host, **settings)
             except TimeoutError as problem:
                 self._fail(str(problem), None)
                 raise
@@ -142,9 +145,9 @@ class WeightReceiver:
                     raise TimeoutError(f"version {manifest.version} did not arrive: {problem.reason}") from problem
                 raise
             self._failures = 0
-            yield staging.weights(manifest)
+            yield weights
         finally:
-            await staging.drop()
+            await device.drop()
 
     def _fail(self, reason: str, code: ErrorCode | None) -> None:
         """Count a failure, and change to the other channel in time.

@@ -408,7 +408,7 @@ def test_versions_in_device_memory_are_planned(
     version = plan.model.published
     wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
     if channel == "nccl":
-        wanted |= {"NCCL of the learner": servers * NCCL_BYTES, "NCCL of the rollout server": servers * NCCL_BYTES}
+        wanted |= {"nccl of the learner": servers * NCCL_BYTES, "nccl of the rollout server": servers * NCCL_BYTES}
     assert {name: lines[name] for name in wanted} == wanted
     more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
     assert len(more) == (2 if channel == "nccl" else 1)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.engine_rules import training_engine_problems
 from asyncrl.config.schema import RunConfig, why_not_offloaded
 from asyncrl.devices.device import visible_gpus
@@ -144,7 +143,7 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
     """Yield candidate setting changes, none of which changes the task."""
     config = plan.config
     batch, rollout = config.batch, config.rollout
-    other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
+    other_channel = {"rollout.weights_channel": "shm"} if rollout.uses_device_channel else {}
     if other_channel:
         yield other_channel
     yield from _divisions(plan)
@@ -180,7 +179,7 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
     engine: dict[str, object] = {}
     if not learner.is_divided:
         engine = {"learner.engine": "fsdp2"}
-        if config.rollout.weights_channel in DEVICE_CHANNELS:
+        if config.rollout.uses_device_channel:
             engine["rollout.weights_channel"] = "shm"
         if config.reference.offload:
             engine["reference.offload"] = False

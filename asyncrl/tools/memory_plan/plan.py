@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
+from asyncrl.config.device_rules import same_device
 from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_columns
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.weight_channels import weight_channel
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, Phase, allocator, count
@@ -147,10 +148,10 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
         yield from _whole_lines(model, config, what)
     yield from _context(config.learner.device, "learner")
     channel = config.rollout.weights_channel
-    if channel in DEVICE_CHANNELS:  # docs/decisions/013
+    if config.rollout.uses_device_channel:  # docs/decisions/013
         why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
         yield Line("weights that are sent", SENT_VERSIONS * model.published, why)
-        yield from _nccl(config, "learner", config.rollout.servers)
+        yield from _channel_lines(config, "learner", config.rollout.servers)
 
 
 def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
@@ -183,18 +184,18 @@ def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Li
 def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """Memory of incoming weights: a device channel needs one full version per worker, whatever part it has."""
     channel = config.rollout.weights_channel
-    if channel in DEVICE_CHANNELS:
+    if config.rollout.uses_device_channel:
         copies = servers_per_gpu(config)
         why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(copies)
         yield Line("weights that arrive", copies * model.published, why)
-        yield from _nccl(config, "rollout server", copies)
+        yield from _channel_lines(config, "rollout server", copies)
 
 
-def _nccl(config: RunConfig, process: str, servers: int) -> list[Line]:
-    """NCCL buffers, one group per server."""
-    if config.rollout.weights_channel != "nccl":
-        return []
-    return [Line(f"NCCL of the {process}", servers * NCCL_BYTES, "an estimate" + _servers(servers))]
+def _channel_lines(config: RunConfig, process: str, servers: int) -> list[Line]:
+    """Memory that the channel takes for itself, for each server."""
+    name = config.rollout.weights_channel
+    own = weight_channel(name).own_bytes
+    return [Line(f"{name} of the {process}", servers * own, "an estimate" + _servers(servers))] if own else []
 
 
 def _servers(count: int) -> str:
@@ -331,7 +332,7 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     if sharing == "turns":
         asleep = (*_context(config.learner.device, "learner"), *nccl_of_ranks(config))
         learner = sum(line.nbytes for line in asleep)
-    elif sharing == "together" or config.rollout.weights_channel in DEVICE_CHANNELS:
+    elif sharing == "together" or config.rollout.uses_device_channel:
         model = rehearse(config)
         arriving = sum(line.nbytes for line in _arriving_lines(model, config))
         if sharing == "together":

@@ -30,7 +30,7 @@ from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, 
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
-from rollout_server.weights.staging import Staging
+from rollout_server.engines.model_processes import ModelProcesses, ThisProcess
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class HFEngine:
         self._placeholder_ids = processor.placeholder_ids
         self._device = resolve_device(config.rollout.device, "rollout.device")
         self._adapter = resolve_adapter(config.model)
-        self.staging: Staging | None = Staging(self._device)
+        self.processes: ModelProcesses | None = ThisProcess(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
         self._quantization: Quantization = config.rollout.quantization

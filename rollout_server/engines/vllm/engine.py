@@ -18,6 +18,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.model_processes import ModelProcesses
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.engines.vllm.conversion import (
     ABORTED,
@@ -36,14 +37,14 @@ from rollout_server.engines.vllm.start import (
 )
 from rollout_server.engines.vllm.usage import UsageMeter
 from rollout_server.engines.vllm.weights import (
-    WorkerStaging,
+    WorkerProcesses,
     check_slot,
     fill_slot,
     no_adapter,
     vision_entries,
     weight_update,
 )
-from rollout_server.weights.staging import ArrivedWeights, Staging
+from rollout_server.weights.arrived import ArrivedWeights
 
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""
@@ -60,7 +61,7 @@ class VLLMEngine:
         """Adapter that new requests are sampled with, as vLLM knows it; None: the model itself is trained."""
         self._config = config
         self._processor = processor
-        self.staging: Staging | None = None
+        self.processes: ModelProcesses | None = None
         self._llm: Any = None
         self._starting: asyncio.Future[Any] | None = None
         self._version = 0
@@ -86,7 +87,7 @@ class VLLMEngine:
         self._llm = await asyncio.shield(self._starting)
         with engine_death_translated():
             await await_or_engine_death(self._llm, self._take_version_0())
-        self.staging = WorkerStaging(self._llm, self._at_rest)
+        self.processes = WorkerProcesses(self._llm, self._at_rest)
 
     async def _take_version_0(self) -> None:
         if self._config.rollout.quantization != "none" and 0 in await self._llm.collective_rpc("quantized_layers"):

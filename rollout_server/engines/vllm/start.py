@@ -14,9 +14,10 @@ from typing import Any, TypeVar, cast
 import psutil
 import torch
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, network_is_open
+from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
@@ -117,10 +118,11 @@ def share_beside_a_version(config: RunConfig, device_bytes: int) -> float:
     rollout = config.rollout
     turns = config.trainer.mode == "sync" or config.model.lora.rank > 0
     closed = config.learner.device == "cpu" or not network_is_open(config)
-    if turns or closed or rollout.weights_channel not in ("auto", *DEVICE_CHANNELS):
+    channels = device_channels(rollout.weights_channel)
+    if turns or closed or not channels:
         return VLLM_SHARE
     version = sum(tensor.nbytes for _, tensor in published_tensors(skeleton(config.model)))
-    arriving = version + (0 if rollout.weights_channel == "cuda_ipc" else NCCL_BYTES)
+    arriving = version + max(channel.own_bytes for channel in channels.values())
     beside_weights = VLLM_SHARE * device_bytes - version / rollout.tensor_parallel_size
     # What lies beyond vLLM's share is free already, but for the context that this process and CUDA take.
     missing = max(0.0, arriving - (1 - VLLM_SHARE) * device_bytes + CONTEXT_BYTES)

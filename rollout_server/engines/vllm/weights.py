@@ -1,4 +1,4 @@
-"""New weights in vLLM: the update that its workers get, their receivers of device channels, and its adapter slot.
+"""New weights in vLLM: the update that its workers get, the workers themselves, and its adapter slot.
 
 Every request of a LoRA run names the slot, from the first one on: until a version comes it holds an adapter that
 changes nothing. vLLM reads adapters from PEFT folders only; such a folder lies in memory and is gone when vLLM has read
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from asyncrl.models.loading import skeleton
 from asyncrl.models.lora import add_adapter, write_adapter_folder
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
-from asyncrl.weight_transfer.stage import StageOrder
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
 from rollout_server.engines.vllm.start import await_or_engine_death
-from rollout_server.weights.staging import ArrivedWeights, Staging
+from rollout_server.weights.arrived import ArrivedWeights
 
 SLOT = 1
 """Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running
@@ -36,12 +34,13 @@ sequences are to go on with the new one."""
 
 def weight_update(weights: ArrivedWeights) -> dict[str, Any]:
     """Fields of `worker.WeightUpdate`, as vLLM sends them to its workers; no tensor travels in them."""
-    if weights.is_staged:
-        return {"path": "", "total_bytes": 0, "tensors": []}
+    if weights.staged:
+        return {"path": "", "staged": weights.staged, "total_bytes": 0, "tensors": []}
     if not weights.path:
         raise UserError("the vllm engine maps new weights from a file in memory, which needs Linux. Use hf here")
     return {
         "path": weights.path,
+        "staged": "",
         "total_bytes": weights.manifest.total_bytes,
         "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.nbytes] for t in weights.manifest.tensors],
     }
@@ -56,31 +55,20 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
     return frozenset((t.name, t.xxh3) for t in manifest.tensors if part_of(t.name.split(".")) != "language_model")
 
 
-class WorkerStaging(Staging):
-    """Receivers in vLLM's workers: each takes the whole version, and loads its part of it."""
+class WorkerProcesses:
+    """vLLM's workers, each of which has the model or its part."""
+
+    own = None
 
     def __init__(self, llm: Any, at_rest: Callable[[], AbstractAsyncContextManager[None]]):
         """`at_rest()` gives a block in which vLLM computes nothing."""
-        self.receivers = llm.vllm_config.parallel_config.world_size
-        self.stage = None
+        self.count: int = llm.vllm_config.parallel_config.world_size
+        self.at_rest = at_rest
         self._llm = llm
-        self._at_rest = at_rest
 
-    async def _begin(self, order: StageOrder) -> None:
-        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
-            WeightTransferInitRequest,
-        )
-
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(order)))
-
-    async def _call(self, what: str) -> list[Sequence[Any]]:
-        return await await_or_engine_death(self._llm, self._llm.collective_rpc(what))
-
-    async def receive(self, order: StageOrder) -> None:
-        """Receive a version; with several workers vLLM is paused meanwhile: their own communicators and the group's, on
-        the same GPUs in different orders, can deadlock (NCCL user guide, "concurrent communicators")."""
-        async with self._at_rest() if self.receivers > 1 else nullcontext():
-            await super().receive(order)
+    async def run(self, function: str, *arguments: Any) -> list[Any]:
+        call = self._llm.collective_rpc("run_in_model_process", args=(function, *arguments))
+        return await await_or_engine_death(self._llm, call)
 
 
 def no_adapter(model: ModelConfig, spec: AdapterSpec) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: i
 )
 
 from asyncrl.devices.device import free_caches
-from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
+from asyncrl.plugins import implementation
+from rollout_server.engines.model_processes import ModelProcess
 from rollout_server.engines.vllm import int8  # noqa: F401, it adds a method to vLLM
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner
 
@@ -44,39 +45,35 @@ from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belo
 
 
 @dataclass
-class StageInit(StageOrder, WeightTransferInitInfo):
-    """Begin to receive a version beside the model. A file needs no such preparation."""
-
-
-@dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
     path: str
-    """Path of the file; empty: the weights that `StageInit` has brought."""
+    """Path of the file; empty: the weights are on this device."""
+    staged: str
+    """`ArrivedWeights.staged`, where there is no file."""
     total_bytes: int
     tensors: list[tuple[str, str, list[int], int, int]]
     """Tensors in the file: name, torch dtype without its prefix, shape, offset and size in bytes of each."""
 
 
-class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
+class WeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightUpdate]):
     """Loads a whole publication, layer by layer: bytes go from where they are into the model.
 
     Plain `load_weights` will not do: on a CPU vLLM packs linear layers after loading and frees what it packed. The
     layerwise reload makes a layer's parameters anew, fills them, packs them, and copies that over the packed ones.
     Checksums have been verified: of a file by the rollout server, which keeps it as it is until this returns, else by
-    the stage.
+    the channel.
     """
 
-    init_info_cls = StageInit
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = WeightUpdate
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
         super().__init__(config, vllm_config, device, model)
-        self.stage = Stage(torch.device(device))
+        self.process = ModelProcess(torch.device(device), vllm_config.parallel_config.rank)
 
-    def init_transfer_engine(self, init_info: StageInit) -> None:
-        """Begin to receive, and return at once; `weights_arrival` reports the progress."""
-        self.stage.begin(init_info, rank=1 + self.vllm_config.parallel_config.rank)
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        pass
 
     def start_weight_update(self) -> None:
         model: Any = self.model
@@ -87,12 +84,13 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
         model: Any = self.model
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            found = mapped_tensors(update_info) if update_info.path else self.stage.tensors()
+            mapped = mapped_tensors(update_info) if update_info.path else None
+            found = implementation(update_info.staged)(self.process) if mapped is None else mapped
             return ((known_name(model, name), tensor) for name, tensor in found)
 
         expected = {name for name, _ in model.named_parameters()}
         # A GPU reads mapped memory slowly. vLLM keeps what it is given until it has a whole layer.
-        pins = self.stage.device.type == "cuda" and bool(update_info.path)
+        pins = self.process.device.type == "cuda" and bool(update_info.path)
         loaded = set(model.load_weights((name, t.pin_memory() if pins else t) for name, t in tensors()))
         for other, first in self._tied.items():
             # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
@@ -109,7 +107,7 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self.stage.drop()
+        pass
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
@@ -186,19 +184,12 @@ class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
 class WorkerExtension:
     """vLLM's `worker_extension_cls`: part of every worker, which imports this file before it loads the model."""
 
-    def device_memory(self: Any) -> list[Any]:
-        """`DeviceMemory` of this worker; empty on a CPU."""
-        return list(device_memory(torch.device(self.device)) or ())
+    def run_in_model_process(self: Any, function: str, *arguments: Any) -> Any:
+        """Call a function of a plug-in, as `ModelProcesses.run` says."""
+        return implementation(function)(self.weight_transfer_engine.process, *arguments)
 
     def free_caches(self: Any) -> None:
         free_caches(torch.device(self.device))
-
-    def weights_arrival(self: Any) -> list[Any]:
-        """`Arrival` of what `StageInit` has begun."""
-        return list(astuple(self.weight_transfer_engine.stage.arrival))
-
-    def drop_weights(self: Any) -> None:
-        self.weight_transfer_engine.stage.drop()
 
     def quantized_layers(self: Any) -> int:
         return len(self.vllm_config.quant_config.quantized_layers)

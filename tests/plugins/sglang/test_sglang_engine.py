@@ -23,7 +23,7 @@ from protocol.messages import FinishReason, Sampling, TrajectoryOrder
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.group_producer import partial_rollout
-from rollout_server.weights.staging import ArrivedWeights
+from rollout_server.weights.arrived import ArrivedWeights
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to

@@ -70,12 +70,9 @@ def test_two_processes_on_one_gpu_need_a_budget(
     assert shared.servers_per_gpu == -(-servers // max(1, gpus - 1)) if rollout == "auto" else servers
 
 
-def test_who_takes_turns_or_copies_within_one_gpu_is_on_one(make_config: MakeConfig) -> None:
-    sync = make_config(trainer={"mode": "sync"}, rollout={"device": "cuda:0"})
-    ipc = {"weights_channel": "cuda_ipc", "device": "cuda"}
-    both = make_config(rollout=ipc, learner={"device": "cuda"}, gpu_memory={"budget_gib": 24})
-    for config in (sync, both):
-        assert describe_assignment(check_assignment(config, ["0", "1"]), ["0", "1"]) == "learner 0; rollout_server 0"
+def test_who_takes_turns_is_on_one_gpu(make_config: MakeConfig) -> None:
+    config = make_config(trainer={"mode": "sync"}, rollout={"device": "cuda:0"})
+    assert describe_assignment(check_assignment(config, ["0", "1"]), ["0", "1"]) == "learner 0; rollout_server 0"
 
 
 def test_the_services_see_what_they_were_assigned_from_the_users_own_list(

@@ -108,7 +108,6 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
             {"learner": FSDP2, "trainer": {"mode": "sync"}, "rollout": {"engine": "vllm", "tensor_parallel_size": 3}},
             r"the ranks have 2 devices. Set rollout.tensor_parallel_size=2",
         ),
-        ({"learner": FSDP2, "rollout": {"weights_channel": "nccl"}}, r"fsdp2, but rollout.weights_channel is nccl"),
         (
             {"learner": FSDP2, "reference": {"offload": True}, "algorithm": {"kl_loss_coef": 0.1}},
             r"fsdp2, but reference.offload is true",

@@ -155,39 +155,6 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     assert cuda["enable_sleep_mode"] is cuda["sleep_mode_offload_cudagraph"] is True
 
 
-@pytest.mark.parametrize(
-    ("version_gib", "device_gib", "rollout", "share"),
-    [
-        (15, 80, {}, 0.798),  # 15.5 and 0.625 of a context, of which 6.4 lie beyond vLLM's 73.6
-        (15, 80, {"weights_channel": "shm"}, 0.92),
-        (15, 80, {"weights_channel": "cuda_ipc"}, 0.804),
-        (15, 24, {}, 0.92),  # 7 GiB beside the weights: sequences come first
-        (15, 24, {"weights_channel": "nccl"}, 0.328),
-        (15, 40, {"tensor_parallel_size": 2}, 0.596),  # half of the weights, and a whole version
-        (1, 80, {}, 0.92),
-    ],
-)
-def test_vllm_leaves_room_for_a_version_that_arrives_on_its_gpu(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    version_gib: float,
-    device_gib: int,
-    rollout: dict[str, Any],
-    share: float,
-) -> None:
-    version = torch.empty(int(version_gib * 2**30), dtype=torch.uint8, device="meta")
-    monkeypatch.setattr(start, "skeleton", lambda model: None)
-    monkeypatch.setattr(start, "published_tensors", lambda model: [("all", version)])
-    device = {"learner": {"device": "auto"}}
-    config = make_config(**device, rollout={"engine": "vllm", "device": "auto", **rollout})
-    assert start.share_beside_a_version(config, device_gib << 30) == pytest.approx(share, abs=0.0011)
-    arrives_elsewhere = [{"trainer": {"mode": "sync"}, **device}, {"model": {"lora": {"rank": 8}}, **device}]
-    for sections in [*arrives_elsewhere, {"learner": {"device": "cpu"}}]:
-        if "weights_channel" not in rollout and "tensor_parallel_size" not in rollout:
-            other = make_config(**sections, rollout={"engine": "vllm", "device": "auto"})
-            assert start.share_beside_a_version(other, device_gib << 30) == start.VLLM_SHARE
-
-
 def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)

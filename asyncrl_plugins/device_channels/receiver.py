@@ -6,24 +6,47 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any
 
-from asyncrl.weight_transfer.group import TransferError
-from asyncrl.weight_transfer.stage import StageOrder
+from asyncrl_plugins.device_channels.group import TransferError
+from asyncrl_plugins.device_channels.stage import StageOrder
+from asyncrl_plugins.device_channels.staging import Staging
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
+from protocol.messages import Channel, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from rollout_server.weights.staging import Staging
+from rollout_server.engines.model_processes import ModelProcesses
+from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.weights.channels import DeviceMemory
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before the next attempt: the cause of this failure may need time to end."""
 
 
+class Receiver:
+    """The server's end of both channels."""
+
+    def __init__(self, processes: ModelProcesses):
+        self.staging = Staging(processes)
+
+    async def devices(self) -> Sequence[DeviceMemory]:
+        return await self.staging.devices()
+
+    async def fetch(
+        self, socket: ServerSocket, manifest: WeightManifest, channel: Channel, **settings: Any
+    ) -> ArrivedWeights:
+        await receive(socket, manifest, channel, self.staging, **settings)
+        return self.staging.weights(manifest)
+
+    async def drop(self) -> None:
+        await self.staging.drop()
+
+
 async def receive(
     socket: ServerSocket,
     manifest: WeightManifest,
-    channel: Literal["nccl", "cuda_ipc"],
+    channel: Channel,
     staging: Staging,
     *,
     host: str,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from protocol.messages import TransferEnd, TransferRequest, TransferStart
-from tests.rigs.device_channel_rig import LearnerHalf, some_weights, start_receiver
+from tests.plugins.device_channels.device_channel_rig import LearnerHalf, some_weights, start_receiver
 
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two processes on one GPU; this takes two")
 

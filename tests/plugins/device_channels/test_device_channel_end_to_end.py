@@ -16,7 +16,7 @@ from tests.rigs.small_runs import assert_every_prompt_trained_once, logs
 from tests.rigs.two_processes import start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
-SERVER = "tests.rigs.gloo_server"
+SERVER = "tests.plugins.device_channels.gloo_server"
 
 
 def prepare(make_config: Callable[..., RunConfig], run: Path, steps: int, **sections: dict[str, int]) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from asyncrl.weight_transfer.flat import BUCKET_BYTES, own_stream
+from asyncrl_plugins.device_channels.flat import BUCKET_BYTES, own_stream
 
 c10d: Any = torch.distributed
 """Public names of it that are not declared for type checkers."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.weight_transfer.flat import BUCKET_BYTES, open_shared, own_stream, views, wrong_tensors
-from asyncrl.weight_transfer.group import Group, GroupsHangError, TransferError
+from asyncrl_plugins.device_channels.flat import BUCKET_BYTES, open_shared, own_stream, views, wrong_tensors
+from asyncrl_plugins.device_channels.group import Group, GroupsHangError, TransferError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import CudaMemory, TensorEntry
+from rollout_server.engines.model_processes import ModelProcess
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +143,35 @@ class Stage:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def device_memory(device: torch.device) -> tuple[str, int] | None:
-    """UUID and free bytes of a CUDA device; None for the CPU."""
+# --- functions that run in each process of the model ----------------------------------------------
+
+
+def begin(process: ModelProcess, order: dict[str, Any]) -> None:
+    """Start to receive, and return at once; `arrival` reports the progress."""
+    _stage_of(process).begin(StageOrder(**order), rank=1 + process.rank)
+
+
+def arrival(process: ModelProcess) -> list[Any]:
+    """Fields of the `Arrival`."""
+    return list(astuple(_stage_of(process).arrival))
+
+
+def drop(process: ModelProcess) -> None:
+    _stage_of(process).drop()
+
+
+def tensors(process: ModelProcess) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the version that has arrived."""
+    return _stage_of(process).tensors()
+
+
+def memory(process: ModelProcess) -> list[Any]:
+    """UUID and free bytes of a CUDA device; empty for the CPU."""
+    device = process.device
     if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]
+        return []
+    return [str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]]
+
+
+def _stage_of(process: ModelProcess) -> Stage:
+    return process.state.setdefault("device_channels", Stage(process.device))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from asyncrl.models.published import tensor_bytes
-from asyncrl.weight_transfer.stage import Stage, StageOrder
-from learner.network.device_weights import DeviceWeights
+from asyncrl_plugins.device_channels.sender import DeviceWeights
+from asyncrl_plugins.device_channels.stage import Stage, StageOrder
 from protocol.codec import Limits, decode, encode
 from protocol.messages import Message, TransferEnd, TransferRequest, TransferStart, WeightManifest, Wire
 from protocol.weights import Publication, Tensor

@@ -18,16 +18,17 @@ import torch
 import torch.distributed
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.weight_transfer import flat
-from asyncrl.weight_transfer import group as group_module
-from asyncrl.weight_transfer.group import Group, TransferError
-from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
+from asyncrl_plugins.device_channels import flat
+from asyncrl_plugins.device_channels import group as group_module
+from asyncrl_plugins.device_channels import receiver as device_transfer
+from asyncrl_plugins.device_channels.group import Group, TransferError
+from asyncrl_plugins.device_channels.stage import Arrival, Stage, StageOrder
+from asyncrl_plugins.device_channels.staging import Staging
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
-from rollout_server.weights import device_transfer
-from rollout_server.weights.channels import GIB, choose_channel
-from rollout_server.weights.staging import DeviceMemory, Staging
-from tests.rigs.device_channel_rig import (
+from rollout_server.engines.model_processes import ThisProcess
+from rollout_server.weights.channels import GIB, DeviceMemory, choose_channel
+from tests.plugins.device_channels.device_channel_rig import (
     CPU,
     DirectSocket,
     LearnerHalf,
@@ -97,8 +98,8 @@ def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhil
     learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flat, "BUCKET_BYTES", 100)  # of the checks
-    monkeypatch.setattr("asyncrl.weight_transfer.group.BUCKET_BYTES", 100)
-    staging = Staging(CPU)
+    monkeypatch.setattr("asyncrl_plugins.device_channels.group.BUCKET_BYTES", 100)
+    staging = Staging(ThisProcess(CPU))
     first, second = some_weights(1), some_weights(2)
     assert_equal(fetch(learner, learner.publish(1, first), staging), first)  # from the published file: nobody had asked
     kept = {name: tensor.clone() for name, tensor in second.items()}
@@ -109,7 +110,7 @@ def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhil
 
 
 def test_a_wrong_byte_is_found_and_nothing_is_loaded(learner: LearnerHalf) -> None:
-    staging = Staging(CPU)
+    staging = Staging(ThisProcess(CPU))
     fetch(learner, learner.publish(1, some_weights(1)), staging)  # from now on versions are kept
     manifest = learner.publish(2, some_weights(2))
     kept = learner.device_weights._kept
@@ -127,10 +128,12 @@ def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> N
     others = manifests[2].model_copy(update={"publication": "another"})  # equal in number, and maybe not in bits
     for gone, told in ((manifests[0], "version 1 is not published any more"), (others, "another has ended")):
         with pytest.raises(ProtocolError, match=told) as caught:
-            fetch(learner, gone, Staging(CPU))
+            fetch(learner, gone, Staging(ThisProcess(CPU)))
         assert caught.value.code is ErrorCode.VERSION_GONE
-    assert_equal(fetch(learner, manifests[1], Staging(CPU)), some_weights(2))  # the one before the newest is there
-    assert_equal(fetch(learner, manifests[2], Staging(CPU)), some_weights(3))
+    assert_equal(
+        fetch(learner, manifests[1], Staging(ThisProcess(CPU))), some_weights(2)
+    )  # the one before the newest is there
+    assert_equal(fetch(learner, manifests[2], Staging(ThisProcess(CPU))), some_weights(3))
 
 
 def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
@@ -155,7 +158,7 @@ def test_a_transfer_that_is_cut_off_is_a_failure_and_the_next_one_brings_everyth
     learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     for module in ("group", "stage", "flat"):
-        monkeypatch.setattr(f"asyncrl.weight_transfer.{module}.BUCKET_BYTES", 1 << 16)
+        monkeypatch.setattr(f"asyncrl_plugins.device_channels.{module}.BUCKET_BYTES", 1 << 16)
     send = Group._one
 
     def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
@@ -163,7 +166,7 @@ def test_a_transfer_that_is_cut_off_is_a_failure_and_the_next_one_brings_everyth
             raise TransferError("the cable was pulled")
         send(group, bucket, start, total)
 
-    weights, staging = some_weights(1, megabytes=1), Staging(CPU)
+    weights, staging = some_weights(1, megabytes=1), Staging(ThisProcess(CPU))
     manifest = learner.publish(1, weights)
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_one", cut)
@@ -207,7 +210,7 @@ def test_a_receiver_that_stands_still_or_fails_is_given_up(arrivals: list[Arriva
 
     order = StageOrder(version=3, nonce="n", host="h", port=1, size=3, deadline_s=0.05, tensors=[])
     with pytest.raises(TransferError, match=told):
-        asyncio.run(Receivers(CPU).receive(order))
+        asyncio.run(Receivers(ThisProcess(CPU)).receive(order))
 
 
 def test_making_a_communicator_may_have_more_time_than_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,7 @@ def test_a_receiver_s_first_communicator_has_the_time_of_a_first_meeting(monkeyp
         raise TransferError("no learner")
 
     monkeypatch.setattr(Group, "join", join)
-    staging = Staging(CPU)
+    staging = Staging(ThisProcess(CPU))
     tensor = {"name": "w", "dtype": "float32", "shape": (1,), "offset": 0, "nbytes": 4, "xxh3": 0}
     order = StageOrder(1, "n", "h", 1, 2, deadline_s=5.0, tensors=[tensor], first_s=60.0)
     for _ in range(2):
@@ -259,7 +262,7 @@ def test_a_communicator_that_is_never_made_is_given_up_and_after_three_the_chann
 
     monkeypatch.setattr(group_module, "_gloo", hangs)
     learner.device_weights._deadline_s = 1.0
-    manifest, staging = learner.publish(1, some_weights(1)), Staging(CPU)
+    manifest, staging = learner.publish(1, some_weights(1)), Staging(ThisProcess(CPU))
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(TimeoutError, match="nccl: version 1"):
@@ -285,9 +288,9 @@ def test_versions_are_sent_beside_the_training_that_is_queued(
         streams.append(threading.current_thread().name)
         yield
 
-    for module in ("asyncrl.weight_transfer.stage", "learner.network.device_weights"):
+    for module in ("asyncrl_plugins.device_channels.stage", "asyncrl_plugins.device_channels.sender"):
         monkeypatch.setattr(f"{module}.own_stream", own_stream)
-    fetch(learner, learner.publish(1, some_weights(1)), Staging(CPU))
+    fetch(learner, learner.publish(1, some_weights(1)), Staging(ThisProcess(CPU)))
     assert {"weights", "send-weights"} <= set(streams)
 
 
@@ -327,7 +330,7 @@ def test_shared_memory_is_copied_verified_and_let_go_even_of_a_receiver_that_was
     weights = some_weights(1)
     manifest = learner.publish(1, weights)
     learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
-    got = fetch(learner, manifest, Staging(CPU), channel="cuda_ipc")
+    got = fetch(learner, manifest, Staging(ThisProcess(CPU)), channel="cuda_ipc")
     shared_memory["storage"].fill_(0)
     assert_equal(got, weights)
     assert not shared_memory["settled"], "the receiver has closed it itself"
@@ -435,7 +438,7 @@ def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_ther
         monkeypatch.setattr(learner.device_weights, "_from_file", no_room)
     else:
         assert isinstance(ask(learner, 1), TransferStart)
-        monkeypatch.setattr("learner.network.device_weights.pack", no_room)
+        monkeypatch.setattr("asyncrl_plugins.device_channels.sender.pack", no_room)
         learner.publish(2, some_weights(2))
         assert learner.device_weights._kept is None
     for version in (3, 4):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.weight_transfer.flat import own_stream, pack, settle, share
-from asyncrl.weight_transfer.group import Group, GroupsHangError, TransferError, check_groups_work
+from asyncrl_plugins.device_channels.flat import own_stream, pack, settle, share
+from asyncrl_plugins.device_channels.group import Group, GroupsHangError, TransferError, check_groups_work
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     CudaMemory,
@@ -105,8 +105,11 @@ class DeviceWeights:
             port = 0
             if request.channel == "cuda_ipc":
                 transfer.memory = _shared(transfer.flat)
-            else:
+            elif request.channel == "nccl":
                 port = self._start(transfer)
+            else:
+                reason = f"this learner sends nothing over {request.channel}"
+                raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason)
         except ProtocolError as error:
             return Error(code=error.code, reason=error.reason, version=request.version)
         self._transfers[identity] = transfer

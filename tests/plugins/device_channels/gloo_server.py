@@ -1,5 +1,5 @@
 """A rollout server that takes its weights over `nccl` without a GPU, and where that does not work from shared memory:
-`python -m tests.rigs.gloo_server --config C`."""
+`python -m tests.plugins.device_channels.gloo_server --config C`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,59 @@
+"""The learner's end of channels between device memories, which plug-ins bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.weight_channels import device_channels
+from asyncrl.plugins import implementation
+from learner.training.train_engine import TrainEngine
+from protocol.messages import DeviceSource, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
+from protocol.weights import Publication
+
+
+class DeviceSender(Protocol):
+    """Copies and transfers of the newest version. The training thread calls `keep`, the network thread the rest."""
+
+    source: DeviceSource | None
+    """Device in the welcome of servers; None: nothing is sent from it."""
+
+    def keep(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the published tensors, which the next step changes."""
+        ...
+
+    def answer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
+        """Start a transfer for this connection, ending its previous one."""
+        ...
+
+    def end(self, identity: bytes, message: TransferEnd) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_device_sender(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceSender | None:
+    """Create the copies of versions in device memory, for transfers between devices.
+
+    None where no channel between devices is installed or chosen, where the device is lent while servers load
+    (trainer.mode=sync), for adapters, which are small, where learner.engine divides the model, and where a plan of the
+    device's memory (gpu_memory.budget_gib) has no room for the versions.
+    """
+    channels = device_channels(config.rollout.weights_channel)
+    if not channels or config.trainer.mode == "sync" or config.learner.is_divided or engine.adapter is not None:
+        return None
+    required = config.rollout.uses_device_channel
+    if config.gpu_memory.budget_gib and not required:
+        return None
+    network = config.network
+    return implementation(next(iter(channels.values())).implementation)(
+        publication,
+        engine.device,
+        engine.facts.published_bytes,
+        host="0.0.0.0" if network.host == "*" else network.host,
+        deadline_s=network.timeout_s,
+        first_s=config.first_meeting_s,
+        required=required,
+    )
