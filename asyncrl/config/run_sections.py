@@ -332,7 +332,7 @@ class RunSections(Section):
 
     @property
     def first_meeting_s(self) -> float:
-        """Longest time for what a server and the learner do together once: the log-prob check, the first transfer between GPUs."""
+        """Longest time for what a server and the learner do together once: the log-prob check, a first transfer."""
         return min(self.start_timeout_s, self.learner.wait_timeout_s / 2)  # the learner's own wait is to go on after it
 
     @property

@@ -86,7 +86,7 @@ STAGE = "asyncrl_plugins.device_channels.stage"
 REFUSAL = Error(code=ErrorCode.WRONG_CHANNEL, reason="this learner sends nothing over nccl", version=1)
 AT_ONCE = [
     (
-        "{SENDER}._from_file",
+        f"{SENDER}._from_file",
         no_room,
         "finds no room on the learner's device",
     ),
@@ -96,7 +96,7 @@ AT_ONCE = [
         "no room beside the engine's model: CUDA out of memory",
     ),
     (
-        "{SENDER}.answer",
+        f"{SENDER}.answer",
         lambda *_: REFUSAL,
         "this learner sends nothing over nccl",
     ),
