@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.loop.trainer import Trainer
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.device_rules import NCCL_BYTES
@@ -44,6 +43,7 @@ from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
 from asyncrl.tools.numbers import GIB, size
 from benchmarks.random_models import make_model
+from learner.loop.trainer import Trainer
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from protocol.messages import Sampling

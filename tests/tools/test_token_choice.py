@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from learner.loop.trainer import Trainer
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -20,6 +19,7 @@ from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, changed, longest_seque
 from asyncrl.tools.memory_plan.rehearsal import NoPlanError
 from asyncrl.tools.memory_plan.token_choice import KEY, settle_tokens, token_steps
 from asyncrl.tools.numbers import GIB
+from learner.loop.trainer import Trainer
 from learner.ranks.group import Ranks
 from learner.sft import choose_tokens
 from learner.training import token_budget

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner.training.rank_plan import plan_shares
 from torch._C._distributed_c10d import HashStore
 
 from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
@@ -21,6 +20,7 @@ from learner.ranks.orders import pack_groups, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join
 from learner.training.batch import make_batch
 from learner.training.packing import Completion, Segment, TrainGroup, plan_micro_batches
+from learner.training.rank_plan import plan_shares
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
