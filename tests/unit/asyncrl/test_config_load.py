@@ -182,7 +182,7 @@ def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal
         ("learner: {optim: {lr: .nan}}", "learner.optim.lr is nan: expected number > 0"),
         ("learner: {optim: {betas: [0.9]}}", "learner.optim.betas"),
         ("data.shuffle: true", "dots are for overrides"),
-        ("learner: {engine: fsdp}", "expected one of torch"),
+        ("learner: {engine: fsdp}", "learner.engine is 'fsdp', and there are torch, fsdp2"),
         ("batch:\n  group_size: 4\n  group_size: 8", "group_size is given twice, first in line 9"),
         ("batch:\n\tgroup_size: 8", "never tabs"),
     ],
