@@ -17,8 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from learner.loop.logprob_parity import compare
-
 from asyncrl.config.load import load_config
 from asyncrl.config.quantization_rules import QUANTIZATIONS
 from asyncrl.config.schema import RunConfig
@@ -27,6 +25,7 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine

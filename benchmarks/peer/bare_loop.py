@@ -19,12 +19,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from learner.loop.recorded_batch import batch_again, read_batch
-from learner.loop.trainer import Trainer
 from torch.nn import functional as F
 
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.recorded_batch import batch_again, read_batch
+from learner.loop.trainer import Trainer
 from learner.network.publication import open_publication, publish
 from learner.replay import ReplayableRun
 from learner.tickets.ticket_writer import TicketWriter

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import xxhash
-from asyncrl.journal.full_disk import is_disk_full
 
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.models.lora import read_adapter
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
 from learner.training.train_engine import TrainEngine, Write

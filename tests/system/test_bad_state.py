@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from learner.loop.resume import find_start
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
@@ -23,6 +22,7 @@ from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.reader import JournalReader
 from asyncrl.run_folder.failure import read_failure
 from learner.checkpoint.storage import newest_checkpoint, write_checksums
+from learner.loop.resume import find_start
 from protocol.messages import TrajectoryStatus
 from tests.conftest import small_config
 from tests.rigs.ports import own_port

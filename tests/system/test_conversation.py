@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner.loop.recorded_batch import as_journaled
-from learner.loop.trainer import Trainer
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
@@ -30,6 +28,8 @@ from asyncrl.tools.inspect.__main__ import main as inspect_main
 from asyncrl.tools.inspect.records import detail_record
 from asyncrl.tools.samples.model import SampleDetail, SampleImage
 from asyncrl.tools.samples.store import SampleStore
+from learner.loop.recorded_batch import as_journaled
+from learner.loop.trainer import Trainer
 from learner.network.group_verification import verify_group
 from learner.replay import main as replay_main
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.loop.logprob_parity import compare
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
@@ -21,6 +20,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.processing.model_inputs import prompt_positions
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.tools.evaluate import evaluate
+from learner.loop.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError

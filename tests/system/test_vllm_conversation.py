@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from learner.loop.trainer import Trainer
 
 from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.processing.processor import EncodedPrompt
+from learner.loop.trainer import Trainer
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group, TicketFailed

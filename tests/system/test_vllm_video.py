@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from learner.loop.logprob_parity import compare
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.logprob_parity import compare
 from learner.tickets.ticket import PreparedTicket
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine

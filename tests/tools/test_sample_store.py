@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from asyncrl.journal.full_disk import is_disk_full
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.journal.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, TrainedBatch, insert_group
 from asyncrl.journal.writer import Journal
 from asyncrl.processing.processor import PromptProcessor

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
+from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.launch.processes import Service
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report

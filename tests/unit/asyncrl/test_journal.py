@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 
 import asyncrl.journal.segments
 import asyncrl.journal.writer
@@ -22,6 +21,7 @@ from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
+from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import Journal, TicketSlot
 from protocol.codec import encode

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from learner.loop.step_schedule import StepSchedule
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
+from learner.loop.step_schedule import StepSchedule
 from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_verification import _version_problems
 from learner.network.servers import ModelFacts, Servers, ServerState

@@ -15,13 +15,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from learner.loop.logprob_parity import ParityJudge, compare
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.devices.device import max_logprob_difference
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.logprob_parity import ParityJudge, compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine

@@ -10,14 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from learner.loop.resume import (
-    RecordedUpdate,
-    StartingPoint,
-    find_start,
-    recorded_updates,
-    sign_journal,
-    update_settings,
-)
 
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
@@ -26,6 +18,14 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.run_folder.checkpoints import checkpoint_folder
 from learner.checkpoint.storage import STATE_FILE, LearnerState, write_checksums
+from learner.loop.resume import (
+    RecordedUpdate,
+    StartingPoint,
+    find_start,
+    recorded_updates,
+    sign_journal,
+    update_settings,
+)
 
 LOSS = "from asyncrl.algorithms.losses import ppo as loss"
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from learner.loop.recorded_batch import as_journaled
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
@@ -22,6 +21,7 @@ from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
+from learner.loop.recorded_batch import as_journaled
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter

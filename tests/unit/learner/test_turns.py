@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.loop.recorded_batch import as_journaled
 
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -20,6 +19,7 @@ from asyncrl.environments.tool_environment import key_of
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.recorded_batch import as_journaled
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import describe_batch, make_batch

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.loop.logprob_parity import compare
 
 from asyncrl.algorithms.trajectories import Credit
 from asyncrl.errors import UserError
 from asyncrl.models.published import load_published
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from learner.loop.logprob_parity import compare
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import build_micro_batch, plan_micro_batches
