@@ -1,8 +1,9 @@
-"""The end of a process: threads and exit handlers, without taking loaded libraries apart."""
+"""The end of a process: exit handlers, without taking loaded libraries apart; and the end of its parent."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ from typing import NoReturn
 ENDING_S = 3.0
 """Time of threads and exit handlers after `main`. Together with the time that trackers have, less than a launcher gives
 a service before it kills it."""
+_PR_SET_PDEATHSIG = 1
+# Loaded here: between fork and exec nothing may wait for a lock that another thread held.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def leave(code: int) -> NoReturn:
@@ -37,3 +41,9 @@ def _quit(code: int) -> NoReturn:
         with suppress(OSError, ValueError, AttributeError):  # its reader has gone; None where it was closed before
             stream.flush()
     os._exit(code)
+
+
+def die_with_parent(number: int) -> None:
+    """Make the kernel send this signal to the child when its parent dies, even by SIGKILL. For `preexec_fn`."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)

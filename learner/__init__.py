@@ -1,7 +1,7 @@
 """The consumer process. Reading order:
 
-`service` (start, steps, end) -> `step_schedule` (work between steps) -> `training` (`step` is the algorithm; `batch`
-and `packing` make tensors of groups) -> `tickets` (staleness, back-pressure and the ledger) -> `network` (`thread` and
-its parts; `group_verification` is the alignment contract) -> `checkpoint`, `reporting`. `sft` is the supervised warm
-start.
+`service` (start, steps, end) -> `loop` (trainer, work between steps, resuming) -> `training` (`step` is the algorithm;
+`batch` and `packing` make tensors of groups) -> `tickets` (staleness, back-pressure and the ledger) -> `network`
+(`thread` and its parts; `group_verification` is the alignment contract) -> `checkpoint`, `reporting`. `sft` is the
+supervised warm start.
 """

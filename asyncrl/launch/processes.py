@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from asyncrl.config.gpu_assignment import assign_gpus, gpu_environment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.process_end import die_with_parent
 
 LAST_LINES = 30
 LOG_BYTES = 8 << 20
@@ -33,9 +33,6 @@ _ERROR_LINE = re.compile(
     r"(?P<message>.+)"
 )
 """A record of that level, the last line of a service, or of a traceback, before which torch puts the rank."""
-_PR_SET_PDEATHSIG = 1
-# Loaded here: between fork and exec nothing may wait for a lock that another thread held.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -207,9 +204,3 @@ def _end_of(log: Path, nbytes: int) -> bytes:
     with log.open("rb") as file:
         file.seek(-min(nbytes, log.stat().st_size), os.SEEK_END)
         return file.read(nbytes)
-
-
-def die_with_parent(number: int) -> None:
-    """Make the kernel send this signal to the child when its parent dies, even by SIGKILL. For `preexec_fn`."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError, ExitCode, UserError, WaitTimeoutError
-from asyncrl.launch.processes import die_with_parent
+from asyncrl.process_end import die_with_parent
 from asyncrl.run_folder.failure import read_failure
 from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
 from learner.ranks.group import Ranks
