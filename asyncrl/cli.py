@@ -21,7 +21,7 @@ RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 OVERRIDES = (
     "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
-    "algorithm such as rloo, or a task such as geo3k"
+    "algorithm such as rloo, or a task of a plug-in"
 )
 NO_WORD = (
     "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "

@@ -17,6 +17,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asyncrl.errors import UserError
@@ -82,6 +83,14 @@ class Reward:
     """Raise UserError for a mistake in the entry of a scorer. Imports no torch."""
     model: Callable[[Any], tuple[str, str]] = no_model
     """Folder and device of a model that the entry loads, such as cuda:1; empty where it loads none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSet:
+    """Tasks, each a word on the command line: data, prompt template and rewards in one overlay."""
+
+    overlays: Path
+    """Folder of YAML files. The name of each is a word."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Overlays: a few keys in a YAML file, laid over a configuration. One ships for each algorithm (docs/algorithms.md) and
-for each task, of one turn or of several (docs/tasks.md)."""
+"""Overlays: a few keys in a YAML file, laid over a configuration. One ships for each algorithm (docs/algorithms.md);
+plug-ins bring one for each task."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any, Literal
 
 from asyncrl.config.keys import all_keys
 from asyncrl.errors import UserError
+from asyncrl.plugins import descriptions, what_to_install
 from asyncrl.suggest import METHOD_OVERLAYS, did_you_mean
 
-PACKAGE = Path(__file__).parents[1]
-Kind = Literal["algorithms", "tasks", "agents"]
-FOLDERS: dict[Kind, Path] = {
-    "algorithms": METHOD_OVERLAYS,
-    "tasks": PACKAGE / "tasks" / "overlays",
-    "agents": PACKAGE / "tasks" / "agents",
-}
+Kind = Literal["algorithms", "tasks"]
 Place = tuple[str | int, ...]
 """A place in a configuration: names of keys and indices of list items."""
 
@@ -26,21 +21,23 @@ Place = tuple[str | int, ...]
 @cache
 def shipped_overlays(kind: Kind) -> Mapping[str, Path]:
     """Overlays of a kind, by name. No name is of two."""
-    return {file.stem: file for file in sorted(FOLDERS[kind].glob("*.yaml"))}
+    tasks = (each.overlays for each in descriptions("tasks").values())
+    folders = [METHOD_OVERLAYS] if kind == "algorithms" else tasks
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
 def find_overlay(word: str) -> Path:
     """The file of an overlay, from its path or from the name of one that ships. UserError for anything else."""
     if word.endswith((".yaml", ".yml")):
         return Path(word)
-    algorithms, tasks, agents = (shipped_overlays(kind) for kind in FOLDERS)
-    named = {**algorithms, **tasks, **agents}
+    algorithms, tasks = shipped_overlays("algorithms"), shipped_overlays("tasks")
+    named = {**algorithms, **tasks}
     if word in named:
         return named[word]
     raise UserError(
         f"override {word!r} has no `=`: expected key=value, such as batch.group_size=8, or an overlay: a YAML file or "
-        f"the name of an algorithm or a task.{did_you_mean(word, named)} Algorithms are {', '.join(algorithms)}; tasks "
-        f"are {', '.join([*tasks, *agents])}"
+        f"the name of an algorithm or a task.{did_you_mean(word, named)} Algorithms are {', '.join(algorithms)}"
+        + (f"; tasks are {', '.join(tasks)}" if tasks else f". Tasks are plug-ins. {what_to_install('tasks')}")
     )
 
 

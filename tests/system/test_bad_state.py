@@ -34,6 +34,7 @@ from tests.rigs.small_runs import (
     logs,
     small,
 )
+from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
 
@@ -124,7 +125,7 @@ def test_a_dead_search_service_stops_the_run_and_none_of_its_trajectories_has_a_
     run, url = tmp_path / "run", f"http://127.0.0.1:{own_port()}/retrieve"
     config = make_config(
         environment={
-            "name": "asyncrl.tasks.visual_agents:Search",
+            "name": f"{ROOT / 'tests' / 'rigs' / 'searcher.py'}:Searcher",
             "config": {"url": url},
             "show_tools": "off",
             "limits": {"tokens_per_turn": 32},
@@ -140,7 +141,7 @@ def test_a_dead_search_service_stops_the_run_and_none_of_its_trajectories_has_a_
     failure = failure_of(run)
     assert (failure.service, failure.kind) == ("learner", "bad_state")
     assert re.match(r"the environment failed in 1\d\d of the last 1\d\d trajectories", failure.reason)
-    assert f"RuntimeError: the search at {url} failed: Cannot connect to host" in failure.reason
+    assert f"RuntimeError: the search at {url} failed: <urlopen error [Errno 111] Connection refused>" in failure.reason
     assert "Bring back what the environment needs" in failure.reason
     with closing(JournalReader(run / JOURNAL_FILE)) as journal:
         records = [record for ticket_id in journal.kept() for record in journal.group(ticket_id).trajectories]

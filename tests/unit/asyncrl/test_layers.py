@@ -32,7 +32,6 @@ TORCH_FREE = (
     "asyncrl/demo/reward.py",
     "asyncrl/environments/",
     "asyncrl/rewards/",
-    "asyncrl/tasks/",
     "asyncrl/telemetry/",
     "asyncrl/tools/inspect/",
     "asyncrl/tools/report/",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.boxes import Scale, box_in, image_size, iou, reference_box, shares
-from asyncrl.tasks.completions import block
+from asyncrl_plugins.tasks.boxes import Scale, box_in, image_size, iou, reference_box, shares
+from asyncrl_plugins.tasks.completions import block
 
 THRESHOLDS = (10, 30, 50, 75, 95)
 """Per cent of IoU from which a box counts as right."""

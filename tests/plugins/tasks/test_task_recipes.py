@@ -11,10 +11,14 @@ import pytest
 from PIL import Image
 
 from asyncrl.cli import main
+from asyncrl.config import overlays
 from asyncrl.config.load import load_config
-from asyncrl.config.overlays import shipped_overlays
+from asyncrl.config.overlays import find_overlay, shipped_overlays
+from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
+from tests.plugins.tasks.test_visual_agents import AGENTS
+from tests.rigs.tiny import ROOT
 
 FIGURE = {"images": ["figure.png"]}
 PICTURE = {"image": "figure.png"}
@@ -52,7 +56,16 @@ NEEDS_MATH_VERIFY = ("geo3k", "we_math")
 
 
 def test_there_are_rows_for_each() -> None:
-    assert RECIPES.keys() == shipped_overlays("tasks").keys()
+    assert {*RECIPES, *AGENTS} == shipped_overlays("tasks").keys()
+    assert {file.parent for file in shipped_overlays("tasks").values()} == {(ROOT / "configs" / "tasks").resolve()}
+
+
+def test_without_the_plug_in_a_word_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlays, "descriptions", lambda group: {})
+    shipped_overlays.cache_clear()
+    with pytest.raises(UserError, match=r"override 'geo3k' has no `=`.*Tasks are plug-ins\. .*asyncrl\.tasks"):
+        find_overlay("geo3k")
+    shipped_overlays.cache_clear()
 
 
 def test_each_recipe_renders_its_rows_and_gives_a_right_completion_a_reward_of_1(

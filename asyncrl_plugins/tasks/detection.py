@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.boxes import Box, coordinates, iou
-from asyncrl.tasks.completions import answer_text, block, literal
+from asyncrl_plugins.tasks.boxes import Box, coordinates, iou
+from asyncrl_plugins.tasks.completions import answer_text, block, literal
 
 _OBJECT = re.compile(r"\{[^{}]*\}")
 MALFORMED: Box = (0.0, 0.0, 0.0, 0.0)

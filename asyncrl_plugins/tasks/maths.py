@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.rewards.builtin import accepted_answers, last_boxed, same_latex
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import after_thinking
+from asyncrl_plugins.tasks.completions import after_thinking
 
 try:
     import math_verify  # pyright: ignore[reportMissingImports]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import after_thinking, block
-from asyncrl.tasks.text_match import F1, exact, token_f1
+from asyncrl_plugins.tasks.completions import after_thinking, block
+from asyncrl_plugins.tasks.text_match import F1, exact, token_f1
 
 SEARCH = ("search", "answer")
 CODE = ("problem", "code", "answer")

@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from asyncrl.config.load import load_config
-from asyncrl.config.overlays import shipped_overlays
 from asyncrl.demo.prepare import GRPO
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
@@ -25,9 +24,12 @@ from asyncrl.environments.observation import StepResult
 from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.visual_agents import answer_f1
+from asyncrl_plugins.tasks.visual_agents import answer_f1
 
 PICTURE = png_bytes(Image.linear_gradient("L").resize((280, 140)).convert("RGB"))
+
+AGENTS = ("deepeyes", "mat_search_turns", "mat_code_turns")
+"""Tasks of several turns."""
 
 
 def play(agent: str, answer: Any, *turns: str, **config: Any) -> list[StepResult]:
@@ -168,7 +170,7 @@ def test_code_sees_the_picture_and_shows_what_it_made() -> None:
 
 
 def test_each_agent_is_a_word_over_a_file_that_names_a_model() -> None:
-    for name in shipped_overlays("agents"):
+    for name in AGENTS:
         config = load_config(GRPO, [name])
         assert config.environment.is_used, name
         assert config.environment.limits.turns == 5

@@ -7,9 +7,9 @@ from typing import Any
 
 from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.boxes import Scale, coordinates, image_size, shares
-from asyncrl.tasks.completions import block, literal, think_then
-from asyncrl.tasks.text_match import F1, token_f1
+from asyncrl_plugins.tasks.boxes import Scale, coordinates, image_size, shares
+from asyncrl_plugins.tasks.completions import block, literal, think_then
+from asyncrl_plugins.tasks.text_match import F1, token_f1
 
 POINTS = ("click", "long_press", "doubleclick", "rightclick", "moveto")
 """Actions that are right by their point."""

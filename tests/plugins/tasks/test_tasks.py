@@ -15,14 +15,14 @@ from PIL import Image
 
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import think_boxed, think_then
-from asyncrl.tasks.counting import count
-from asyncrl.tasks.detection import detections
-from asyncrl.tasks.grounding import box
-from asyncrl.tasks.gui import gui_format, gui_step
-from asyncrl.tasks.mat import code_step, search_step
-from asyncrl.tasks.text_match import exact, token_f1
 from asyncrl.user_functions import load_module
+from asyncrl_plugins.tasks.completions import think_boxed, think_then
+from asyncrl_plugins.tasks.counting import count
+from asyncrl_plugins.tasks.detection import detections
+from asyncrl_plugins.tasks.grounding import box
+from asyncrl_plugins.tasks.gui import gui_format, gui_step
+from asyncrl_plugins.tasks.mat import code_step, search_step
+from asyncrl_plugins.tasks.text_match import exact, token_f1
 from tests.rigs.tiny import ROOT
 
 needs_math_verify = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -393,16 +393,16 @@ def test_a_step_whose_reference_is_missing_is_a_broken_row() -> None:
     ],
 )
 def test_results_in_a_box(completion: str, answer: Any, right: int) -> None:
-    from asyncrl.tasks.maths import boxed
+    from asyncrl_plugins.tasks.maths import boxed
 
     assert score(boxed, completion, answer) == right
 
 
 def test_without_math_verify_a_run_says_so_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    file = ROOT / "asyncrl" / "tasks" / "maths.py"
+    file = ROOT / "asyncrl_plugins" / "tasks" / "maths.py"
     with pytest.raises(UserError, match=r"pip install 'asyncrl\[maths\]'.*boxed_match"):
-        load_module(file, file.read_bytes(), "asyncrl.tasks")
+        load_module(file, file.read_bytes(), "asyncrl_plugins.tasks")
 
 
 @needs_math_verify
@@ -435,14 +435,14 @@ def test_without_math_verify_a_run_says_so_before_it_begins(monkeypatch: pytest.
     ],
 )
 def test_we_math(completion: str, answer: str, right: float) -> None:
-    from asyncrl.tasks.we_math import graded
+    from asyncrl_plugins.tasks.we_math import graded
 
     assert score(graded, completion, answer) == pytest.approx(right)
 
 
 @needs_math_verify
 def test_four_dimensions_are_of_what_asyncrl_eval_writes(tmp_path: Path) -> None:
-    from asyncrl.tasks.we_math import four_dimensions, scored_rows
+    from asyncrl_plugins.tasks.we_math import four_dimensions, scored_rows
 
     lines = [
         {"answer": "B", "columns": {"ID": 1, "key": "2steps_1"}, "components": {"graded": 1.0, "format": 0.0}},
@@ -458,7 +458,7 @@ def test_four_dimensions_are_of_what_asyncrl_eval_writes(tmp_path: Path) -> None
 @needs_math_verify
 def test_four_dimensions_of_we_math() -> None:
     """Five problems of two steps and one of three; the last of two steps misses a row."""
-    from asyncrl.tasks.we_math import four_dimensions
+    from asyncrl_plugins.tasks.we_math import four_dimensions
 
     two = [(1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 0, 1), (1, 0, 0)]
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.rewards.builtin import NUMBER, accepted_answers
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import answer_text
+from asyncrl_plugins.tasks.completions import answer_text
 
 
 def count(sample: RewardSample) -> float:

@@ -1,7 +1,7 @@
 """We-Math: options and values, with credit for parts, and the benchmark's four dimensions of scored rows.
 
 asyncrl eval CONFIG we_math --model FOLDER --out scores.jsonl data.val_files=[...]
-python -m asyncrl.tasks.we_math scores.jsonl
+python -m asyncrl_plugins.tasks.we_math scores.jsonl
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from asyncrl.rewards.builtin import NUMBER, chosen_letter
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import after_thinking, answer_text, block
-from asyncrl.tasks.maths import equal
+from asyncrl_plugins.tasks.completions import after_thinking, answer_text, block
+from asyncrl_plugins.tasks.maths import equal
 
 LETTERS = "ABCDEFGH"
 _MARK = re.compile(r"(?:^|\s)\((\d+)\)")

@@ -20,8 +20,8 @@ from asyncrl.environments.tool_environment import ToolEnvironment, tool
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tasks.completions import answer_text
-from asyncrl.tasks.text_match import F1, exact, token_f1
+from asyncrl_plugins.tasks.completions import answer_text
+from asyncrl_plugins.tasks.text_match import F1, exact, token_f1
 
 SMALLEST_PX, LONGEST = 28, 100.0
 """A crop's shorter side in pixels, and how many times its longer side may be that (DeepEyes)."""
