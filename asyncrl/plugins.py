@@ -60,6 +60,8 @@ class Part:
     """Distributions that the part needs beside those of the core."""
     extra: str = ""
     """Extra of this distribution that installs them."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that the core asks about parts of this group; their names stand where the group is used."""
 
 
 def no_check(component: Any) -> None:
