@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 METHOD_OVERLAYS = Path(__file__).parent / "algorithms" / "overlays"
-
-
-def is_method_word(name: str) -> bool:
-    """Whether the name is the word for a whole method (`asyncrl.config.overlays`), not the value of a key."""
-    return name.isidentifier() and (METHOD_OVERLAYS / f"{name}.yaml").is_file()
+"""The core's; each plug-in with methods has its own folder."""
 
 
 def close_names(name: str, choices: Iterable[str]) -> list[str]:

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import Group, what_to_install
-from asyncrl.suggest import did_you_mean, file_hint, is_method_word
+from asyncrl.plugins import Group, descriptions, what_to_install
+from asyncrl.suggest import METHOD_OVERLAYS, did_you_mean, file_hint
 
 F = TypeVar("F", bound=Callable[..., object])
 MAX_MESSAGE_CHARS = 300
@@ -78,7 +78,7 @@ def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
             there = []
         has = f"it has {', '.join(there)}" if there else f"no {kind} is found in it"
         return f", but a file. Add the {kind}'s name, {name}:{kind.upper()}; {has}"
-    if setting.startswith("algorithm.") and is_method_word(name):
+    if setting.startswith("algorithm.") and _is_method_word(name):
         return (
             f", but a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
             f"Built-in here are {', '.join(builtins)}"
@@ -87,6 +87,12 @@ def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
         f".{did_you_mean(name, builtins)} Built-in are {', '.join(builtins)}; your own is "
         f"path/to/file.py:{kind} or package.module:{kind}"
     )
+
+
+def _is_method_word(name: str) -> bool:
+    """Whether the name is the word for a whole method (`asyncrl.config.overlays`), not the value of a key."""
+    folders = [METHOD_OVERLAYS, *(each.overlays for each in descriptions("methods").values())]
+    return name.isidentifier() and any(folder and (folder / f"{name}.yaml").is_file() for folder in folders)
 
 
 def _module_file(module: str, function: str, but: str) -> Path:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import token_weights
 from asyncrl.algorithms.ratios import PolicyTokens
-from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import Kind, Method, methods
+from asyncrl.config.installed_methods import methods
+from asyncrl.config.method import Kind, Method
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 from tests.rigs.provenance import provenance_of
 
@@ -65,14 +66,14 @@ def made_up(rows: int, tokens: int) -> Trajectories:
     )
 
 
-def work_of(method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
+def work_of(kind: Kind, method: Method, t: Trajectories, tokens: int) -> Callable[[], Any]:
     """The method's part of a learner step."""
-    function = load_method(method.kind, method.name, method.kind)
+    function = load_method(kind, method.name, kind)
     credit = Credit((t.scores - 0.5)[t.row])
-    if method.kind == "advantage":
-        return lambda: function(t, AlgorithmConfig())
-    if method.kind == "selection":
-        return lambda: function(t, credit, AlgorithmConfig())
+    if kind == "advantage":
+        return lambda: function(t, AlgorithmConfig(adv_estimator=method.name))
+    if kind == "selection":
+        return lambda: function(t, credit, AlgorithmConfig(selections=(method.name,)))
     config = AlgorithmConfig(policy_loss=method.name)
     assert t.proximal_logprobs is not None
     target = (t.proximal_logprobs + 0.01).requires_grad_()
@@ -117,8 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     t = made_up(arguments.rows, arguments.tokens)
-    chosen = [method for kind in KINDS for method in methods(kind).values()]
-    works = {(m.kind, m.name): work_of(m, t, arguments.tokens) for m in chosen}
+    chosen = [(kind, method) for kind in KINDS for method in methods(kind).values()]
+    works = {(kind, method.name): work_of(kind, method, t, arguments.tokens) for kind, method in chosen}
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     of_softmax: list[float] = []
     for _ in range(arguments.rounds):

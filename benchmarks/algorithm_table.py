@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from asyncrl.config.methods import methods
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.overlays import shipped_overlays
 from benchmarks.demo_runs import Run, make_table, read_run, table_parser
 

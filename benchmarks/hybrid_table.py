@@ -15,7 +15,7 @@ from benchmarks.demo_runs import Run, make_table, table_parser
 
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("grpo",),
-    "sft": ("chord_mu", *(f"algorithm.chord.{key}" for key in ("peak=1", "valley=1", "warmup_steps=0"))),
+    "sft": ("chord_mu", *(f"algorithm.chord_mu.{key}" for key in ("peak=1", "valley=1", "warmup_steps=0"))),
     **{name: (name,) for name in ("chord_mu", "chord_phi", "luffy", "uft", "hpt", "srft")},
 }
 """Overlays and overrides of each."""

@@ -1,38 +1,43 @@
-"""Write the generated pages docs/algorithms.md, docs/configuration.md and docs/metrics.md.
+"""Write the generated pages of docs/ (algorithms, configuration, metrics) and of plug-ins with methods.
 
 tests/tools/test_docs.py compares them.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
+from asyncrl import plugins
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.explain import config_reference
-from asyncrl.config.methods import TAKES_FROM, Kind, methods
-from asyncrl.config.overlays import shipped_overlays
+from asyncrl.config.explain import REFERENCE, key_tables
+from asyncrl.config.installed_methods import method_sets
+from asyncrl.config.keys import Key, all_keys
+from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
 
 METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "advantage": ("Advantage estimators", "algorithm.adv_estimator"),
     "policy_loss": ("Policy losses", "algorithm.policy_loss"),
     "selection": ("Selections", "algorithm.selections"),
     "group_filter": ("Group filters", "algorithm.filters"),
+    "addition": ("Additions to any method", "algorithm.NAME, a section whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
-is computed: nothing is clipped, `ppo`, `gspo`, `luspo`, `gmpo`, `gpg`, `cispo`, `sapo` and `aspo` have the same
-gradient under the same aggregation, and `algorithm.correction` alone weighs stale tokens (under `gmpo` each by the mean
-weight of its trajectory). To have what their formulas say, take several updates of each batch
-(`algorithm.updates_per_batch=4`), or let the ratio be that to the policy that sampled
-(`algorithm.proximal=behaviour algorithm.correction.kind=none`). With `rollout.quantization` the policy that sampled has
-other weights than the learner, and the correction weighs all tokens, stale or not; it may then not be switched off."""
+is computed: nothing is clipped, `ppo`, `gspo`, `gmpo`, `gpg`, `cispo` and `sapo` have the same gradient under the same
+aggregation, and `algorithm.correction` alone weighs stale tokens (under `gmpo` each by the mean weight of its
+trajectory). To have what their formulas say, take several updates of each batch (`algorithm.updates_per_batch=4`), or
+let the ratio be that to the policy that sampled (`algorithm.proximal=behaviour algorithm.correction.kind=none`). With
+`rollout.quantization` the policy that sampled has other weights than the learner, and the correction weighs all tokens,
+stale or not; it may then not be switched off."""
 ALGORITHMS = """# Algorithms
 
 One line of configuration is another method: `algorithm.policy_loss=gspo`. A method brings its paper's defaults for keys
@@ -40,10 +45,31 @@ that you leave out, in the file or, where an override names the method, on the c
 aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off-policy corrections
 (`algorithm.correction.*`); what does not fit together is refused at the start, with the reason. Formulas: `s` is the
 score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
-to the proximal policy. A policy loss that needs `demonstrations` learns from `data.target_key` as well: the rows'
-demonstrations are members of their groups (`algorithm.demonstrations.*`); a group of a row without one is sampled
-alone. Each function is in `asyncrl/algorithms/`, and your own is named as `file.py:function`
-([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py` from the functions themselves."""
+to the proximal policy. A method's own settings stand in a section of its name, `algorithm.sapo.tau_positive=2`, which
+exists only where the method is chosen.
+
+These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
+[research methods](../asyncrl_plugins/methods/README.md) and
+[losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md). Your own is named as
+`file.py:function` ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py`."""
+PLUGINS = {
+    "methods": """# Research methods
+
+Estimators, losses and selections beside those of the core ([algorithms](../../docs/algorithms.md), where the letters of
+the formulas are explained). They are chosen in the same way, by name or by the word of an overlay. With one update of
+each batch and the defaults `luspo` and `aspo` have the gradient of `ppo` under the same aggregation. Written by
+`scripts/make_docs.py` from the rows in `plugin.py`.""",
+    "demonstrations": """# Learning from demonstrations
+
+Policy losses that learn from `data.target_key` beside what the policy samples ([algorithms](../../docs/algorithms.md)
+explains the letters of the formulas). The rows' demonstrations are members of their groups, or completions begin with
+parts of them as hints (`algorithm.demonstrations.*`, in [configuration](../../docs/configuration.md#algorithm)); a
+group of a row without one is sampled alone. Written by `scripts/make_docs.py` from the rows in `plugin.py`.""",
+}
+WORDS = """## Words
+
+| overlay | | needs |
+|---|---|---|"""
 OVERLAYS = """## One word for a whole method
 
 What a paper sets besides its function is in an overlay, a few lines of YAML in
@@ -85,8 +111,8 @@ With d = log policy - log reference at the sampled token:
 | `full` | the sum over the vocabulary | the exact gradient, for the logits of both models, some tokens at a time |"""
 TURNS = """## Turns
 
-In an [environment](agents.md) a trajectory has several turns, each with a reward and a state of its own. What an
-estimator makes of them:
+In an [environment](../../docs/agents.md) a trajectory has several turns, each with a reward and a state of its own.
+Estimators make of them:
 
 | estimator | credit of a turn |
 |---|---|
@@ -116,16 +142,23 @@ Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), 
 completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""
 
 
-def _methods(kind: Kind, titles: tuple[str, str]) -> str:
+def _tables(methods: MethodSet) -> Iterator[str]:
+    """Tables of the methods of each kind that there are."""
+    for kind, titles in METHOD_SETTINGS.items():
+        if methods.rows(kind):
+            yield _methods(methods, kind, titles)
+
+
+def _methods(methods: MethodSet, kind: Kind, titles: tuple[str, str]) -> str:
     """A table of the methods of a kind."""
     own = "taken from" if kind == "selection" else "defaults of its own"
     lines = [
         f"## {titles[0]}\n\n`{titles[1]}`\n",
-        *([f"{OF_ONE_UPDATE}\n"] if kind == "policy_loss" else []),
+        *([f"{OF_ONE_UPDATE}\n"] if methods is method_sets()[""] and kind == "policy_loss" else []),
         f"| name | what it does | formula | needs | {own} | paper |",
         "|---|---|---|---|---|---|",
     ]
-    for name, method in methods(kind).items():
+    for name, method in methods.rows(kind).items():
         paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})" if method.paper else ""
         defaults = ", ".join(f"`{key}={_short(value)}`" for key, value in method.defaults.items())
         if kind == "selection":
@@ -133,7 +166,8 @@ def _methods(kind: Kind, titles: tuple[str, str]) -> str:
         needs = ", ".join(sorted(method.needs))
         needs += f"tokens of the selection `{method.marks}`" if method.marks else ""
         formula = method.formula.replace("|", "\\|")
-        summary = method.summary.rstrip(".").replace("|", "\\|")
+        said = (inspect.getdoc(plugins.implementation(method.implementation)) or "").partition("\n\n")[0]
+        summary = " ".join(said.split()).rstrip(".").replace("|", "\\|")
         lines.append(f"| `{name}` | {summary} | {formula} | {needs} | {defaults} | {paper} |")
     return "\n".join(lines)
 
@@ -147,27 +181,41 @@ def _short(value: object) -> str:
 NEEDED = {
     "demonstrations": "demonstrations (`data.target_key`)",
     "critic": "a critic: memory of a second model, trained beside it",
-    "turns": "an [environment](agents.md)",
+    "turns": "an environment",
     "greedy_row": "a greedy completion more per group",
-    "reference": "a [reference policy](#kl-to-a-reference-policy)",
+    "reference": "a reference policy",
 }
 """Requirements of a whole method, in words. The rest is a forward pass."""
 
 
-def _overlays() -> str:
-    """Each overlay, its first comment, and what it needs of the run."""
+def _overlays(methods: MethodSet, folder: str) -> str:
+    """Rows of a table: each overlay, its first comment, and what it needs of the run."""
+    assert methods.overlays is not None
     rows: list[str] = []
-    for name, file in shipped_overlays("algorithms").items():
+    for file in sorted(methods.overlays.glob("*.yaml")):
         text = file.read_text()
         said, keys = text.partition("\n")[0].removeprefix("# "), yaml.safe_load(text).get("algorithm", {})
         needs = AlgorithmConfig.model_validate(keys).needs
         cell = "; ".join(words for need, words in NEEDED.items() if need in needs)
-        rows.append(f"| [`{name}`](../configs/algorithms/{name}.yaml) | {said} | {cell} |")
-    return "\n".join([OVERLAYS, *rows])
+        rows.append(f"| [`{file.stem}`]({folder}/{file.name}) | {said} | {cell} |")
+    return "\n".join(rows)
+
+
+def _plugin_page(name: str) -> str:
+    methods = method_sets()[name]
+    words = "\n".join([WORDS, _overlays(methods, "overlays")])
+    keys = "\n".join(key_tables(_keys_of(f"asyncrl_plugins.{name}.")))
+    keys = "## Settings\n\n" + keys[keys.index("| key |") :]
+    turns = [TURNS] if any("turns" in method.needs for method in methods.advantages.values()) else []
+    return "\n\n".join([PLUGINS[name], words, *_tables(methods), *turns, keys.strip()]) + "\n"
+
+
+def _keys_of(package: str) -> list[Key]:
+    return [key for key in all_keys().values() if f"{key.section.__module__}.".startswith(package)]
 
 
 def pages() -> dict[str, str]:
-    """File name -> text."""
+    """File in the repository -> text."""
     metrics = (
         "# Metrics\n\nBoth processes answer `GET /metrics` (`telemetry.learner_port`, `telemetry.rollout_port`). "
         "Every series has the label `run`, the run directory as the configuration has it. "
@@ -175,15 +223,18 @@ def pages() -> dict[str, str]:
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
-    tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
-    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, TURNS, KL, BESIDE])
+    core = method_sets()[""]
+    overlays = "\n".join([OVERLAYS, _overlays(core, "../configs/algorithms")])
+    algorithms = "\n\n".join([ALGORITHMS, overlays, *_tables(core), KL, BESIDE])
+    configuration = "\n".join([REFERENCE, *key_tables(_keys_of("asyncrl."))])
     return {
-        "algorithms.md": algorithms + "\n",
-        "configuration.md": config_reference().strip() + "\n",
-        "metrics.md": metrics,
+        "docs/algorithms.md": algorithms + "\n",
+        "docs/configuration.md": configuration.strip() + "\n",
+        "docs/metrics.md": metrics,
+        **{f"asyncrl_plugins/{name}/README.md": _plugin_page(name) for name in PLUGINS},
     }
 
 
 if __name__ == "__main__":
     for name, text in pages().items():
-        (DOCS / name).write_text(text)
+        (ROOT / name).write_text(text)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.algorithms.registration import group_filter
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.method_settings import ZeroVarianceConfig
+from asyncrl.config.methods import ACCURACY
 from protocol.messages import Prompt, TrajectoryRecord
 
 SPREAD = 1e-6
@@ -28,9 +29,16 @@ class SampledGroup:
     trajectories: Sequence[TrajectoryRecord]
     lengths: Sequence[int]
     """Tokens of each trajectory."""
+    accuracy: str = ""
+    """Component of the reward that is reported as accuracy."""
 
     def scores(self, component: str = "") -> np.ndarray:
-        """The reward, or a component of it, of the trajectories that have one. [n] float64"""
+        """The reward, or a component of it, of the trajectories that have one. [n] float64
+
+        `accuracy` is the component that is reported as accuracy, unless one has that very name.
+        """
+        if component == ACCURACY and not any(component in record.rewards for record in self.trajectories):
+            component = self.accuracy
         scored = [record for record in self.trajectories if record.reward is not None]
         return np.asarray([record.rewards[component] if component else record.reward for record in scored], float)
 
@@ -38,19 +46,17 @@ class SampledGroup:
 GroupFilter = Callable[[SampledGroup, AlgorithmConfig], str | None]
 
 
-@group_filter(
-    formula="keep a group iff max s - min s > 1e-6, and low < mean s < high where these are set", paper="2503.14476"
-)
 def zero_variance(group: SampledGroup, config: AlgorithmConfig) -> str | None:
     """Dynamic sampling (DAPO): drop a group whose scores are all equal, since its advantages are 0. Reasons: `unscored`
     for fewer than two scores, `zero_variance`, and `too_hard` or `too_easy` for a mean that is out of the bounds"""
-    scores = group.scores(config.filter_component)
+    settings = config.settings_of(ZeroVarianceConfig)
+    scores = group.scores(settings.component)
     if len(scores) < 2:
         return "unscored"
     if np.ptp(scores) <= SPREAD:
         return "zero_variance"
-    if config.filter_low is not None and scores.mean() <= config.filter_low:
+    if settings.low is not None and scores.mean() <= settings.low:
         return "too_hard"
-    if config.filter_high is not None and scores.mean() >= config.filter_high:
+    if settings.high is not None and scores.mean() >= settings.high:
         return "too_easy"
     return None

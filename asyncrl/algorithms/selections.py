@@ -1,7 +1,7 @@
 """Selections: tokens of a whole batch that are chosen before its first update.
 
-A selection is `f(trajectories, credit, config) -> [N] bool`. What a chosen token leaves, its decorator says
-(`takes_from`, asyncrl/config/methods.py): the loss with all its terms, as with a mask of the correction; the policy
+A selection is `f(trajectories, credit, config) -> [N] bool`. Its row says what a chosen token leaves (`takes_from`,
+asyncrl/config/method.py): the loss with all its terms, as with a mask of the correction; the policy
 loss alone; or the batch, with its whole trajectory. Only the last changes a denominator. A policy loss may ask for a
 selection's tokens as its `marks`, to treat them in its own way.
 """
@@ -14,117 +14,32 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncrl.algorithms.registration import load_method, selection
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import method_of
+from asyncrl.config.installed_methods import method_of
+from asyncrl.config.method_settings import TopEntropyConfig
 from asyncrl.errors import UserError
 
 Selection = Callable[[Trajectories, Credit, AlgorithmConfig], torch.Tensor]
 
 
-@selection(
-    formula="fewest tokens without which mean (log proximal - log behaviour)^2 < threshold",
-    paper="2510.01161",
-    needs=("proximal",),
-)
-def m2po(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
-    squared log-ratio is below `algorithm.m2po_threshold` (M2PO, arXiv 2510.01161). One token always stays."""
-    assert t.proximal_logprobs is not None
-    squares = (t.proximal_logprobs - t.behaviour_logprobs).double() ** 2
-    ascending, order = torch.sort(squares, stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)
-    kept = max(int((means < config.m2po_threshold).sum()), 1)  # the running mean of ascending values never falls
-    dropped = torch.zeros_like(squares, dtype=torch.bool)
-    dropped[order[kept:]] = True
-    return dropped
-
-
-@selection(
-    formula="H < the batch's (1 - fraction) quantile of H, H the entropy at the token",
-    paper="2506.01939",
-    needs=("entropies",),
-    takes_from="policy_loss",
-)
 def top_entropy(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """All but the share `algorithm.top_entropy_fraction` of highest entropy, where completions fork: the others give no
+    """All but the share `algorithm.top_entropy.fraction` of highest entropy, where completions fork: the others give no
     policy gradient (80/20, arXiv 2506.01939, eq. 5)."""
     assert t.entropies is not None
     if not len(t.entropies):
         return torch.zeros(0, dtype=torch.bool)
-    return t.entropies < float(np.quantile(t.entropies.numpy(), 1 - config.top_entropy_fraction))
+    fraction = config.settings_of(TopEntropyConfig).fraction
+    return t.entropies < float(np.quantile(t.entropies.numpy(), 1 - fraction))
 
 
-@selection(
-    formula="all but the floor(n (1 - prune)) trajectories of largest |A| in each group of n",
-    paper="2503.22342",
-    takes_from="batch",
-)
-def cppo(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """The share `algorithm.cppo_prune` of each group's trajectories, smallest |advantage| first: they cost no forward
-    pass, and micro-batches are filled with what stays (CPPO, arXiv 2503.22342). One of each group always stays."""
-    sums = torch.zeros(len(t.scores), dtype=torch.float64).index_add(0, t.row, credit.advantages.double())
-    size = (sums / t.lengths.clamp_min(1)).abs().float()
-    rows = (t.lengths > 0).nonzero()[:, 0]
-    rows = rows[size[rows].argsort(descending=True, stable=True)]
-    rows = rows[t.group[rows].argsort(stable=True)]  # group by group, largest first
-    _, group, count = torch.unique(t.group[rows], return_inverse=True, return_counts=True)
-    place = torch.arange(len(rows)) - (count.cumsum(0) - count)[group]
-    kept = (count * (1 - config.cppo_prune) + 1e-6).floor().clamp_min(1)
-    pruned = torch.zeros(len(t.scores), dtype=torch.bool)
-    pruned[rows[place >= kept[group]]] = True
-    return pruned[t.row]
-
-
-@selection(formula="the tokens of trajectories without a stop token", paper="2503.14476", takes_from="batch")
 def overlong(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
     """Trajectories that were cut at `data.max_response_length`: nobody knows what they would have come to (overlong
     filtering, DAPO, section 3.4). Their scores stay in the statistics of their groups."""
     if t.is_truncated is None:
         return torch.zeros_like(t.row, dtype=torch.bool)
     return t.is_truncated[t.row]
-
-
-def token_covariance(t: Trajectories, credit: Credit) -> torch.Tensor:
-    """(A - mean A) (log p - mean log p) over the batch's tokens: how much a token's update costs of the entropy
-    (arXiv 2505.22617, eq. 8). [N]"""
-    assert t.proximal_logprobs is not None
-    if not len(credit.advantages):
-        return credit.advantages
-    return (credit.advantages - credit.advantages.mean()) * (t.proximal_logprobs - t.proximal_logprobs.mean())
-
-
-@selection(
-    formula="the tokens of highest (A - mean A) (log p - mean log p)",
-    paper="2505.22617",
-    needs=("proximal",),
-    takes_from="policy_loss",
-)
-def top_covariance(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """The share `algorithm.covariance.fraction` of tokens whose update costs most of the entropy: what `kl_cov`
-    penalises (arXiv 2505.22617)."""
-    covariance = token_covariance(t, credit)
-    chosen = torch.zeros(len(covariance), dtype=torch.bool)
-    chosen[covariance.argsort(descending=True, stable=True)[: config.covariance.number_of(len(covariance))]] = True
-    return chosen
-
-
-@selection(
-    formula="random tokens with lower < (A - mean A) (log p - mean log p) < upper",
-    paper="2505.22617",
-    needs=("proximal",),
-    takes_from="policy_loss",
-)
-def random_covariance(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """The share `algorithm.covariance.fraction` of tokens at random, of those whose covariance is within its bounds:
-    what `clip_cov` gives no gradient (arXiv 2505.22617). The trajectories' seed draws them."""
-    covariance, settings = token_covariance(t, credit), config.covariance
-    candidates = ((covariance > settings.lower) & (covariance < settings.upper)).nonzero()[:, 0]
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(t.seed))
-    chosen = torch.zeros(len(covariance), dtype=torch.bool)
-    chosen[candidates[order[: settings.number_of(len(covariance))]]] = True
-    return chosen
 
 
 # --- all selections of a run -----------------------------------------------------------------------

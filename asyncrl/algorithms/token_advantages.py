@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.corrections import importance_weights
-from asyncrl.algorithms.registration import advantage
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.method_settings import GaeConfig
 
 
-@advantage(
-    formula="sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t",
-    paper="1506.02438",
-    needs=("critic",),
-)
 def gae(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Generalised advantage estimation, whitened over the batch; returns are advantages plus values.
 
@@ -26,7 +20,7 @@ def gae(t: Trajectories, config: AlgorithmConfig) -> Credit:
     `algorithm.gae.length_alpha` the policy's lambda 1 - 1 / (alpha length) (VAPO, arXiv 2504.05118).
     """
     assert t.values is not None
-    settings = config.gae
+    settings = config.settings_of(GaeConfig)
     lam = torch.full((len(t.scores),), settings.lam)
     if settings.length_alpha:
         lam = (1 - 1 / (settings.length_alpha * t.lengths.clamp_min(1))).clamp(0, 1)
@@ -62,20 +56,17 @@ def returns_to_come(t: Trajectories, gamma: float) -> torch.Tensor:
     return t.flat(returns)
 
 
-@advantage(formula="whitened sum_k gamma^k r_(t+k)", paper="2501.03262")
 def reinforce_plus_plus(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each token, whitened over the batch; groups play no part (REINFORCE++)."""
     returns = returns_to_come(t, config.gamma)
     return Credit(whiten(returns), returns)
 
 
-@advantage(formula="whitened (s - mean_group)", paper="2501.03262", compares_rows=True)
 def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score against its group's mean, whitened over the tokens of the batch (REINFORCE++-baseline)."""
     return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
 
 
-@advantage(formula="s - score of a greedy completion", paper="2310.10505", needs=("greedy_row",))
 def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score minus that of the group's greedy completion, which is not trained (ReMax).
 
@@ -89,42 +80,10 @@ def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return Credit((to_come - baseline[t.group][t.row]).nan_to_num(0.0), returns=to_come)
 
 
-@advantage(formula="sum_k gamma^k r_(t+k)")
 def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each token, as it is (REINFORCE, Williams 1992)."""
     returns = returns_to_come(t, config.gamma)
     return Credit(returns, returns)
-
-
-@advantage(
-    formula="G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_(t' <= t) w^2 (1 - 2 p + sum_v p_v^2), w the "
-    "correction's weight",
-    needs=("proximal", "squared_probabilities"),
-    compares_rows=True,
-)
-def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Return to come minus the group's baseline of least variance at the same place (as in verl). A token counts in it
-    with the square of its weight under `algorithm.correction.kind`.
-
-    A place that only one row of the group has gets no baseline of its own making: its advantage is 0.
-    """
-    assert t.proximal_logprobs is not None
-    assert t.squared_probabilities is not None
-    differences = t.proximal_logprobs - t.behaviour_logprobs
-    if t.provenance is not None:
-        differences = torch.where(t.provenance.is_inserted, 0.0, differences)
-    of_token = 1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities
-    of_token = of_token.clamp_min(0) * importance_weights(differences, t.row, config.correction) ** 2
-    weight = t.padded(of_token).cumsum(1)
-    to_come = t.padded(returns_to_come(t, gamma=1.0))
-    there = torch.arange(weight.shape[1]) < t.lengths[:, None]
-    weight = weight * there
-    groups = torch.unique(t.group, return_inverse=True)[1]
-    zeros = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, weight.shape[1])
-    total = zeros.index_add(0, groups, weight)
-    count = zeros.index_add(0, groups, there.float())
-    baseline = zeros.index_add(0, groups, to_come * weight) / (total + 1e-8)
-    return Credit(t.flat(torch.where(count[groups] > 1, to_come - baseline[groups], 0.0)), returns=t.flat(to_come))
 
 
 def whiten(values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import model_validator
 
 from asyncrl.config.algorithm_settings import AlgorithmSettings
-from asyncrl.config.methods import NEEDS, method_of, methods
+from asyncrl.config.installed_methods import method_of, methods, with_defaults
+from asyncrl.config.method import NEEDS
 from asyncrl.user_functions import what_it_may_be
 
 
@@ -19,17 +20,7 @@ class AlgorithmConfig(AlgorithmSettings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_methods_defaults(cls, given: Any) -> Any:
-        """The loss goes first: what it leaves open the estimator may say. An estimator may name the loss itself."""
-        if not isinstance(given, dict):
-            return given
-        filled = dict(given)
-        estimator = method_of("advantage", str(filled.get("adv_estimator", "grpo")))
-        loss_name = filled.get("policy_loss") or (estimator.defaults.get("policy_loss") if estimator else None) or "ppo"
-        loss = method_of("policy_loss", str(loss_name))
-        for method in filter(None, (loss, estimator)):
-            for key, value in method.defaults.items():
-                filled[key] = _merged(value, filled[key]) if key in filled else value
-        return filled
+        return with_defaults(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _keys_fit(self) -> AlgorithmConfig:
@@ -40,18 +31,10 @@ class AlgorithmConfig(AlgorithmSettings):
         return self
 
 
-def _merged(default: Any, given: Any) -> Any:
-    """A section's given keys over the default ones; anything else as it is given."""
-    return {**default, **given} if isinstance(default, dict) and isinstance(given, dict) else given
-
-
 def selection_problems(config: AlgorithmSettings) -> Iterator[str]:
-    """Name what is no selection and no filter, and bounds that leave no group, with the fix."""
+    """Name what is no selection and no filter, with the fix."""
     yield from _name_problems("algorithm.selections", config.selections, methods("selection"))
     yield from _name_problems("algorithm.filters", config.filters, methods("group_filter"))
-    low, high = config.filter_low, config.filter_high
-    if low is not None and high is not None and not low < high:
-        yield (f"algorithm.filter_low ({low:g}) must be below algorithm.filter_high ({high:g}), or no group is left")
 
 
 def kl_problems(config: AlgorithmSettings) -> Iterator[str]:
@@ -74,13 +57,15 @@ def kl_problems(config: AlgorithmSettings) -> Iterator[str]:
             f"algorithm.kl_control.kind is {config.kl_control.kind}, but there is nothing to control: "
             "algorithm.kl_loss_coef and algorithm.kl_reward_coef are 0. Set one of them, or kind to fixed"
         )
-    estimator = method_of("advantage", config.adv_estimator)
-    if config.kl_reward_coef and estimator and estimator.plain_scores:
-        yield (
-            f"algorithm.kl_reward_coef is {config.kl_reward_coef:g}, but algorithm.adv_estimator {estimator.name} "
-            f"reads scores as they were given ({estimator.formula}): nothing can be taken from them. Set "
-            "algorithm.kl_loss_coef instead, or choose another estimator"
-        )
+    readers = [("adv_estimator", method_of("advantage", config.adv_estimator))]
+    readers += [("selections", method_of("selection", name)) for name in config.selections]
+    for key, method in readers if config.kl_reward_coef else ():
+        if method and method.plain_scores:
+            yield (
+                f"algorithm.kl_reward_coef is {config.kl_reward_coef:g}, but algorithm.{key} {method.name} reads "
+                f"scores as they were given ({method.formula}): nothing can be taken from them. Set "
+                "algorithm.kl_loss_coef instead, or choose another one"
+            )
 
 
 def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
@@ -97,8 +82,7 @@ def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
         able = ", ".join(name for name, each in methods("policy_loss").items() if "demonstrations" in each.needs)
         yield (
             f"algorithm.demonstrations asks for demonstrations, which algorithm.policy_loss {config.policy_loss} "
-            f"does not learn from. Choose one of {able}, or set algorithm.demonstrations.rows=0 and "
-            "algorithm.demonstrations.hints.segments=0"
+            f"does not learn from. Choose one of {able or 'a plug-in'}, or leave algorithm.demonstrations out"
         )
     if used and "critic" in config.needs:
         yield (
@@ -110,11 +94,6 @@ def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
             "algorithm.filters has zero_variance, which would drop the groups that have the most to learn from "
             "their demonstration: those without a right completion. Set algorithm.filters=[], or "
             "algorithm.demonstrations.rows=0"
-        )
-    if config.kl_reward_coef and "success_gate" in config.selections:
-        yield (
-            f"algorithm.kl_reward_coef is {config.kl_reward_coef:g}, but the selection success_gate reads scores as "
-            "they were given. Set algorithm.kl_loss_coef instead"
         )
     if loss and (missing := sorted({*loss.defaults.get("selections", ())} - {*config.selections})):
         yield (f"algorithm.policy_loss {loss.name} needs the selection {missing[0]}. Add it to algorithm.selections")

@@ -1,12 +1,11 @@
-"""Demonstrations in reinforcement learning: which tickets have any, and the settings of the losses that use them.
+"""Demonstrations in reinforcement learning: the tickets that have any, for policy losses that learn from them.
 
-All schedules count policy versions: optimiser steps of the run, as long as one step publishes one version.
+Schedules count policy versions: optimiser steps of the run, as long as one step publishes one version.
 """
 
 from __future__ import annotations
 
 from math import cos, pi
-from typing import Literal
 
 from pydantic import Field
 
@@ -45,45 +44,3 @@ class DemonstrationConfig(Section):
     @property
     def are_used(self) -> bool:
         return self.rows > 0 or self.hints.segments > 0
-
-
-class ChordConfig(Section):
-    """`policy_loss: chord_mu | chord_phi` (arXiv 2508.11408): mu is the weight of the supervised part."""
-
-    peak: float = Field(default=0.5, ge=0, le=1)
-    """Largest mu."""
-    valley: float = Field(default=0.02, ge=0, le=1)
-    """mu after its fall."""
-    warmup_steps: int = Field(default=200, ge=0)
-    """Steps in which mu rises from 0 to its peak."""
-    decay_steps: int = Field(default=400, ge=0)
-    """Steps in which it then falls to its valley, along half a cosine."""
-    weighting: Literal["none", "phi", "probability"] = "none"
-    """Weight of a demonstration's token of probability p: 1, p (1 - p), or p."""
-
-    def mu(self, version: int) -> float:
-        """Weight of the supervised part in the step that a policy version is trained in."""
-        if version < self.warmup_steps:
-            return version / self.warmup_steps * self.peak
-        since = version - self.warmup_steps
-        if since >= self.decay_steps:
-            return self.valley
-        return self.valley + (self.peak - self.valley) * (1 + cos(pi * since / self.decay_steps)) / 2
-
-
-class HptConfig(Section):
-    """`policy_loss: hpt` (arXiv 2509.04419)."""
-
-    gate: float = Field(default=0.0, ge=0, lt=1)
-    """A group learns from its demonstration alone where no more than this share of its completions is right."""
-    coef: float = Field(default=1.0, ge=0)
-    """Weight of the demonstration's loss."""
-
-
-class SrftConfig(Section):
-    """`policy_loss: srft` (arXiv 2506.19767)."""
-
-    supervised_coef: float = Field(default=0.5, ge=0)
-    """Weight of the demonstrations' negative log-likelihood, before its factor exp(-entropy)."""
-    right_coef: float = Field(default=0.1, ge=0)
-    """Weight of right completions, before its factor exp(entropy)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.config.methods import NEEDS
+from asyncrl.config.method import NEEDS
 from asyncrl.config.run_sections import RunSections
 from asyncrl.environments.settings import LimitsConfig
 from asyncrl.plugins import description, installed

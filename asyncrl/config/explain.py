@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from asyncrl.config.keys import REQUIRED, all_keys, section_of
+from asyncrl.config.keys import REQUIRED, Key, all_keys, section_of
 from asyncrl.config.load import dump_config
 from asyncrl.config.method_line import method_line
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
+
+REFERENCE = """# Configuration reference
+
+Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a list has its \
+index in place of `N`, as in `reward.functions.0.weight=2`, and `key+=value` adds an item or a list of them, as in \
+`reward.functions+={function: format_think}`. Settings of one part, such as `algorithm.gae`, exist only where the part \
+is chosen. Unknown keys are refused. Relative paths are relative to the directory in which the command runs.
+"""
 
 
 def explain(config: RunConfig, num_rows: int) -> str:
@@ -45,25 +54,23 @@ def explain(config: RunConfig, num_rows: int) -> str:
 
 
 def config_reference() -> str:
-    """Markdown: every key with type, default and meaning, one table per section of the file."""
-    parts = [
-        "# Configuration reference\n",
-        "Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a "
-        "list has its index in place of `N`, as in `reward.functions.0.weight=2`, and `key+=value` adds an item or a "
-        "list of them, as in `reward.functions+={function: format_think}`. Unknown keys are refused. "
-        "Relative paths are relative to the directory in which the command runs.\n",
-    ]
-    for section, keys in groupby(all_keys().values(), key=lambda key: key.path.partition(".")[0]):
+    """Markdown: every key of the core and the installed plug-ins, one table per section of the file."""
+    return "\n".join([REFERENCE, *key_tables(all_keys().values())])
+
+
+def key_tables(keys: Iterable[Key]) -> Iterator[str]:
+    """Yield lines of Markdown: keys with type, default and meaning, one table per section of the file."""
+    for section, group in groupby(keys, key=lambda key: key.path.partition(".")[0]):
         section_class = section_of(RunConfig.model_fields[section].annotation)
         introduction = section_class.__dict__.get("__doc__") if section_class else None
-        parts += [f"## {section}\n", *([introduction.strip() + "\n"] if introduction else [])]
-        parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
+        yield f"## {section}\n"
+        yield from [introduction.strip() + "\n"] if introduction else []
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+        for key in group:
             default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
             cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        parts.append("")
-    return "\n".join(parts)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield ""
 
 
 def _default_text(default: object) -> str:

@@ -32,6 +32,8 @@ class Key:
 
     path: str
     field: FieldInfo
+    section: type[BaseModel]
+    """The class that has the field."""
 
     @property
     def default(self) -> Any:
@@ -71,6 +73,7 @@ def closest_key(path: str) -> str:
     section, _, wanted = path.rpartition(".")
     keys = [*reversed(all_keys()), *(key for key in all_keys() if key.rpartition(".")[0] == section)]
     by_name = {key.rpartition(".")[2]: key for key in keys}
+    by_name |= {key.removeprefix(f"{section}.").replace(".", "_"): key for key in keys if key.startswith(f"{section}.")}
     return next((by_name[name] for name in close_names(wanted, by_name)), "")
 
 
@@ -86,7 +89,7 @@ def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         if inner:
             yield from _keys_below(inner, path + ".")
             continue
-        yield Key(path, field)
+        yield Key(path, field, section)
         item = section_of(get_args(field.annotation)[0]) if get_origin(field.annotation) is tuple else None
         if item:
             yield from _keys_below(item, f"{path}.N.")

@@ -16,8 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config import yaml_text
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.installed_methods import method_of
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key, section_of
-from asyncrl.config.methods import Kind, Method, method_of
+from asyncrl.config.method import Kind, Method
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
@@ -25,6 +27,8 @@ from asyncrl.errors import UserError
 from asyncrl.suggest import file_hint
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
+CHOICES = ("adv_estimator", "policy_loss", "selections", "filters")
+"""Keys that choose methods."""
 REPLACED = "replaced"
 """The key of RunConfig that says what a method's word has replaced."""
 BY_HAND = math.inf
@@ -92,8 +96,10 @@ class _Draft:
         algorithm = self.data.get("algorithm")
         if not isinstance(replaced, dict) or not isinstance(algorithm, dict):
             return
+        sections: set[str] = set()
         for kind, key in METHOD_KEYS.items():
-            with suppress(ValueError):  # a wrong decorator, which the check reports
+            with suppress(ValueError):  # a wrong row, which the check reports
+                sections |= AlgorithmConfig.chosen_sections(algorithm).keys()
                 self._forget_defaults(algorithm, method_of(kind, str(algorithm.get(key))), BY_HAND)
         self._replaced.clear()
         for name, value in replaced.items():
@@ -101,7 +107,10 @@ class _Draft:
             self.data = yaml_text.put(self.data, place, value)
             if value is None:
                 yaml_text.look_up(self.data, place[:-1]).pop(place[-1])
-        self._in_file = dict(self.data["algorithm"])
+        algorithm = self.data["algorithm"]
+        for name in sections - AlgorithmConfig.chosen_sections(algorithm).keys():
+            algorithm.pop(name, None)
+        self._in_file = dict(algorithm)
 
     def note_replaced(self) -> None:
         """Say in the configuration what a method's word has replaced, so that another one begins there."""
@@ -161,8 +170,9 @@ class _Draft:
                     f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]"
                 )
             value = _extended(yaml_text.look_up(self.data, place), value)
-        if of_method and place not in self._ranks:
-            self._replaced[place] = yaml_text.look_up(self.data, place)
+        if of_method and place not in self._ranks and place[:2] not in self._replaced:
+            new = place[:2] if _is_of_method(place) and not yaml_text.look_up(self.data, place[:2]) else place
+            self._replaced.setdefault(new, yaml_text.look_up(self.data, new))
         self.data = yaml_text.put(self.data, place, value)
         self._overrides[place], self._ranks[place] = origin, rank
 
@@ -176,8 +186,19 @@ class _Draft:
             rank = self._ranks.get(("algorithm", key))
             if rank is not None:
                 for name in (self._in_file.get(key), algorithm.get(key)):
-                    with suppress(ValueError):  # a wrong decorator, which the check reports
+                    with suppress(ValueError):  # a wrong row, which the check reports
                         self._forget_defaults(algorithm, method_of(kind, str(name)), rank)
+        with suppress(ValueError):
+            self._forget_sections(algorithm)
+
+    def _forget_sections(self, algorithm: dict[str, Any]) -> None:
+        """Forget the sections of methods that a later word has replaced."""
+        chosen, before = (AlgorithmConfig.chosen_sections(given) for given in (algorithm, self._in_file))
+        changed = max((self._ranks.get(("algorithm", key), 0) for key in CHOICES), default=0)
+        for name in AlgorithmConfig.possible_sections().keys() & algorithm.keys() - chosen.keys():
+            rank = max((r for place, r in self._ranks.items() if place[:2] == ("algorithm", name)), default=0)
+            if rank < changed and (rank or name in before):
+                self._replaced.setdefault(("algorithm", name), algorithm.pop(name))
 
     def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None, rank: float) -> None:
         """Keys of `rank` and above stay."""
@@ -216,7 +237,9 @@ class _Draft:
             meant = nested if "." in str(place[-1]) else _meant(path)
             self.problems.append(f"unknown key {name}{meant}{self._origin(place)}")
         elif detail["type"] == "unchosen_section":
-            self.problems.append(f"{name} {detail['msg']}. Choose it, or leave {name} out{self._origin(place)}")
+            inside = (f" [{origin}]" for at, origin in self._overrides.items() if at[: len(place)] == place)
+            origin = next(inside, self._origin(place))
+            self.problems.append(f"{name} {detail['msg']}. Choose it, or leave {name} out{origin}")
         else:
             key = all_keys().get(path)
             shown = "empty" if given is None else f"{given!r:.120}"
@@ -246,6 +269,11 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     if not isinstance(value, dict | None):
         raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
     return value or {}, node
+
+
+def _is_of_method(place: Place) -> bool:
+    """Whether the place is in a method's own section."""
+    return len(place) > 2 and place[0] == "algorithm" and place[1] in AlgorithmConfig.possible_sections()
 
 
 def _schema_path(place: Place) -> str:

@@ -20,6 +20,8 @@ def method_line(config: AlgorithmConfig) -> str:
     Clip and aggregation are also said where the method has its own and the run the usual ones.
     """
     changed = dict(_changed(config, AlgorithmSettings()))
+    for name, section in (config.model_extra or {}).items():
+        changed |= dict(_changed(section, type(section)(), f"{name}."))
     told = {*changed, *(key for method in config.chosen_methods for key in method.defaults)}
     of_loss = []
     if told & {*_CLIP}:

@@ -1,13 +1,10 @@
-"""Settings of single methods: estimators, losses, controllers and terms with more than one number of their own.
-
-Those that learn from demonstrations are in `demonstrations`.
-"""
+"""Settings of single methods of the core: sections that exist only where their method is chosen."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncrl.config.sections import Section
 
@@ -47,21 +44,32 @@ class SapoConfig(Section):
     """Steepness of the gate elsewhere."""
 
 
-class CovarianceConfig(Section):
-    """`policy_loss: clip_cov | kl_cov`, and the selections that they mark tokens by (arXiv 2505.22617)."""
+class TopEntropyConfig(Section):
+    """`selections: [top_entropy]` (arXiv 2506.01939)."""
 
-    fraction: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the batch's tokens that is marked, one at least."""
-    lower: float = 1.0
-    """Smallest covariance of advantage and log-prob that clip_cov may mark."""
-    upper: float = 5.0
-    """Largest one."""
-    kl_coef: float = Field(default=1.0, ge=0)
-    """Weight of kl_cov's penalty |log r|."""
+    fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the batch's tokens, highest entropy first, that keep their policy loss."""
 
-    def number_of(self, tokens: int) -> int:
-        """Tokens that are marked of a batch's."""
-        return max(int(self.fraction * tokens), 1)
+
+class ZeroVarianceConfig(Section):
+    """`filters: [zero_variance]` (DAPO's dynamic sampling, arXiv 2503.14476)."""
+
+    component: str = ""
+    """Component of the reward that is taken for the score: its name, or `accuracy` for the one that is reported as
+    accuracy (`reward.accuracy`); empty means the reward itself."""
+    low: float | None = None
+    """Groups whose mean score is not above this are dropped, too. Nothing means no bound."""
+    high: float | None = None
+    """Groups whose mean score is not below this are dropped, too. Nothing means no bound."""
+
+    @model_validator(mode="after")
+    def _leaves_a_group(self) -> ZeroVarianceConfig:
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(
+                f"algorithm.zero_variance.low ({self.low:g}) must be below algorithm.zero_variance.high "
+                f"({self.high:g}), or no group is left"
+            )
+        return self
 
 
 class KlControlConfig(Section):

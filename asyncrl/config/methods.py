@@ -1,154 +1,199 @@
-"""Methods of asyncrl/algorithms and of the user, read from their decorators: what they need, without importing torch.
+"""Methods of the core: name -> row, one dict for each choice of the `algorithm` section.
 
-A method is a function below `@advantage(...)`, `@policy_loss(...)`, `@selection(...)` or `@group_filter(...)`
-(asyncrl/algorithms/registration.py), whose arguments are literals. A user's own function may have none.
+A new method is a function and a row here, or in the `MethodSet` of a plug-in (docs/plugins.md). docs/algorithms.md is
+written from the rows and the functions' docstrings. No row imports torch: configurations are checked without it.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
-from asyncrl import user_functions
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.config.method import Method, MethodSet
+from asyncrl.config.method_settings import (
+    DppoConfig,
+    EntropyControlConfig,
+    GaeConfig,
+    NoisyRolloutConfig,
+    PapoConfig,
+    SapoConfig,
+    TopEntropyConfig,
+    ZeroVarianceConfig,
+)
+from asyncrl.suggest import METHOD_OVERLAYS
 
-FOLDER = Path(__file__).parents[1] / "algorithms"
-Kind = Literal["advantage", "policy_loss", "selection", "group_filter"]
-KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection", "group_filter")
-NEEDS: Mapping[str, str] = {
-    "proximal": "log-probs of the policy at the start of the step, over the whole batch",
-    "entropies": "entropies of the policy at the start of the step, over the whole batch",
-    "squared_probabilities": "sums of the squared probabilities of the policy at the start of the step, over the whole "
-    "batch",
-    "reference": "log-probs of the reference policy",
-    "critic": "values of a critic",
-    "greedy_row": "a greedy completion in every group, scored and not trained",
-    "turns": "trajectories of several turns, in an environment",
-    "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
+ACCURACY = "accuracy"
+"""Name that means the component of `reward.accuracy`, unless a component has that very name."""
+
+
+def gdpo_problems(config: Any) -> Iterator[str]:
+    if not config.reward.component_names:
+        yield (
+            "algorithm.adv_estimator gdpo normalises each component of the reward by itself, and reward.functions is "
+            "empty. Name functions there, or choose grpo"
+        )
+
+
+def zero_variance_problems(config: Any) -> Iterator[str]:
+    component, components = config.algorithm.settings_of(ZeroVarianceConfig).component, config.reward.component_names
+    if component and component not in (*components, ACCURACY):
+        there = f"the components of the reward are {', '.join(components)}" if components else "there are none"
+        yield f"algorithm.zero_variance.component is {component!r}, but {there} (reward.functions)"
+    if config.batch.group_size < 2:
+        yield (
+            f"batch.group_size is {config.batch.group_size}: the filter zero_variance would drop every group. "
+            "Set batch.group_size=8"
+        )
+
+
+ADVANTAGES = {
+    "grpo": Method(
+        "asyncrl.algorithms.advantages:grpo",
+        formula="(s - mean_group) / (std_group + 1e-6)",
+        paper="2402.03300",
+        compares_rows=True,
+    ),
+    "dr_grpo": Method(
+        "asyncrl.algorithms.advantages:dr_grpo",
+        formula="s - mean_group",
+        paper="2503.20783",
+        defaults={"norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+        compares_rows=True,
+    ),
+    "rloo": Method(
+        "asyncrl.algorithms.advantages:rloo",
+        formula="s - mean of the others in the group",
+        paper="2402.14740",
+        compares_rows=True,
+    ),
+    "gdpo": Method(
+        "asyncrl.algorithms.advantages:gdpo",
+        formula="z over the batch of sum_k w_k (s_k - mean_group) / (std_group + 1e-4)",
+        paper="2601.05242",
+        plain_scores=True,
+        compares_rows=True,
+        problems=gdpo_problems,
+    ),
+    "gae": Method(
+        "asyncrl.algorithms.token_advantages:gae",
+        formula="sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t",
+        paper="1506.02438",
+        needs={"critic"},
+        settings=GaeConfig,
+    ),
+    "reinforce_plus_plus": Method(
+        "asyncrl.algorithms.token_advantages:reinforce_plus_plus",
+        formula="whitened sum_k gamma^k r_(t+k)",
+        paper="2501.03262",
+    ),
+    "reinforce_plus_plus_baseline": Method(
+        "asyncrl.algorithms.token_advantages:reinforce_plus_plus_baseline",
+        formula="whitened (s - mean_group)",
+        paper="2501.03262",
+        compares_rows=True,
+    ),
+    "remax": Method(
+        "asyncrl.algorithms.token_advantages:remax",
+        formula="s - score of a greedy completion",
+        paper="2310.10505",
+        needs={"greedy_row"},
+    ),
+    "reinforce": Method("asyncrl.algorithms.token_advantages:reinforce", formula="sum_k gamma^k r_(t+k)"),
 }
-"""Inputs that a method may need besides scores, groups and behaviour log-probs."""
-
-TAKES_FROM: Mapping[str, str] = {
-    "loss": "all that the token adds to the loss",
-    "policy_loss": "the token's policy loss; its entropy bonus and KL stay",
-    "batch": "its whole trajectory, which is not trained: no denominator counts it",
+POLICY_LOSSES = {
+    "ppo": Method(
+        "asyncrl.algorithms.losses:ppo",
+        formula="max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c where A < 0",
+        paper="1707.06347",
+    ),
+    "gspo": Method(
+        "asyncrl.algorithms.losses:gspo",
+        formula="ppo with r = (product of the trajectory's ratios)^(1 / length)",
+        paper="2507.18071",
+        weighs_trajectories=True,
+        defaults={"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    "gmpo": Method(
+        "asyncrl.algorithms.losses:gmpo",
+        formula="-A exp(mean of log r, each clipped to [-low, high] where that lowers the objective)",
+        paper="2507.20673",
+        weighs_trajectories=True,
+        defaults={"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    "gpg": Method(
+        "asyncrl.algorithms.losses:gpg", formula="-A log p", paper="2504.02546", defaults={"proximal": "target"}
+    ),
+    "cispo": Method(
+        "asyncrl.algorithms.losses:cispo",
+        formula="-sg[clip(r, 1 - low, 1 + high)] A log p",
+        paper="2506.13585",
+        defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 0.28},
+    ),
+    "sapo": Method(
+        "asyncrl.algorithms.losses:sapo",
+        formula="-A 4/tau sigmoid(tau (r - 1)), tau by the sign of A",
+        paper="2511.20347",
+        settings=SapoConfig,
+        defaults={"loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    "dppo": Method(
+        "asyncrl.algorithms.losses:dppo",
+        formula="-r A where |p_target - p_behaviour| is small, + tau (log r)^2",
+        paper="2602.04879",
+        weighs_behaviour=True,
+        settings=DppoConfig,
+    ),
 }
-"""Quantity that a selection removes a token from. Only the last changes a denominator."""
-
-NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
-"""Default of losses that weigh by target over behaviour themselves."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A built-in method as its decorator and docstring describe it."""
-
-    kind: Kind
-    name: str
-    module: str
-    formula: str
-    """One line."""
-    paper: str
-    """arXiv number; empty where there is none."""
-    needs: frozenset[str]
-    """Requirements, from NEEDS."""
-    defaults: Mapping[str, Any]
-    """Defaults for unset keys of the `algorithm` section where this method is chosen."""
-    weighs_behaviour: bool
-    """Whether a loss weighs by target over behaviour itself, so that no correction may."""
-    weighs_trajectories: bool
-    """Whether a ratio in a loss is that of a whole trajectory."""
-    marks: str
-    """Selection whose tokens a loss gets as `tokens.marked` and treats in its own way; empty where it asks for none."""
-    takes_from: str
-    """Entry of TAKES_FROM, for a selection."""
-    plain_scores: bool
-    """Whether an estimator reads scores or components as they were given, so that no penalty may be in them."""
-    compares_rows: bool
-    """Whether an estimator gives the rows of a group credit by each other, so that a group of one gets none."""
-    credits_demonstrations: bool
-    """Whether demonstrations are members of their group to a loss: in its statistics, with an advantage."""
-    shares_denominator: bool
-    """Whether a loss is aggregated over inserted and sampled tokens together."""
-    summary: str
-    """First paragraph of the docstring."""
-
-
-@cache
-def methods(kind: Kind) -> Mapping[str, Method]:
-    """The built-in methods of a kind by name: file after file, in the order of each."""
-    return {method.name: method for method in _all_methods() if method.kind == kind}
-
-
-def method_of(kind: Kind, name: str) -> Method | None:
-    """The built-in of this name, or what the decorator of the user's function says; None where it has none, or cannot
-    be read: whoever loads it says why. ValueError where the decorator itself is wrong."""
-    if name in methods(kind) or ":" not in name:
-        return methods(kind).get(name)
-    try:
-        located = user_functions.locate(name, (), kind)
-        assert located is not None
-        method = _methods_of_user(located.path, located.path.stat().st_mtime_ns).get(located.name)
-    except (UserError, OSError, SyntaxError):
-        return None
-    if method is None or method.kind != kind:
-        return None
-    own_marks = method.marks and method.marks not in methods("selection") and ":" not in method.marks
-    return replace(method, name=name, marks=f"{name.rpartition(':')[0]}:{method.marks}" if own_marks else method.marks)
-
-
-@cache
-def _methods_of_user(file: Path, mtime_ns: int) -> Mapping[str, Method]:
-    try:
-        found = {method.name: method for method in methods_in(file)}
-    except (ValueError, KeyError) as error:
-        problem = f"{file}: the arguments of a method's decorator are literals, and `formula` is one: {error}"
-        raise ValueError(problem) from error
-    for method in found.values():
-        for need in sorted(method.needs - NEEDS.keys()):
-            raise ValueError(
-                f"{file}: {method.name} needs {need!r}, which nothing provides.{did_you_mean(need, NEEDS)} "
-                f"There are {', '.join(NEEDS)}"
-            )
-        if method.takes_from not in TAKES_FROM:
-            raise ValueError(f"{file}: {method.name} takes from {method.takes_from!r}: it is {', '.join(TAKES_FROM)}")
-    return found
-
-
-@cache
-def _all_methods() -> tuple[Method, ...]:
-    return tuple(method for file in sorted(FOLDER.glob("*.py")) for method in methods_in(file))
-
-
-def methods_in(file: Path) -> Iterator[Method]:
-    """Yield the methods of a file."""
-    for node in ast.parse(file.read_text()).body:
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-            assert isinstance(node, ast.FunctionDef)
-            kind = decorator.func.id if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) else ""
-            if isinstance(decorator, ast.Call) and kind in KINDS:
-                facts = {argument.arg: ast.literal_eval(argument.value) for argument in decorator.keywords}
-                weighs_behaviour = facts.get("weighs_behaviour", False)
-                yield Method(
-                    kind=kind,
-                    name=node.name,
-                    module=f"asyncrl.algorithms.{file.stem}",
-                    formula=facts["formula"],
-                    paper=facts.get("paper", ""),
-                    needs=frozenset(facts.get("needs", ())),
-                    defaults=facts.get("defaults", {}) | (NO_CORRECTION if weighs_behaviour else {}),
-                    weighs_behaviour=weighs_behaviour,
-                    weighs_trajectories=facts.get("weighs_trajectories", False),
-                    marks=facts.get("marks", ""),
-                    takes_from=facts.get("takes_from", "loss"),
-                    plain_scores=facts.get("plain_scores", False),
-                    compares_rows=facts.get("compares_rows", False),
-                    credits_demonstrations=facts.get("credits_demonstrations", False),
-                    shares_denominator=facts.get("shares_denominator", False),
-                    summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
-                )
+SELECTIONS = {
+    "overlong": Method(
+        "asyncrl.algorithms.selections:overlong",
+        formula="the tokens of trajectories without a stop token",
+        paper="2503.14476",
+        takes_from="batch",
+    ),
+    "top_entropy": Method(
+        "asyncrl.algorithms.selections:top_entropy",
+        formula="H < the batch's (1 - fraction) quantile of H, H the entropy at the token",
+        paper="2506.01939",
+        needs={"entropies"},
+        takes_from="policy_loss",
+        settings=TopEntropyConfig,
+    ),
+}
+GROUP_FILTERS = {
+    "zero_variance": Method(
+        "asyncrl.algorithms.filters:zero_variance",
+        formula="keep a group iff max s - min s > 1e-6, and low < mean s < high where these are set",
+        paper="2503.14476",
+        settings=ZeroVarianceConfig,
+        problems=zero_variance_problems,
+    ),
+}
+ADDITIONS = {
+    "entropy_control": Method(
+        "asyncrl.algorithms.controllers:EntropyController",
+        formula="coefficient + delta after a step of entropy <= target, else - delta and no bonus",
+        paper="2505.22312",
+        settings=EntropyControlConfig,
+    ),
+    "papo": Method(
+        "asyncrl.algorithms.losses:perception_loss",
+        formula="-kl_coef KL(policy || policy with masked images) + entropy_coeff (both entropies)",
+        paper="2507.06448",
+        settings=PapoConfig,
+    ),
+    "noisy_rollout": Method(
+        "asyncrl.data.noisy_images:noisy_images",
+        formula="share of a group that sees images after t steps of diffusion",
+        paper="2504.13055",
+        settings=NoisyRolloutConfig,
+    ),
+}
+METHODS = MethodSet(
+    advantages=ADVANTAGES,
+    policy_losses=POLICY_LOSSES,
+    selections=SELECTIONS,
+    group_filters=GROUP_FILTERS,
+    additions=ADDITIONS,
+    overlays=METHOD_OVERLAYS,
+)

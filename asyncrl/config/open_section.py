@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
@@ -31,6 +32,11 @@ class OpenSection(Section):
         """Sub-sections by name of all parts that are installed, for suggestions and the reference page."""
         raise NotImplementedError
 
+    @classmethod
+    def choice_of(cls, section: str, given: Mapping[str, Any]) -> str:
+        """Choice with which the sub-section exists, and the present one: `algorithm.adv_estimator=gae (it is grpo)`."""
+        return section
+
     @model_validator(mode="before")
     @classmethod
     def _check_sub_sections(cls, given: Any) -> Any:
@@ -41,9 +47,15 @@ class OpenSection(Section):
         chosen = cls.chosen_sections(given)
         unchosen = [key for key in others if key in cls.possible_sections() and key not in chosen]
         if unchosen:
-            raise ValidationError.from_exception_data(cls.__name__, [_unchosen(key, others[key]) for key in unchosen])
-        shell = create_model(cls.__name__, __base__=Section, **{name: (each, each()) for name, each in chosen.items()})  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return {**fields, **dict(shell.model_validate(others))}
+            raise ValidationError.from_exception_data(cls.__name__, [cls._unchosen(key, given) for key in unchosen])
+        return {**fields, **dict(_shell(cls.__name__, tuple(chosen.items())).model_validate(others))}
+
+    @classmethod
+    def _unchosen(cls, key: str, given: Mapping[str, Any]) -> InitErrorDetails:
+        problem = PydanticCustomError(
+            "unchosen_section", "holds settings of {choice}, which is not chosen", {"choice": cls.choice_of(key, given)}
+        )
+        return InitErrorDetails(type=problem, loc=(key,), input=given[key])
 
     def settings_of(self, section: type[S]) -> S:
         """The chosen part's settings. Raises LookupError where no chosen part has such a section."""
@@ -53,6 +65,7 @@ class OpenSection(Section):
         raise LookupError(f"no chosen part of this section has settings of the class {section.__name__}")
 
 
-def _unchosen(key: str, value: Any) -> InitErrorDetails:
-    problem = PydanticCustomError("unchosen_section", "holds settings of {name}, which is not chosen", {"name": key})
-    return InitErrorDetails(type=problem, loc=(key,), input=value)
+@cache
+def _shell(name: str, sections: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
+    """A section that has these sub-sections, and no other key."""
+    return create_model(name, __base__=Section, **{key: (each, each()) for key, each in sections})  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config.installed_methods import method_sets
 from asyncrl.config.keys import all_keys
 from asyncrl.errors import UserError
 from asyncrl.plugins import descriptions, what_to_install
-from asyncrl.suggest import METHOD_OVERLAYS, did_you_mean
+from asyncrl.suggest import did_you_mean
 
 Kind = Literal["algorithms", "tasks"]
 Place = tuple[str | int, ...]
@@ -20,10 +21,10 @@ Place = tuple[str | int, ...]
 
 @cache
 def shipped_overlays(kind: Kind) -> Mapping[str, Path]:
-    """Overlays of a kind, by name. No name is of two."""
+    """Overlays of a kind, by name: those of the core first. No name is of two."""
     tasks = (each.overlays for each in descriptions("tasks").values())
-    folders = [METHOD_OVERLAYS] if kind == "algorithms" else tasks
-    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+    folders = (each.overlays for each in method_sets().values()) if kind == "algorithms" else tasks
+    return {file.stem: file for folder in folders if folder for file in sorted(folder.glob("*.yaml"))}
 
 
 def find_overlay(word: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.methods import method_of
+from asyncrl.config.installed_methods import method_of
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
 

@@ -29,13 +29,9 @@ def schedule_notes(config: RunConfig, total_steps: int) -> Iterator[str]:
                 f"steps: the learning rate rises to the end, to {highest:.2g} of {optim.lr:g}. Lower it, or raise "
                 "trainer.max_steps"
             )
-    chord, hints = algorithm.chord, algorithm.demonstrations.hints
-    if algorithm.policy_loss in ("chord_mu", "chord_phi") and chord.warmup_steps + chord.decay_steps >= total_steps:
-        yield (
-            f"algorithm.chord.warmup_steps ({chord.warmup_steps}) and decay_steps ({chord.decay_steps}) are "
-            f"{chord.warmup_steps + chord.decay_steps} steps and {run}: mu, the weight of the demonstrations, is "
-            f"{chord.mu(total_steps - 1):.2g} in the last one, its peak {chord.peak:g}, its valley {chord.valley:g}"
-        )
+    for method in algorithm.chosen_methods:
+        yield from method.notes(config, total_steps)
+    hints = algorithm.demonstrations.hints
     if hints.segments and hints.steps >= total_steps:
         yield (
             f"algorithm.demonstrations.hints.steps is {hints.steps} and {run}: completions have hints to the end, "

@@ -10,14 +10,11 @@ from pydantic import model_validator
 from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems, training_engine_problems
 from asyncrl.config.environment_rules import environment_problems, imply_response_length
-from asyncrl.config.methods import method_of
+from asyncrl.config.installed_methods import method_of
 from asyncrl.config.quantization_rules import quantization_problems
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.sections import component_name
-
-ACCURACY = "accuracy"
-"""Value of algorithm.filter_component that means the component of `reward.accuracy`, unless one has that very name."""
 
 
 class RunConfig(RunSections):
@@ -40,6 +37,7 @@ class RunConfig(RunSections):
             environment_problems,
             sampling_problems,
             quantization_problems,
+            method_problems,
         )
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
@@ -47,21 +45,21 @@ class RunConfig(RunSections):
         return self
 
 
+def method_problems(config: RunSections) -> Iterator[str]:
+    """Name what the chosen methods' own rules refuse."""
+    for method in config.algorithm.chosen_methods:
+        yield from method.problems(config)
+
+
 def number_problems(config: RunSections) -> list[str]:
     """Name each number that does not fit another one, with its fix."""
     batch, algorithm = config.batch, config.algorithm
     problems: list[str] = []
     estimator = method_of("advantage", algorithm.adv_estimator)
-    least, why = (algorithm.pass_k, " (algorithm.pass_k)") if algorithm.adv_estimator == "passk_training" else (2, "")
-    if estimator and estimator.compares_rows and batch.group_size < least:
+    if estimator and estimator.compares_rows and batch.group_size < 2:
         problems.append(
-            f"batch.group_size is {batch.group_size}: {estimator.name} needs at least {least} completions per "
-            f"prompt{why} to compute an advantage. Set batch.group_size={max(8, least)}"
-        )
-    if "zero_variance" in algorithm.filters and batch.group_size < 2:
-        problems.append(
-            f"batch.group_size is {batch.group_size}: the filter zero_variance would drop every group. "
-            "Set batch.group_size=8"
+            f"batch.group_size is {batch.group_size}: {estimator.name} needs at least 2 completions per prompt to "
+            "compute an advantage. Set batch.group_size=8"
         )
     if config.data.curriculum.visits == "greso" and batch.group_size < 2:
         problems.append(
@@ -114,18 +112,9 @@ def reward_problems(config: RunSections) -> Iterator[str]:
     """Name what looks for a component that there is not, or for scores that would not mean what it takes them for, with
     its fix."""
     algorithm, curriculum, components = config.algorithm, config.data.curriculum, config.reward.component_names
-    for setting, component, others in (
-        ("algorithm.filter_component", algorithm.filter_component, (ACCURACY,)),
-        ("data.curriculum.component", curriculum.component, ()),
-    ):
-        if component and component not in (*components, *others):
-            there = f"the components of the reward are {', '.join(components)}" if components else "there are none"
-            yield f"{setting} is {component!r}, but {there} (reward.functions)"
-    if not components and algorithm.adv_estimator == "gdpo":
-        yield (
-            "algorithm.adv_estimator gdpo normalises each component of the reward by itself, and reward.functions is "
-            "empty. Name functions there, or choose grpo"
-        )
+    if curriculum.component and curriculum.component not in components:
+        there = f"the components of the reward are {', '.join(components)}" if components else "there are none"
+        yield f"data.curriculum.component is {curriculum.component!r}, but {there} (reward.functions)"
     compared = [component_name(function) for function in config.reward.functions if function.group]
     if "greedy_row" in algorithm.needs and compared:
         yield (

@@ -9,13 +9,14 @@ keys without a counterpart, or whose meaning depends on another key. A `*` on th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import yaml_text
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.keys import all_keys
 from asyncrl.errors import UserError
 
@@ -133,7 +134,19 @@ def translate(config: Mapping[str, Any], table: Table) -> Translation:
             if earlier != ours:
                 found, note = "not_translated", f"{other} gives {name} another value: {_text(earlier)}"
         getattr(done, found).append(TranslatedKey(key, value, settings or {}, note))
+    _leave_out_of_others(done)
     return done
+
+
+def _leave_out_of_others(done: Translation) -> None:
+    """Move keys of methods that are not chosen to those left out: here their sections do not exist."""
+    given = {name.split(".")[1]: value for name, value in done.settings.items() if name.startswith("algorithm.")}
+    others = AlgorithmConfig.possible_sections().keys() - AlgorithmConfig.chosen_sections(given).keys()
+    for key in list(done.translated):
+        sections = {".".join(name.split(".")[:2]) for name in key.settings}
+        if sections & {f"algorithm.{name}" for name in others}:
+            done.translated.remove(key)
+            done.left_out.append(replace(key, settings={}, note="setting of a method that is not chosen"))
 
 
 def _look_up(key: str, value: Any, table: Table) -> tuple[str, dict[str, Any] | None, str]:

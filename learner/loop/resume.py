@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
@@ -276,7 +276,10 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
         names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]
     if config.learner.optim.lr_scheduler_type != "constant" or config.algorithm.kl_control.kind == "linear":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
-    settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
+    settings: dict[str, Any] = {}
+    for name in names:
+        with suppress(KeyError):  # of a method that is not chosen
+            settings[name] = reduce(getitem, name.split("."), everything)
     for function in own_functions(config.algorithm.functions):
         settings[f"fingerprint of {function.path.name}"] = xxhash.xxh3_64_hexdigest(read_source(function.path))
     for setting, model in config.other_models:

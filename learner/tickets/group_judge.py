@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
-from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.loading import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import ACCURACY, RunConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
@@ -53,9 +53,11 @@ class GroupJudge:
         num_rows: int = 0,
         prompts_per_step: int = 1,
         total_groups: int | None = None,
+        accuracy: str = "",
     ):
         """`config`: the filters and their settings. `num_rows`: of the data. `total_groups`: of the run, where it is
-        known. Raises UserError where a user's filter cannot be loaded."""
+        known. `accuracy`: the reward's component that is reported as accuracy. Raises UserError where a user's filter
+        cannot be loaded."""
         self.source = source
         self._config = config or AlgorithmConfig()
         self._filters: dict[str, GroupFilter] = {
@@ -63,6 +65,7 @@ class GroupJudge:
         }
         self._most_in_a_row = max(num_rows, FRUITLESS_STEPS * prompts_per_step)
         self._in_a_row = 0
+        self._accuracy = accuracy
         self._prompts_per_step, self._total_groups = prompts_per_step, total_groups
         self._unscored = 0
         """Groups in a row that no reward could score."""
@@ -82,7 +85,7 @@ class GroupJudge:
             self._check_scores(item.group.trajectories)
             if self.is_idle:
                 continue
-            group = sampled_group(item)
+            group = sampled_group(item, self._accuracy)
             if self.source.learns:
                 verdicts.source.update(self.source.observe(item.slot.position, group.scores(self.source.component)))
             reason = self._reason(group)
@@ -148,16 +151,20 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
         source = Greso(curriculum, order, seed, component=component, per_step=per_step, end=end)
     elif curriculum.visits == "pass_rate":
         source = PassRate(curriculum, order, seed, component=component, end=end)
-    algorithm = config.algorithm
-    if algorithm.filter_component == ACCURACY and ACCURACY not in config.reward.component_names:
-        algorithm = algorithm.model_copy(update={"filter_component": config.reward.accuracy_component})
-    return GroupJudge(source, algorithm, num_rows=order.num_rows, prompts_per_step=per_step, total_groups=total)
+    return GroupJudge(
+        source,
+        config.algorithm,
+        num_rows=order.num_rows,
+        prompts_per_step=per_step,
+        total_groups=total,
+        accuracy=config.reward.accuracy_component,
+    )
 
 
-def sampled_group(item: ReceivedGroup) -> SampledGroup:
+def sampled_group(item: ReceivedGroup, accuracy: str = "") -> SampledGroup:
     """Group as filters and sources see it: sampled by the policy, without greedy rows and demonstrations."""
     rows = [row for row, record in enumerate(item.group.trajectories) if record.role is TrajectoryRole.TRAIN]
     lengths = item.group.lengths.tolist()
     return SampledGroup(
-        item.ticket.prompt, [item.group.trajectories[row] for row in rows], [lengths[row] for row in rows]
+        item.ticket.prompt, [item.group.trajectories[row] for row in rows], [lengths[row] for row in rows], accuracy
     )

@@ -10,10 +10,10 @@ import torch
 from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.kl import reference_kl
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss
 from asyncrl.algorithms.provenance import Provenance
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
-from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.models.output_head import TokenOutputs

@@ -20,12 +20,12 @@ from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.controllers import Coefficients
 from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
 from asyncrl.algorithms.kl import penalise, reference_kl
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import update_weights, value_loss
-from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selected, Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import method_of
+from asyncrl.config.installed_methods import method_of
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch

@@ -26,7 +26,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "verl": {
         "algorithm.policy_loss": "gmpo",
         "algorithm.clip_ratio_high": 0.28,
-        "algorithm.gae.critic_lam": 1.0,
         "batch.prompts_per_step": 512,
         "batch.group_size": 16,
         "data.on_bad_row": "skip",
@@ -91,6 +90,13 @@ def test_an_exported_configuration_is_translated_or_listed(framework: str) -> No
     assert sorted(listed) == sorted(leaves(yaml.safe_load((EXPORTED / FILES[framework]).read_text())))
     assert {key.key for key in done.not_translated} >= NOT_TRANSLATED[framework]
     assert all(key.note for key in done.left_out + done.not_translated)
+
+
+def test_settings_of_a_method_that_is_not_chosen_are_left_out() -> None:
+    for estimator, lam in (("gae", 0.9), ("grpo", None)):
+        done = translate({"algorithm": {"adv_estimator": estimator, "lam": 0.9}}, table_of("rllava"))
+        assert done.settings.get("algorithm.gae.critic_lam") == lam
+        assert [key.note for key in done.left_out] == ["setting of a method that is not chosen"] * (lam is None)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

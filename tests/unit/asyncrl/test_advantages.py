@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import Kind, methods
+from asyncrl.config.installed_methods import methods
+from asyncrl.config.method import Kind
 from asyncrl.errors import BadStateError
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
@@ -55,7 +56,7 @@ def kept(lines: list[list[float]], mask: list[list[float]]) -> torch.Tensor:
         ("opo", {}, "opo", "adv"),
         ("maxrl", {}, "maxrl", "adv"),
         ("lite_ppo", {}, "lite_ppo", "adv"),
-        ("gpg", {"gpg_valid": "nonzero_score"}, "gpg", "adv"),
+        ("gpg", {"gpg": {"valid": "nonzero_score"}}, "gpg", "adv"),
         ("grpo_passk", {}, "grpo_passk_argmax", "adv"),
         ("grpo_passk", {"norm_adv_by_std": False}, "grpo_passk_argmax", "adv_nostd"),
     ],
@@ -72,7 +73,7 @@ def test_published_advantages_of_rows(name: str, settings: dict[str, Any], vecto
 def test_published_passk_training(vector: str) -> None:
     positives, n, k = (int(part.strip("posNk")) for part in vector.removeprefix("passk_training_").split("_"))
     t = trajectories([1.0] * positives + [0.0] * (n - positives), [0] * n)
-    advantages = estimate("passk_training", t, pass_k=k).advantages
+    advantages = estimate("passk_training", t, passk_training={"k": k}).advantages
     given = VECTORS[vector]
     close(advantages, [given["adv_pos"]] * positives + [given["adv_neg"]] * (n - positives))
 
@@ -166,7 +167,7 @@ def test_gpg_scales_by_the_groups_that_have_a_gradient() -> None:
     scores = [1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
     t = trajectories(scores, [0, 0, 1, 1, 2, 2, 3, 3])
     close(estimate("gpg", t).advantages, [2.0, -2.0, 0, 0, 0, 0, 0, 0])
-    close(estimate("gpg", t, gpg_valid="nonzero_score").advantages, [0.8, -0.8, 0, 0, 0, 0, 0, 0])
+    close(estimate("gpg", t, gpg={"valid": "nonzero_score"}).advantages, [0.8, -0.8, 0, 0, 0, 0, 0, 0])
 
 
 def test_returns_count_tokens_or_turns() -> None:
@@ -194,9 +195,10 @@ def test_no_spread_is_exactly_no_advantage_and_an_unscored_row_takes_no_part(nam
     scores = [1.0, nan, 0.0, 0.0, nan, 0.0, nan]
     parts = {"only": torch.tensor(scores)}
     lengths = [1, 0, 1, 1, 0, 1, 0]  # what has no score trains nothing
-    among = estimate(name, trajectories(scores, [0, 0, 0, 0, 1, 1, 2], lengths, components=parts), pass_k=1).advantages
+    own = {"passk_training": {"k": 1}} if name == "passk_training" else {}
+    among = estimate(name, trajectories(scores, [0, 0, 0, 0, 1, 1, 2], lengths, components=parts), **own).advantages
     parts = {"only": torch.tensor([1.0, 0.0, 0.0, 0.0])}
-    alone = estimate(name, trajectories([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 1], components=parts), pass_k=1).advantages
+    alone = estimate(name, trajectories([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 1], components=parts), **own).advantages
     assert among.tolist() == alone.tolist()
     assert among[3] == 0
     assert among[0] > 0 or name == "passk_training"

@@ -23,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
-from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig
-from asyncrl.config.methods import methods
+from asyncrl.config.installed_methods import methods
 from tests.rigs.provenance import provenance_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,6 +38,12 @@ ESTIMATORS, LOSSES = list(methods("advantage")), list(methods("policy_loss"))
 AGGREGATIONS = get_args(AlgorithmConfig.model_fields["loss_agg_mode"].annotation)
 MARKING = [name for name in LOSSES if methods("policy_loss")[name].marks]
 """Losses whose marks are drawn, or decided by the order of equal tokens."""
+FOR_SMALL_BATCHES: dict[str, dict[str, Any]] = {
+    "clip_cov": {"random_covariance": {"fraction": 0.3}},
+    "kl_cov": {"top_covariance": {"fraction": 0.3}},
+    "passk_training": {"passk_training": {"k": 2}},
+}
+"""Settings of methods whose defaults choose nothing in a small batch."""
 SUM_TO_ZERO = ("grpo", "dr_grpo", "rloo", "maxrl", "lite_ppo")
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -71,7 +77,7 @@ class Made:
             behaviour_logprobs=behaviour,
             components={"half": scores / 2, "all": scores},
             token_rewards=rewards,
-            provenance=provenance_of(row, baseline=lengths == 0),
+            provenance=provenance_of(row, baseline=self._is_baseline()),
             proximal_logprobs=proximal,
             entropies=entropies,
             squared_probabilities=squares,
@@ -81,6 +87,15 @@ class Made:
             turn_rewards=squares * (place % 2),
             state=place // 2 * ((scores > 0.3).long()[row] - (scores > 1).long()[row] * 2),
         )
+
+    def _is_baseline(self) -> torch.Tensor:
+        """[B] bool: rows without tokens. Of several in a group those of the best score: a group has one baseline."""
+        empty = [len(tokens) == 0 for tokens in self.tokens]
+        best: dict[int, float] = {}
+        for group, score, is_empty in zip(self.group, self.scores, empty, strict=True):
+            best[group] = max(best.get(group, 0.0), score if is_empty else 0.0)
+        facts = zip(self.group, self.scores, empty, strict=True)
+        return torch.tensor([is_empty and score == best[group] for group, score, is_empty in facts])
 
 
 @st.composite
@@ -109,7 +124,7 @@ def config_of(estimator: str, loss: str, mode: str) -> AlgorithmConfig:
     refused = "critic" in needs and "demonstrations" in of_loss
     chosen = "grpo" if refused else estimator
     given: Any = {"adv_estimator": chosen, "policy_loss": loss, "loss_agg_mode": mode, "proximal": "recompute"}
-    return AlgorithmConfig.model_validate(given | {"covariance": {"fraction": 0.3}, "pass_k": 2})
+    return AlgorithmConfig.model_validate(given | FOR_SMALL_BATCHES.get(loss, {}) | FOR_SMALL_BATCHES.get(chosen, {}))
 
 
 def estimate(name: str, made: Made, config: AlgorithmConfig | None = None) -> Credit:
@@ -127,7 +142,7 @@ def updates(
     is_hybrid = "demonstrations" in methods("policy_loss")[loss].needs
     inserted = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
     provenance = provenance_of(t.row, inserted)
-    credit = estimate(estimator, made, config)
+    credit = estimate(config.adv_estimator, made, config)
     marked = Selections(config)(replace(t, provenance=provenance), credit).marked
     configs = [config_of(estimator, loss, mode) for mode in modes]
     weights = [update_weights(t.row, t.group[t.row], inserted, each, max_response_length=5) for each in configs]

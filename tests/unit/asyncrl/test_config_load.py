@@ -14,6 +14,7 @@ import yaml
 from asyncrl.config.explain import config_reference, explain
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.method_settings import GaeConfig
 from asyncrl.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -264,16 +265,21 @@ def test_a_method_named_by_an_override_brings_its_defaults(minimal: Path, tmp_pa
 def test_an_overlay_is_a_few_keys_over_a_file_in_the_order_of_the_command_line(minimal: Path, tmp_path: Path) -> None:
     overlay = tmp_path / "mine.yaml"
     overlay.write_text(
-        "algorithm: {policy_loss: gspo, gae: {lam: 0.5}}\nlearner:\nrollout: {engine_args: {a: {b: 1}}}\n"
+        "algorithm: {policy_loss: gspo, adv_estimator: gae, gae: {lam: 0.5}}\nlearner:\n"
+        "rollout: {engine_args: {a: {b: 1}}}\n"
     )
     words = ["algorithm.gae.critic_lam=0.9", str(overlay), "rollout.engine=vllm"]
     config = load_config(minimal, words)
-    assert (config.algorithm.gae.lam, config.algorithm.gae.critic_lam) == (0.5, 0.9), "sections are not replaced"
+    gae = config.algorithm.settings_of(GaeConfig)
+    assert (gae.lam, gae.critic_lam) == (0.5, 0.9), "sections are not replaced"
     assert config.algorithm.clip_ratio_low == 3e-4, "a method that it names brings its defaults"
     assert config.rollout.engine_args == {"a": {"b": 1}}
     whole = write(tmp_path, dump_config(load_config(minimal)))
     assert load_config(whole, ["rloo", "algorithm.norm_adv_by_std=false"]).algorithm.adv_estimator == "rloo"
-    assert load_config(whole, [*words, "grpo"]).algorithm.policy_loss == "ppo", "the last word counts"
+    algorithm = load_config(whole, [*words[1:], "grpo"]).algorithm
+    assert (algorithm.policy_loss, algorithm.model_extra) == ("ppo", {}), "the last word counts"
+    with pytest.raises(UserError, match=r"algorithm.gae holds settings of .*=gae \(it is grpo\), which is not chosen"):
+        load_config(whole, [*words, "grpo"])
 
 
 def test_an_overlay_adds_to_a_list_what_is_not_there(minimal: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_run_has_a_reward_function_or_an_environment_that_rewards(
 def test_what_asks_for_components_is_refused_where_the_environment_alone_rewards(make_config: MakeConfig) -> None:
     for section, values in (
         ("algorithm", {"adv_estimator": "gdpo"}),
-        ("algorithm", {"filters": ["zero_variance"], "filter_component": "right"}),
+        ("algorithm", {"filters": ["zero_variance"], "zero_variance": {"component": "right"}}),
         ("reward", {**NOTHING, "accuracy": "right"}),
     ):
         with pytest.raises(ValidationError, match=r"reward\.functions"):

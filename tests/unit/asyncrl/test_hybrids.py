@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import PolicyLoss, token_weights, update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
-from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig, MaskConfig
-from asyncrl.config.demonstrations import ChordConfig, HintConfig
-from asyncrl.config.methods import methods
+from asyncrl.config.demonstrations import HintConfig
+from asyncrl.config.installed_methods import methods
+from asyncrl_plugins.demonstrations.settings import ChordConfig, SuccessGateConfig, UftConfig
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
@@ -102,11 +103,12 @@ def test_chord() -> None:
     found, _ = loss_of("chord_phi", phi)
     assert found.supervised_weight is not None
     close(found.supervised_weight, 0.1 * torch.tensor(VECTORS["chord_phi"]["phi"]))
-    assert config.chord.mu(0) == config.chord.mu(1000) == 0.1
+    chord = config.settings_of(ChordConfig)
+    assert chord.mu(0) == chord.mu(1000) == 0.1
     for version, mu in ((0, 0.0), (200, 0.5), (1000, 0.02)):
         close(total("chord_mu", tokens(version=version)), (1 - mu) * sum(rl) / 2 + mu * 0.9)
     by_probability = sum(p * -logprob for p, logprob in zip(given["p"], LOGPROBS.tolist(), strict=False)) / 2
-    found = total("chord_mu", tokens(version=200), chord={"weighting": "probability"})
+    found = total("chord_mu", tokens(version=200), chord_mu={"weighting": "probability"})
     close(found, 0.5 * sum(rl) / 2 + 0.5 * by_probability)
 
 
@@ -138,7 +140,11 @@ def test_uft() -> None:
     given = VECTORS["uft"]
     loss, config = loss_of("uft", tokens())
     close(loss.token_loss[2:], given["rl_tokens"])
-    assert (config.demonstrations.rows, config.demonstrations.hints.segments, config.uft_coef) == (0, 5, 1e-3)
+    assert (config.demonstrations.rows, config.demonstrations.hints.segments, config.settings_of(UftConfig).coef) == (
+        0,
+        5,
+        1e-3,
+    )
     close(total("uft", tokens()), given["loss_beta1em3"])
 
 
@@ -149,7 +155,8 @@ def test_hpt() -> None:
     close(total("hpt", demonstration), given["sft"])
     close(total("hpt", sampled), given["rl"])
     config = AlgorithmConfig(policy_loss="hpt")
-    assert (config.selections, config.loss_agg_mode, config.hpt.gate) == (("success_gate",), "prompt-mean", 0)
+    gate = config.settings_of(SuccessGateConfig).gate
+    assert (config.selections, config.loss_agg_mode, gate) == (("success_gate",), "prompt-mean", 0)
     group = torch.tensor([0, 0, 1, 1, 1, 1])  # six tokens: four of them sampled, in the second group
     of_both = torch.cat([demonstration.logprobs, sampled.logprobs, sampled.logprobs])
     weights = update_weights(group, group, group == 0, config, max_response_length=9)
@@ -169,7 +176,7 @@ def test_the_gate_of_hpt_leaves_each_group_what_it_learns_from() -> None:
     credit = Credit(torch.zeros(len(row)))
     gone = gate(t, credit, AlgorithmConfig(policy_loss="hpt"))
     assert row[gone].tolist() == [0, 1, 5, 7]
-    half = gate(t, credit, made(policy_loss="hpt", hpt={"gate": 0.5}))
+    half = gate(t, credit, made(policy_loss="hpt", success_gate={"gate": 0.5}))
     assert row[half].tolist() == [0, 1, 3, 4, 7], "half of them is not above the gate"
 
 

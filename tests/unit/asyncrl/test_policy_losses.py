@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.losses import PolicyLoss, token_weights
 from asyncrl.algorithms.ratios import PolicyTokens, row_mean
-from asyncrl.algorithms.registration import load_method
-from asyncrl.algorithms.selections import Selections, token_covariance
+from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.load import load_config
-from asyncrl.config.methods import methods
 from asyncrl.demo.prepare import GRPO
+from asyncrl_plugins.methods.selections import token_covariance
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
@@ -149,7 +150,7 @@ def test_topr_reports_the_weights_that_it_cut() -> None:
 def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(updates: int) -> None:
     """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv
     2510.01161)."""
-    words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po_threshold=1.0"]
+    words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po.threshold=1.0"]
     config = load_config(GRPO, words).algorithm
     logprobs = flat(GIVEN["logp"]).requires_grad_()
     proximal = logprobs.detach() if updates == 1 else flat(GIVEN["old_logp"])
@@ -185,7 +186,7 @@ def test_a_single_update_is_the_corrected_policy_gradient(name: str) -> None:
 
 def test_kimi_pulls_back_to_the_behaviour_policy() -> None:
     difference = flat(GIVEN["logp"]) - flat(GIVEN["old_logp"])
-    close(gradient("kimi", kimi_tau=0.5), -flat(GIVEN["adv"]) + 0.5 * difference)
+    close(gradient("kimi", kimi={"tau": 0.5}), -flat(GIVEN["adv"]) + 0.5 * difference)
 
 
 def test_covariance_losses() -> None:
@@ -194,7 +195,7 @@ def test_covariance_losses() -> None:
     credit = Credit(flat(GIVEN["adv"]))
     close(token_covariance(t, credit), flat(VECTORS["token_cov"]["cov"]))
     given = VECTORS["kl_cov_ratio.2_coef1"]
-    config = AlgorithmConfig.model_validate({"policy_loss": "kl_cov", "covariance": {"fraction": 0.2}})
+    config = AlgorithmConfig.model_validate({"policy_loss": "kl_cov", "top_covariance": {"fraction": 0.2}})
     marked = Selections(config)(t, credit).marked
     assert marked is not None
     assert marked.nonzero()[:, 0].tolist() == given["topk_index"]
@@ -202,7 +203,7 @@ def test_covariance_losses() -> None:
     close(total(loss, "token-mean"), given["token_mean"])
 
     bounds = {"fraction": 0.3, "lower": 0.0, "upper": 1.0}
-    config = AlgorithmConfig.model_validate({"policy_loss": "clip_cov", "covariance": bounds})
+    config = AlgorithmConfig.model_validate({"policy_loss": "clip_cov", "random_covariance": bounds})
     marked = Selections(config)(t, credit).marked
     assert marked is not None
     assert int(marked.sum()) == 2, "of the three whose covariance is within the bounds"

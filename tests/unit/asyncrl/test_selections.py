@@ -10,29 +10,39 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.selections import Selections, cppo, overlong, top_entropy
+from asyncrl.algorithms.selections import Selections, overlong, top_entropy
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import method_of
+from asyncrl.config.installed_methods import method_of
 from asyncrl.errors import UserError
+from asyncrl_plugins.methods.selections import cppo
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
+
+
+def top_entropy_of(fraction: float) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"selections": ["top_entropy"], "top_entropy": {"fraction": fraction}})
+
+
+TOP_ENTROPY = top_entropy_of(0.2)
 OWN = """
 import torch
 from asyncrl.algorithms.losses import PolicyLoss
-from asyncrl.algorithms.registration import policy_loss, selection
 
-@selection(formula="every other one", needs=("entropies",), takes_from="policy_loss")
+METHODS = {
+    "even": {"formula": "every other one", "needs": ["entropies"], "takes_from": "policy_loss"},
+    "loss": {"marks": "even", "needs": ["critic"], "defaults": {"loss_agg_mode": "seq-mean-token-mean"}},
+}
+
 def even(t, credit, config):
     return torch.arange(len(t.row)) % 2 == 0
 
 def plain(t, credit, config):
     return torch.ones(3) if config.gamma < 1 else t.row == 0
 
-@policy_loss(formula="-A log p", marks="even", needs=("critic",), defaults={"loss_agg_mode": "seq-mean-token-mean"})
 def loss(tokens, config):
     return PolicyLoss(torch.where(tokens.marked, 0.0, -tokens.advantages * tokens.logprobs), {})
 """
@@ -47,26 +57,34 @@ def trajectories(lengths: list[int], group: list[int], entropies: list[float] | 
 def test_top_entropy_keeps_the_share_of_highest_entropy_of_the_whole_batch() -> None:
     entropies = [0.1, 2.0, 0.3, 0.2, 1.5, 0.0, 0.4, 0.5, 0.6, 0.7]
     t = trajectories([6, 4], [0, 1], entropies)
-    silent = top_entropy(t, Credit(torch.zeros(10)), AlgorithmConfig())
+    silent = top_entropy(t, Credit(torch.zeros(10)), TOP_ENTROPY)
     assert (~silent).nonzero()[:, 0].tolist() == [1, 4], "two of ten, wherever they are"
-    assert not top_entropy(t, Credit(torch.zeros(10)), AlgorithmConfig(top_entropy_fraction=1.0)).any()
+    assert not top_entropy(
+        t,
+        Credit(torch.zeros(10)),
+        AlgorithmConfig.model_validate({"selections": ["top_entropy"], "top_entropy": {"fraction": 1.0}}),
+    ).any()
     equal = trajectories([3], [0], [0.5, 0.5, 0.5])
-    assert not top_entropy(equal, Credit(torch.zeros(3)), AlgorithmConfig()).any(), "at the threshold is above it"
+    assert not top_entropy(equal, Credit(torch.zeros(3)), TOP_ENTROPY).any(), "at the threshold is above it"
+
+
+def pruning(prune: float) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"selections": ["cppo"], "cppo": {"prune": prune}})
 
 
 def test_cppo_keeps_the_trajectories_of_largest_advantage_of_each_group() -> None:
     given = VECTORS["cppo"]
     advantages = torch.tensor(given["adv"])
     t = trajectories([1, 2, 3, 1], [0, 0, 0, 0])
-    pruned = cppo(t, Credit(advantages[t.row]), AlgorithmConfig(cppo_prune=given["prune"]))
+    pruned = cppo(t, Credit(advantages[t.row]), pruning(given["prune"]))
     assert sorted(set(t.row[~pruned].tolist())) == given["kept"]
     # Of each group its own share, one at least; rows that train nothing are not counted.
     t = trajectories([1, 1, 1, 2, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0])
     credit = Credit(torch.tensor([0.1, -0.4, 0.3, 0.2, 0.2, 0.0, 5.0, -1.0, 0.0])[: len(t.row)])
-    kept = t.row[~cppo(t, credit, AlgorithmConfig(cppo_prune=0.5))].tolist()
+    kept = t.row[~cppo(t, credit, pruning(0.5))].tolist()
     assert kept == [1, 2, 6]
-    assert t.row[~cppo(t, credit, AlgorithmConfig(cppo_prune=0.9))].tolist() == [1, 6]
-    assert not cppo(t, credit, AlgorithmConfig(cppo_prune=0.0)).any()
+    assert t.row[~cppo(t, credit, pruning(0.9))].tolist() == [1, 6]
+    assert not cppo(t, credit, pruning(0.0)).any()
 
 
 def test_overlong_takes_trajectories_without_a_stop_token_out_of_the_batch() -> None:
@@ -90,18 +108,21 @@ def test_a_users_own_methods_are_read_like_the_built_in_ones(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"plain returned \(3,\) of torch.float32, but there are 4 trained tokens"):
         Selections(config.model_copy(update={"gamma": 0.5}))(trajectories([2, 2], [0, 0]), Credit(torch.zeros(4)))
     assert method_of("policy_loss", f"{file}:missing") is None, "whoever loads it says why"
-    file.write_text(OWN.replace('"critic"', '"critics"'))
-    with pytest.raises(ValidationError, match=r"loss needs 'critics', which nothing provides\. Did you mean 'critic'"):
-        AlgorithmConfig(policy_loss=f"{file}:loss")
-    file.write_text(OWN.replace('"every other one"', "str(2)"))
-    with pytest.raises(ValidationError, match="the arguments of a method's decorator are literals"):
-        AlgorithmConfig(policy_loss=f"{file}:loss")
+    for written, wrong, said in (
+        ('"critic"', '"critics"', r"METHODS\['loss'\] needs 'critics', which nothing provides\. Did you mean 'critic'"),
+        ('"every other one"', "str(2)", "METHODS is no literal dict of dicts"),
+        ('"marks"', '"mark"', r"METHODS\['loss'\] has mark\. Did you mean 'marks'"),
+        ('"policy_loss"}', '"policy"}', "takes from 'policy': it is loss, policy_loss, batch"),
+    ):
+        file.write_text(OWN.replace(written, wrong))
+        with pytest.raises(ValidationError, match=said):
+            AlgorithmConfig(policy_loss=f"{file}:loss")
 
 
 def test_tokens_of_demonstrations_are_not_chosen_and_enter_no_quantile() -> None:
     t = trajectories([4, 4], [0, 0], [9.0, 9.0, 9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
     t = replace(t, provenance=provenance_of(t.row, torch.tensor([True] * 4 + [False] * 4)))
-    config = AlgorithmConfig(selections=("top_entropy",), top_entropy_fraction=0.25)
+    config = top_entropy_of(0.25)
     silent = Selections(config)(t, Credit(torch.zeros(8))).from_policy_loss["top_entropy"]
     assert silent.tolist() == [False] * 4 + [True, True, True, False]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncrl.algorithms.kl import penalise
-from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.methods import methods
+from asyncrl.config.installed_methods import methods
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_TURNS = [name for name, method in methods("advantage").items() if "turns" in method.needs]
@@ -61,14 +61,14 @@ def test_gigpo_adds_what_a_turn_returns_among_those_from_its_state() -> None:
     of_rows = torch.tensor([2.5, 1.0, 0.0]) - 3.5 / 3
     of_turns = torch.tensor([0.75, 0.75, 0.75, 0.0, -0.75, -0.75])
     expected = torch.cat([of_rows[ROWS[:6]] + 2 * of_turns, torch.zeros(2)])
-    close(estimate("gigpo", turn_weight=2.0, **plain).advantages, expected)
+    close(estimate("gigpo", gigpo={"turn_weight": 2.0}, **plain).advantages, expected)
 
     elsewhere = replace(MADE, state=torch.tensor([0, 0, 7, 0, 8, 0, 0, 7]))
     unsaid = replace(MADE, state=torch.tensor([0, 0, -1, 0, -1, 0, 0, -1]))
     nothing_known = replace(MADE, state=None)
     expected[[2, 4]] = of_rows[[0, 1]]
     for alone in (elsewhere, unsaid, nothing_known):
-        close(estimate("gigpo", alone, turn_weight=2.0, **plain).advantages, expected)
+        close(estimate("gigpo", alone, gigpo={"turn_weight": 2.0}, **plain).advantages, expected)
 
     same = replace(MADE, state=torch.zeros(8, dtype=torch.long))  # returns 1.5, 2, 0.75, 0.5 and 0, of mean 0.95
     returns = torch.tensor([1.5, 1.5, 2.0, 0.75, 0.5, 0.0])
@@ -76,7 +76,7 @@ def test_gigpo_adds_what_a_turn_returns_among_those_from_its_state() -> None:
     close(estimate("gigpo", same, **plain).advantages, pooled)
     assert AlgorithmConfig(adv_estimator="gigpo").gamma == 0.95, "the paper's"
     of_grpo = estimate("grpo").advantages
-    assert estimate("gigpo", turn_weight=0.0).advantages.equal(of_grpo)
+    assert estimate("gigpo", gigpo={"turn_weight": 0.0}).advantages.equal(of_grpo)
 
 
 def test_mt_grpo_normalises_the_outcome_and_the_turns_apart() -> None:
@@ -85,7 +85,9 @@ def test_mt_grpo_normalises_the_outcome_and_the_turns_apart() -> None:
     half, first = 0.5**0.5, (1 / 6) * 12**0.5
     of_turns = torch.tensor([first, first, half, first, -half, -2 * first])
     expected = torch.cat([outcome + 0.5 * of_turns, torch.zeros(2)])
-    torch.testing.assert_close(estimate("mt_grpo", turn_weight=0.5).advantages, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        estimate("mt_grpo", mt_grpo={"turn_weight": 0.5}).advantages, expected, atol=1e-5, rtol=1e-5
+    )
     of_outcome = replace(MADE, scores=torch.tensor([1.0, 0.5, 0.0, 3.0]))
     silent = replace(MADE, turn_rewards=None)
     assert estimate("mt_grpo", silent).advantages.equal(estimate("grpo", of_outcome).advantages)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.methods import methods
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
@@ -30,6 +30,7 @@ from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
 HYBRIDS = [name for name, method in methods("policy_loss").items() if "demonstrations" in method.needs]
+SCORE_OF_RIGHT = {"hpt": {"success_gate": {"success_score": 0.8}}, "srft": {"srft": {"success_score": 0.8}}}
 TEXT = "read 3 7 answer 10"
 PIECES = ["read", " 3", " 7", " answer", " 10"]
 
@@ -129,7 +130,7 @@ def prepared(make_config: MakeConfig, name: str, budget: int = 4096, **algorithm
     config = make_config(
         data={"max_prompt_length": 64},
         batch={"tokens_per_microbatch": budget},
-        algorithm={"policy_loss": name, "success_score": 0.8} | algorithm,
+        algorithm={"policy_loss": name} | SCORE_OF_RIGHT.get(name, {}) | algorithm,
     )
     return config, made_up_batch(config, PromptProcessor(config.model))
 
@@ -241,7 +242,7 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
 
 
 def test_hpt_trains_a_group_on_its_demonstration_or_on_what_it_sampled(make_config: MakeConfig) -> None:
-    config, batch = prepared(make_config, "hpt", success_score=0.5)
+    config, batch = prepared(make_config, "hpt", success_gate={"success_score": 0.5})
     scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     assert batch.trained_provenance.is_demonstration.tolist() == [False, False, False, True] * 4
     _, engine = one_step(config, batch := replace(batch, scores=scores))

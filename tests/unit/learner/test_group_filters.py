@@ -31,6 +31,7 @@ from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
 from tests.unit.learner.test_tickets import ids, issue, prepared, step
 
+ZERO_VARIANCE: dict[str, Any] = {"filters": ["zero_variance"]}
 DYNAMIC = AlgorithmConfig(filters=("zero_variance",))
 GROUP_SIZE = 4
 
@@ -77,21 +78,25 @@ def has_spread(group: ReceivedGroup) -> bool:
         ([0.0, 0.0, 0.0], {}, "zero_variance"),
         ([0.1 + 0.2, 0.3, 0.3], {}, "zero_variance"),  # equal but for the last bit
         ([1.0, None, None], {}, "unscored"),
-        ([0.0, 1.0, 1.0, 1.0], {"filter_low": 0.1, "filter_high": 0.75}, "too_easy"),
-        ([0.0, 0.0, 0.0, 1.0], {"filter_low": 0.25}, "too_hard"),
-        ([0.0, 0.0, 1.0, 1.0], {"filter_low": 0.25, "filter_high": 0.75}, None),
+        ([0.0, 1.0, 1.0, 1.0], {"low": 0.1, "high": 0.75}, "too_easy"),
+        ([0.0, 0.0, 0.0, 1.0], {"low": 0.25}, "too_hard"),
+        ([0.0, 0.0, 1.0, 1.0], {"low": 0.25, "high": 0.75}, None),
     ],
 )
 def test_zero_variance(scores: list[float | None], bounds: dict[str, Any], reason: str | None) -> None:
     group = SampledGroup(content.ticket(0, 0).prompt, records(scores), [1] * len(scores))
-    assert zero_variance(group, AlgorithmConfig(**bounds)) == reason
-    assert zero_variance(group, AlgorithmConfig(filter_component="right", **bounds)) == reason
+    for component in ("", "right"):
+        config = AlgorithmConfig.model_validate(ZERO_VARIANCE | {"zero_variance": bounds | {"component": component}})
+        assert zero_variance(group, config) == reason
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:
     for algorithm, said in (
-        ({"filter_low": 0.5, "filter_high": 0.5}, r"filter_low \(0.5\) must be below"),
-        ({"filter_component": "right"}, "filter_component is 'right', but the components .* are short"),
+        (ZERO_VARIANCE | {"zero_variance": {"low": 0.5, "high": 0.5}}, r"zero_variance.low \(0.5\) must be below"),
+        (
+            ZERO_VARIANCE | {"zero_variance": {"component": "right"}},
+            "zero_variance.component is 'right', but the components .* are short",
+        ),
         ({"replay_buffer_size": 8}, "replay_buffer_size is 8, and no group is dropped .*filters"),
         ({"replay_buffer_size": 8, "filters": ["zero_variance"]}, "but learner.max_staleness is 0: groups of earlier"),
         ({"filters": ["zero_varianc"]}, "has 'zero_varianc', which is no built-in.* Did you mean"),
@@ -102,9 +107,15 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
 
 def test_a_filter_may_look_at_accuracy_whatever_its_name() -> None:
     """Where all are wrong, penalties of other lengths are no spread."""
-    config = config_of(algorithm={"filters": ["zero_variance"], "filter_component": "accuracy"})
+    config = config_of(algorithm=ZERO_VARIANCE | {"zero_variance": {"component": "accuracy"}})
     judge = make_judge(config, DataOrder(1, seed=0, shuffle=False))
-    assert judge._config.filter_component == config.reward.accuracy_component != "accuracy"
+    assert judge._accuracy == config.reward.accuracy_component != "accuracy"
+    scores = [{"right": 0.0, "short": short} for short in (0.1, 0.2)]
+    made = [
+        record.model_copy(update={"rewards": each}) for record, each in zip(records([0.1, 0.2]), scores, strict=True)
+    ]
+    group = SampledGroup(content.ticket(0, 0).prompt, made, [1, 1], accuracy="right")
+    assert zero_variance(group, config.algorithm) == "zero_variance"
 
 
 # --- groups without a score ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.config.methods import methods
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model

@@ -1,0 +1,115 @@
+"""A method as a configuration sees it: its row in a dict, without torch.
+
+Rows of the core are in `methods.py`, those of a plug-in in its own file, and a user's file may have some, too. Looking
+one up by its name: `installed_methods.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.config.sections import Section
+from asyncrl.plugins import no_problems
+
+Kind = Literal["advantage", "policy_loss", "selection", "group_filter", "addition"]
+KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection", "group_filter", "addition")
+NEEDS: Mapping[str, str] = {
+    "proximal": "log-probs of the policy at the start of the step, over the whole batch",
+    "entropies": "entropies of the policy at the start of the step, over the whole batch",
+    "squared_probabilities": "sums of the squared probabilities of the policy at the start of the step, over the whole "
+    "batch",
+    "reference": "log-probs of the reference policy",
+    "critic": "values of a critic",
+    "greedy_row": "a greedy completion in every group, scored and not trained",
+    "turns": "trajectories of several turns, in an environment",
+    "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
+}
+"""Needs of a method besides scores, groups and behaviour log-probs."""
+
+TAKES_FROM: Mapping[str, str] = {
+    "loss": "all that the token adds to the loss",
+    "policy_loss": "the token's policy loss; its entropy bonus and KL stay",
+    "batch": "its whole trajectory, which is not trained: no denominator counts it",
+}
+"""Effect of a selection on the tokens that it chooses. Only the last changes a denominator."""
+
+NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
+"""Default of losses that weigh by target over behaviour themselves."""
+
+
+def no_notes(config: Any, total_steps: int) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Method:
+    """An advantage estimator, policy loss, selection, group filter, or an addition to any of them."""
+
+    implementation: str
+    """`module:function`, imported when the method is used; the function has the method's name."""
+    _: KW_ONLY
+    formula: str = ""
+    """One line."""
+    paper: str = ""
+    """arXiv number; empty where there is none."""
+    needs: Collection[str] = frozenset()
+    """Keys of NEEDS."""
+    settings: type[Section] | None = None
+    """The method's own settings: `algorithm.NAME`, a section that exists only where the method is chosen. An addition
+    is chosen by giving this section."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys of the `algorithm` section that are left out where this method is chosen."""
+    problems: Callable[[Any], Iterable[str]] = no_problems
+    """Errors of a configuration (RunConfig) that chooses the method, each with its fix."""
+    notes: Callable[[Any, int], Iterable[str]] = no_notes
+    """Remarks of `--dry-run` on schedules that a run of so many steps is too short for."""
+    plain_scores: bool = False
+    """Read scores or components as they were given, so that no penalty may be in them."""
+    compares_rows: bool = False
+    """Estimator: credit rows of a group by each other, so that a group of one gets none."""
+    weighs_behaviour: bool = False
+    """Loss: weigh by target over behaviour policy itself, so that no correction may."""
+    weighs_trajectories: bool = False
+    """Loss: a ratio in it is that of a whole trajectory, all of whose tokens must be there."""
+    marks: str = ""
+    """Loss: the selection whose tokens are `tokens.marked`, treated in the loss's own way."""
+    credits_demonstrations: bool = False
+    """Loss: demonstrations are members of their group, whose scores count in its statistics and which get an
+    advantage."""
+    shares_denominator: bool = False
+    """Loss: `loss_agg_mode` is over inserted and sampled tokens together, not over the sampled ones beside a mean over
+    the inserted ones."""
+    takes_from: str = "loss"
+    """Selection: key of TAKES_FROM."""
+    name: str = ""
+    """Its key in the dict, filled in where it is looked up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", frozenset(self.needs))
+        if self.weighs_behaviour:
+            object.__setattr__(self, "defaults", {**self.defaults, **NO_CORRECTION})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSet:
+    """Methods of the core, or of a plug-in as its entry point of the group `asyncrl.methods`: name -> row, by kind."""
+
+    advantages: Mapping[str, Method] = field(default_factory=dict)
+    """`f(trajectories, config) -> Credit`, values of `algorithm.adv_estimator`."""
+    policy_losses: Mapping[str, Method] = field(default_factory=dict)
+    """`f(tokens, config) -> PolicyLoss`, values of `algorithm.policy_loss`."""
+    selections: Mapping[str, Method] = field(default_factory=dict)
+    """`f(trajectories, credit, config) -> [N] bool`, names in `algorithm.selections`."""
+    group_filters: Mapping[str, Method] = field(default_factory=dict)
+    """`f(group, config) -> reason or None`, names in `algorithm.filters`."""
+    additions: Mapping[str, Method] = field(default_factory=dict)
+    """Parts that go with any method, each chosen by its section `algorithm.NAME`."""
+    overlays: Path | None = None
+    """Folder of YAML files `NAME.yaml`, each the word for a whole method."""
+
+    def rows(self, kind: Kind) -> Mapping[str, Method]:
+        by_kind = (self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions)
+        return by_kind[KINDS.index(kind)]

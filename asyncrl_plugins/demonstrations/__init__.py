@@ -1,0 +1,1 @@
+"""Policy losses that learn from demonstrations beside what the policy samples."""

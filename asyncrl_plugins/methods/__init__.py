@@ -1,0 +1,1 @@
+"""Research methods: estimators, losses, selections and their overlays, beside the core's."""

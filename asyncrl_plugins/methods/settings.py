@@ -1,0 +1,92 @@
+"""Settings of the research methods: sections that exist only where their method is chosen."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections import Section
+
+
+class GpgConfig(Section):
+    """`adv_estimator: gpg` (arXiv 2504.02546)."""
+
+    valid: Literal["spread", "nonzero_score"] = "spread"
+    """Rows that count as having a gradient in the scale, all rows over these. `spread`: rows of groups whose scores
+    differ, as in the paper. `nonzero_score`: rows whose score is not 0, as in RLLaVA and verl."""
+
+
+class PassKConfig(Section):
+    """`adv_estimator: passk_training` (arXiv 2508.10751)."""
+
+    k: int = Field(default=4, gt=0)
+    """Completions of a prompt of which one has to be right."""
+    success_score: float = 1.0
+    """Score from which a trajectory is taken for right."""
+
+
+class GigpoConfig(Section):
+    """`adv_estimator: gigpo` (arXiv 2505.10978)."""
+
+    turn_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the trajectory's."""
+
+
+class MtGrpoConfig(Section):
+    """`adv_estimator: mt_grpo` (arXiv 2505.11821)."""
+
+    turn_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the trajectory's."""
+
+
+class KimiConfig(Section):
+    """`policy_loss: kimi` (arXiv 2501.12599)."""
+
+    tau: float = Field(default=0.1, ge=0)
+    """Weight of the squared log-ratio."""
+
+
+class KlCovConfig(Section):
+    """`policy_loss: kl_cov` (arXiv 2505.22617)."""
+
+    coef: float = Field(default=1.0, ge=0)
+    """Weight of the penalty |log r| at the marked tokens."""
+
+
+class CovarianceConfig(Section):
+    """Share that both selections by covariance have (arXiv 2505.22617)."""
+
+    fraction: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the batch's tokens that is chosen, one at least."""
+
+    def number_of(self, tokens: int) -> int:
+        """Number of chosen tokens in a batch of so many."""
+        return max(int(self.fraction * tokens), 1)
+
+
+class TopCovarianceConfig(CovarianceConfig):
+    """`selections: [top_covariance]`, by which kl_cov marks tokens."""
+
+
+class RandomCovarianceConfig(CovarianceConfig):
+    """`selections: [random_covariance]`, by which clip_cov marks tokens."""
+
+    lower: float = 1.0
+    """Smallest covariance of advantage and log-prob that may be chosen."""
+    upper: float = 5.0
+    """Largest covariance of advantage and log-prob that may be chosen."""
+
+
+class M2poConfig(Section):
+    """`selections: [m2po]` (arXiv 2510.01161)."""
+
+    threshold: float = Field(default=0.04, gt=0)
+    """Largest mean squared log-ratio of proximal and behaviour policy that is left."""
+
+
+class CppoConfig(Section):
+    """`selections: [cppo]` (arXiv 2503.22342)."""
+
+    prune: float = Field(default=0.5, ge=0, lt=1)
+    """Share of each group's trajectories that is not trained."""
