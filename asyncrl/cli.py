@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from asyncrl import plugins
 from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.command import become, command
+from asyncrl.launch.command import command
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -146,29 +146,6 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
 
 def _add_tools(commands: argparse._SubParsersAction) -> None:
     """Add the commands that look at a run, or at what one needs."""
-    # Without a prefix of options all words are arguments, and asyncrl.tools.inspect reads them itself.
-    inspect = commands.add_parser("inspect", help="look at any sample of a run", prefix_chars="\0", add_help=False)
-    inspect.add_argument("words", nargs="*")
-    inspect.set_defaults(handler=_inspect)
-    replay = commands.add_parser("replay", help="make a learner step again from the journal, and compare")
-    replay.add_argument("run_dir", type=Path, metavar="RUN")
-    replay.add_argument("--step", type=int, required=True, metavar="N")
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="see what another setting would change")
-    replay.set_defaults(handler=_replay)
-    report = commands.add_parser("report", help="write an HTML page about a run, or about several side by side")
-    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN")
-    report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
-    )
-    report.set_defaults(handler=_report)
-    doctor = commands.add_parser(
-        "doctor", help="what this machine has, what is wrong with it, and what a run will need"
-    )
-    doctor.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
-    doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
-    doctor.add_argument("--quick", action="store_true", help="everything but the trial, a real run of two tiny steps")
-    doctor.add_argument("--json", action="store_true", help="for scripts; the exit code is 1 if there is a problem")
-    doctor.set_defaults(handler=_doctor)
     health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
     health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
     health.set_defaults(handler=_health)
@@ -258,7 +235,7 @@ def _learn(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.evaluate import describe_scores, score_held_out, write_scored
+    from asyncrl.evaluation.scoring import describe_scores, score_held_out, write_scored
 
     config = _load(arguments)
     if arguments.out and not arguments.out.absolute().parent.is_dir():
@@ -298,42 +275,8 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    become("asyncrl.tools.inspect", *arguments.words)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.report.write import write_report
-
-    write_report(arguments.run_dirs, arguments.output)
-    return 0
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    become("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    first, *rest = arguments.overrides or [""]
-    overrides = arguments.overrides if arguments.plan else rest
-    if not arguments.plan and "=" in first:
-        raise UserError(
-            "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
-        )
-    if arguments.plan:
-        from asyncrl.tools.memory_plan.table import print_memory_table
-
-        return print_memory_table(Path(arguments.plan), overrides)
-    from asyncrl.processing.lean_imports import uncollected
-
-    with uncollected():
-        from asyncrl.tools.doctor.examine import examine
-
-        return examine(Path(first) if first else None, overrides, quick=arguments.quick, as_json=arguments.json)
-
-
 def _health(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.health import find_problems
+    from asyncrl.telemetry.health import find_problems
 
     found = find_problems(arguments.url)
     print("\n".join(found) or "well")
@@ -341,7 +284,7 @@ def _health(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.panel.display import watch
+    from asyncrl.panel.display import watch
 
     return watch(arguments.run_dir)
 

@@ -28,7 +28,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.method import Kind, Method
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+from asyncrl.memory_plan.live_bytes import LiveBytes
 from tests.rigs.provenance import provenance_of
 
 KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+from asyncrl.memory_plan.live_bytes import LiveBytes
 from rollout_server.engines.hf.growing_cache import GrowingCache
 
 SHAPES = {

@@ -35,9 +35,10 @@ from asyncrl.demo import model as demo_model
 from asyncrl.devices.device import keep_freed_memory
 from asyncrl.models import output_head
 from learner import service
+from learner.loop import trainer
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
-from learner.training import step, trainer
+from learner.training import step
 from learner.training.engine import TorchEngine
 from tests.rigs.ports import own_port
 

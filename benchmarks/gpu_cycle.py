@@ -20,9 +20,9 @@ from PIL import Image
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.devices.device import resolve_dtype
+from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.tools.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.tools.numbers import GIB
+from asyncrl.telemetry.numbers import GIB
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_learner

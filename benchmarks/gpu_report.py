@@ -28,8 +28,8 @@ import torch
 
 from asyncrl.devices.device import free_caches, peak_flops
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.tools.memory_plan.table import describe
-from asyncrl.tools.numbers import GIB, size
+from asyncrl.telemetry.numbers import GIB, size
+from asyncrl_plugins.doctor.table import describe
 from benchmarks.gpu_cycle import (
     FULL,
     QUESTION,

@@ -29,8 +29,8 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import TicketSlot
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.journal.writer import Journal
-from asyncrl.tools.samples.model import Order, Page, SampleQuery
-from asyncrl.tools.samples.store import SampleStore
+from asyncrl_plugins.viewer.samples.model import Order, Page, SampleQuery
+from asyncrl_plugins.viewer.samples.store import SampleStore
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, TextPart, TrajectoryRecord, TrajectoryStatus, Turn

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.tools.numbers import size
+from asyncrl.telemetry.numbers import size
 from benchmarks.gpu_cycle import TINY, WHOLE, cycle_config, make_prompts
 from benchmarks.gpu_report import settings
 from benchmarks.random_models import SIZES, make_model

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import torch
 
+from asyncrl.memory_plan.live_bytes import LiveBytes
 from asyncrl.models import output_head
 from asyncrl.models.output_head import Entropy, OutputHead
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
 CHUNKS = (2**40, 2**24)
 """Logits per chunk; the first is more than there are."""

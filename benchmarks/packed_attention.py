@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, segments
 from asyncrl.attention.shared_prefix import SeparateAttention, SharedPrefixLayout, make_layout, shared_prefix_attention
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+from asyncrl.memory_plan.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 CASES: dict[str, list[Group]] = {

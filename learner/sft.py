@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
@@ -28,6 +29,7 @@ from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.data.survey.row_survey import usable_rows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.memory_plan.refusal import check_plan
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.run_folder.contents import save_config
@@ -35,8 +37,6 @@ from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
-from asyncrl.tools.memory_plan.advice import check_plan
-from asyncrl.tools.memory_plan.plan import changed
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
 from learner.loop.trainer import check_room

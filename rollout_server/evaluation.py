@@ -21,6 +21,7 @@ from asyncrl.environments.conversations import EnvironmentHealth
 from asyncrl.environments.recording import Decode, described_turns
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.evaluation.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.launch.inputs import check_engine, check_lengths
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.export import export_model
@@ -31,7 +32,6 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded
-from asyncrl.tools.evaluate import Progress, Scored
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, InferenceEngine
@@ -39,7 +39,7 @@ from rollout_server.environments import Environments, environments_of, make_pool
 from rollout_server.group_producer import GroupProducer
 
 
-def play_held_out(config: RunConfig, folder: Path) -> list[Scored]:
+def play_held_out(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     """Play every held-out row with the model in `folder`, or with its adapter on `model.path`, by the run's engine.
 
     `evaluation.group_size` trajectories a row, those of a row one after the other. What an environment loses has a
@@ -97,7 +97,7 @@ def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
         yield whole
 
 
-async def _play(config: RunConfig) -> list[Scored]:
+async def _play(config: RunConfig) -> list[EvaluatedRow]:
     async with _playing(config) as (engine, producer, processor, environments):
         num_rows, prompts = held_out_prompts(config, processor)
         await engine.start()
@@ -116,7 +116,7 @@ async def _playing(
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
-    assert pool is not None, "rows of one turn are scored by asyncrl/tools/evaluate.py"
+    assert pool is not None, "rows of one turn are scored by asyncrl/evaluation/scoring.py"
     engine, rewards = create_engine(config, processor), RewardPool(config.reward)
     try:
         await rewards.start()
@@ -150,10 +150,10 @@ class _Rows:
         self._processor = processor
         self._left = enumerate(prompts)
         self._ticket = partial(_ticket, config, processor, stop_token_ids(config.model, processor.tokenizer))
-        self._scored: dict[int, list[Scored]] = {}
+        self._scored: dict[int, list[EvaluatedRow]] = {}
         """Scores by ticket."""
         self._health = EnvironmentHealth("then evaluate again")
-        self._progress = Progress(number * config.evaluation.group_size)
+        self._progress = EvaluationProgress(number * config.evaluation.group_size)
 
     async def play(self, producer: GroupProducer, rows_at_once: int) -> None:
         """Play rows until none is left, each time so many. Several of these share them."""
@@ -170,23 +170,23 @@ class _Rows:
                     self._scored[ticket.ticket_id] = self._of_failure(ticket, answer)
                 self._progress.reached(sum(map(len, self._scored.values())))
 
-    def scored(self) -> list[Scored]:
+    def scored(self) -> list[EvaluatedRow]:
         """All of them in the order of the rows."""
         return [one for _, of_row in sorted(self._scored.items()) for one in of_row]
 
-    def _of_group(self, ticket: Ticket, group: Group) -> list[Scored]:
-        found: list[Scored] = []
+    def _of_group(self, ticket: Ticket, group: Group) -> list[EvaluatedRow]:
+        found: list[EvaluatedRow] = []
         for index, record in enumerate(group.trajectories):
             turns = described_turns(group, index, self._processor.decode)
-            found.append(Scored(_sample(ticket, turns[-1]["text"]), _score(record), record, turns))
+            found.append(EvaluatedRow(_sample(ticket, turns[-1]["text"]), _score(record), record, turns))
         return found
 
-    def _of_failure(self, ticket: Ticket, failed: TicketFailed) -> list[Scored]:
+    def _of_failure(self, ticket: Ticket, failed: TicketFailed) -> list[EvaluatedRow]:
         """A row that could not be begun. Raises BadStateError where no other can be, either."""
         if failed.error_kind == BadStateError.__name__:
             raise BadStateError(f"row {ticket.prompt.row_id}: {failed.error_message}")
         score = Score("error", failed.error_kind, failed.error_message)
-        return [Scored(_sample(ticket, ""), score)] * ticket.group_size
+        return [EvaluatedRow(_sample(ticket, ""), score)] * ticket.group_size
 
 
 def _ticket(

@@ -20,10 +20,10 @@ from urllib.parse import urlencode
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from asyncrl.tools.inspect.server import InspectServer
-from asyncrl.tools.report.write import write_report
-from asyncrl.tools.samples.model import SampleQuery, SampleRow
-from asyncrl.tools.samples.store import SampleStore
+from asyncrl_plugins.viewer.inspect.server import InspectServer
+from asyncrl_plugins.viewer.report.write import write_report
+from asyncrl_plugins.viewer.samples.model import SampleQuery, SampleRow
+from asyncrl_plugins.viewer.samples.store import SampleStore
 
 WIDTH, HEIGHT = 1360, 860
 PAGE_ROWS = 50

@@ -24,7 +24,7 @@ class LearnerEngine(Part):
     divides_model: bool = True
     """True if each rank has a part of the weights, of the optimiser's state or of both."""
     memory: str = ""
-    """`module:name` of its `asyncrl.tools.memory_plan.rank_lines.RankMemory`; empty: its memory cannot be planned."""
+    """`module:name` of its `asyncrl.memory_plan.rank_lines.RankMemory`; empty: its memory cannot be planned."""
     own_placement: Callable[[Any], Mapping[str, object]] = no_placement
     """Settings by key, from the `learner` section, that a checkpoint in the engine's own format goes on with."""
     saved_weights: Callable[[Any], int] = lambda learner: 1
@@ -35,7 +35,7 @@ BUILT_IN: Mapping[str, LearnerEngine] = {
     "torch": LearnerEngine(implementation="learner.training.sharding:one_device", divides_model=False),
     "fsdp2": LearnerEngine(
         implementation="learner.training.fsdp:fully_sharded",
-        memory="asyncrl.tools.memory_plan.rank_lines:FSDP_MEMORY",
+        memory="asyncrl.memory_plan.rank_lines:FSDP_MEMORY",
     ),
 }
 

@@ -53,7 +53,7 @@ class BatchConfig(Section):
     @property
     def microbatch_tokens(self) -> int:
         """tokens_per_microbatch, where it is a number. Raises ValueError for `auto`, which `settle_tokens`
-        (asyncrl/tools/memory_plan/token_choice.py) turns into one."""
+        (asyncrl/memory_plan/token_choice.py) turns into one."""
         if self.tokens_per_microbatch == "auto":
             raise ValueError("batch.tokens_per_microbatch is auto: settle_tokens(config) comes before its use")
         return self.tokens_per_microbatch

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not before --help: they take seconds.
     from transformers.utils.logging import disable_progress_bar
 
-    from asyncrl.tools.evaluate import evaluate
+    from asyncrl.evaluation.scoring import evaluate
 
     disable_progress_bar()
     config = load_config(folder / "config.yaml", arguments.overrides)

@@ -46,7 +46,7 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
 def check_budget(config: RunConfig, *sides: Side) -> None:
     """Refuse a memory budget that is too small, and too little shared memory where the learner is here."""
     if config.gpu_memory.budget_gib:
-        from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
+        from asyncrl.memory_plan.refusal import check_plan, check_shared_memory
 
         plan = check_plan(config)  # both halves, whichever side starts here: its numbers are one run's
         if plan is not None and "learner" in sides:
@@ -71,7 +71,7 @@ def dry_run(config: RunConfig) -> None:
         print(explain(config, num_rows))
         print(seen)
         if config.batch.tokens_per_microbatch == "auto":
-            from asyncrl.tools.memory_plan.token_choice import gpu_bytes, settle_tokens
+            from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
 
             print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
         try:

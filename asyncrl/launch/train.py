@@ -20,13 +20,13 @@ from asyncrl.launch.inputs import check_inputs, gpus_of_run
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, Supervisor
+from asyncrl.panel.display import Display
+from asyncrl.panel.formatting import MISSING, number
+from asyncrl.panel.run_snapshot import RunSnapshot
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
-from asyncrl.tools.panel.display import Display
-from asyncrl.tools.panel.formatting import MISSING, number
-from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from protocol.messages import TrajectoryStatus
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.tools.memory_plan.divided import DividedModel, Parameter
-from asyncrl.tools.memory_plan.lines import STEPPING, WORKING, Line, allocator, count
-from asyncrl.tools.memory_plan.rank_lines import Change, RankMemory
-from asyncrl.tools.memory_plan.rehearsal import ModelBytes
+from asyncrl.memory_plan.divided import DividedModel, Parameter
+from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, allocator, count
+from asyncrl.memory_plan.rank_lines import Change, RankMemory
+from asyncrl.memory_plan.rehearsal import ModelBytes
 from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
 
 
@@ -99,7 +99,7 @@ class ZeroModel:
         return [p for p in self._parameters if p.is_trained]
 
 
-def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line]:
+def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[MemoryItem]:
     """Memory of one rank, but for its context; all have as much."""
     offloads = config.learner.cpu_offload and config.learner.device != "cpu"
     kept = list(_kept_lines(model, config))
@@ -114,14 +114,14 @@ def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Line
     gathered = sum(zero.gathered for _, zero in engines)
     if reference:
         gathered += reference.gathered + reference.output_layer * (config.algorithm.kl_estimator == "full")
-    yield Line("buckets", len(engines) * 4 * ZERO_BUCKET, "of gradients for a collective")
+    yield MemoryItem("buckets", len(engines) * 4 * ZERO_BUCKET, "of gradients for a collective")
     if gathered:
-        yield Line("gathered weights", gathered, f"whole ones, of up to {count(ZERO_LIVE)} parameters")
+        yield MemoryItem("gathered weights", gathered, f"whole ones, of up to {count(ZERO_LIVE)} parameters")
     if on_its_way:
-        yield Line("gradients on their way", on_its_way, "in fp32, to their sums over the ranks")
+        yield MemoryItem("gradients on their way", on_its_way, "in fp32, to their sums over the ranks")
     in_a_pass = passing + gathered + on_its_way
     more = max(0, stepping - in_a_pass)
-    yield Line(WORKING, passing + more, STEPPING if more else what)
+    yield MemoryItem(WORKING, passing + more, STEPPING if more else what)
     yield allocator(in_a_pass + more)
 
 
@@ -136,33 +136,35 @@ def smaller(config: RunConfig) -> Iterator[Change]:
         yield {"learner.deepspeed.zero_stage": 3}
 
 
-def _kept_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
+def _kept_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
     """Memory of one rank that outlasts a micro-batch."""
     stage, ranks = _stage(config), config.learner.num_processes
     zero = _zero(model.divided, config)
     share = f"1/{ranks} of {count(model.trained)} that are trained, in float32"
     weights = f"{count(model.parameters)} in {config.model.dtype}"
-    yield Line(
+    yield MemoryItem(
         *(
             ("parts of the weights", zero.weights, f"1/{ranks} of {weights}")
             if stage == 3
             else ("weights", zero.weights, weights)
         )
     )
-    yield Line(
+    yield MemoryItem(
         "gradients" if stage == 1 else "parts of the gradients",
         zero.gradients,
         f"{count(model.trained)} are trained, in float32" if stage == 1 else share,
     )
-    yield Line("parts of the master weights", zero.part, share)
-    yield Line("parts of AdamW's moments", 2 * zero.part, "two averages of each")
+    yield MemoryItem("parts of the master weights", zero.part, share)
+    yield MemoryItem("parts of AdamW's moments", 2 * zero.part, "two averages of each")
     if model.critic:
         critic = _zero(model.critic.divided, config)
-        yield Line("critic", critic.weights, count(model.critic.parameters))
-        yield Line("critic's optimiser state", critic.gradients + 3 * critic.part, "gradients, masters and moments")
+        yield MemoryItem("critic", critic.weights, count(model.critic.parameters))
+        yield MemoryItem(
+            "critic's optimiser state", critic.gradients + 3 * critic.part, "gradients, masters and moments"
+        )
     if model.divided_reference:
         reference = model.reference // (ranks if stage == 3 else 1)
-        yield Line(
+        yield MemoryItem(
             "reference policy", reference, "weights and their moving averages" if config.reference.ema else "weights"
         )
 

@@ -24,7 +24,7 @@ from asyncrl.errors import UserError
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
-from asyncrl.tools.numbers import GIB
+from asyncrl.telemetry.numbers import GIB
 from protocol.endpoints import SHARED_MEMORY
 from rollout_server.weights.arrived import ArrivedWeights
 

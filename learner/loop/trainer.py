@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.host_copies import host_copy
+from asyncrl.memory_plan.refusal import check_plan
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
-from asyncrl.tools.memory_plan.advice import check_plan
-from asyncrl.tools.memory_plan.plan import changed
-from asyncrl.tools.numbers import size
+from asyncrl.telemetry.numbers import size
 from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups

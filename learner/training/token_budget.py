@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, RestartError, UserError
+from asyncrl.memory_plan.plan import CONTEXT_BYTES, device_sharing
+from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.telemetry.jsonl import write_atomically
-from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, changed, device_sharing
-from asyncrl.tools.memory_plan.token_choice import settle_tokens
 from learner.ranks.group import Ranks
 from learner.training.packing import TrainGroup
 from learner.training.rank_plan import plan_shares

@@ -12,8 +12,8 @@ import torch
 
 from asyncrl.attention import shared_prefix
 from asyncrl.config.schema import RunConfig
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
-from asyncrl.tools.memory_plan.rehearsal import rehearse, train_pass
+from asyncrl.memory_plan.live_bytes import LiveBytes
+from asyncrl.memory_plan.rehearsal import rehearse, train_pass
 from benchmarks.gpu_cycle import TINY, cycle_config
 from learner.training.engine import TorchEngine
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.memory_plan.live_bytes import nbytes
 from asyncrl.models import sampling_distribution
-from asyncrl.tools.memory_plan.live_bytes import nbytes
 from learner.ranks.group import Ranks
 from learner.training.critic import Critic
 from learner.training.engine import create_engine

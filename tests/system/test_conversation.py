@@ -21,17 +21,13 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.published import published_tensors
+from asyncrl.plugins import installed
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.tools.inspect.__main__ import main as inspect_main
-from asyncrl.tools.inspect.records import detail_record
-from asyncrl.tools.samples.model import SampleDetail, SampleImage
-from asyncrl.tools.samples.store import SampleStore
 from learner.loop.recorded_batch import as_journaled
 from learner.loop.trainer import Trainer
 from learner.network.group_verification import verify_group
-from learner.replay import main as replay_main
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
@@ -39,6 +35,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.environments import Environments
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.journal_groups import issue_and_add, throwaway_journal
+from tests.rigs.made_again import is_made_again
 from tests.rigs.pictures import picture
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
@@ -249,10 +246,11 @@ def test_a_run_samples_trains_and_replays_conversations(
         for record in group.trajectories:
             assert [len(images_of(turn.observation)) for turn in record.turns] == [1, 1, 0]
             assert record.reward == pytest.approx(0.75 + record.rewards["short"])
-    with closing(SampleStore(tmp_path / "run")) as store:
-        check_shown(store.detail(groups[0].ticket_id), groups[0])
-    check_printed(tmp_path / "run", groups[0].ticket_id, capsys)
-    assert replay_main([str(tmp_path / "run"), "--step", str(STEPS)]) == 0
+    assert is_made_again(tmp_path / "run", STEPS)
+    if "inspect" in installed("commands"):
+        from tests.plugins.viewer.shown_conversations import check_shown
+
+        check_shown(tmp_path / "run", groups[0], capsys)
 
 
 @pytest.mark.slow
@@ -295,39 +293,6 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
     scored = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(one["reward"], one["end"], len(one["turns"])) for one in scored] == [(0.75, "done", 3)] * 6
     assert scored[0]["turns"][0]["shown"][0]["parts"][0] == "8 signs"
-
-
-def check_shown(detail: SampleDetail, group: Group) -> None:
-    """`asyncrl inspect` has each turn, what followed it, and the images at their places."""
-    assert [len(message.parts) for message in detail.opening] == [2]
-    blobs = {digest: bytes(data) for digest, data in group.blobs.items()}
-    for one, record in zip(detail.trajectories, group.trajectories, strict=True):
-        assert [(turn.start, turn.end, turn.reward) for turn in one.turns] == [
-            (turn.start, turn.end, 0.25) for turn in record.turns
-        ]
-        for turn in one.turns[:-1]:
-            ((text, image),) = (message.parts for message in turn.shown)
-            assert text == "8 signs"
-            assert isinstance(image, SampleImage)
-            assert image.data == blobs[image.hash]
-        assert not one.turns[-1].shown
-    told = detail_record(detail)["trajectories"][0]["turns"][0]
-    assert told["versions"] == [0]
-    assert told["shown"][0]["parts"][1]["width"] == 42
-    assert len(detail.all_images) == len(detail.images) + 1 + 2 * len(detail.trajectories)
-
-
-def check_printed(run: Path, ticket_id: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the terminal, too: turns in their order, each with what followed, and lists by how trajectories ended."""
-    capsys.readouterr()
-    assert inspect_main([str(run), "--ticket", f"{ticket_id}.0"]) == 0
-    said = capsys.readouterr().out
-    places = [said.index(part) for part in ("turn 0", "8 signs", "turn 1", "turn 2")]
-    assert places == sorted(places), said
-    assert "42" in said[places[1] : places[2]], "the size of the picture that followed"
-    for end, count in (("done", 4), ("turns", 0)):
-        assert inspect_main([str(run), "--json", "--limit", "4", "--end", end]) == 0
-        assert len(capsys.readouterr().out.splitlines()) == count
 
 
 def stops(processor: PromptProcessor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
-from learner import replay
+from tests.rigs.made_again import is_made_again
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 from tests.system.test_resume import assert_same_run, batches, recorded, run_killed, sampled
@@ -86,7 +86,7 @@ def test_a_killed_run_replays_the_same_groups_again(
     server = start("rollout_server", file)
     try:
         assert start("learner", file, crash_at="step.trained:8").wait(timeout=120) == -9, logs(run)
-        assert replay.main([str(run), "--step", "7"]) == 0, capsys.readouterr().out
+        assert is_made_again(run, 7), capsys.readouterr().out
         before = batches(run), replayed(run), sampled(run), recorded(run)
         assert start("learner", file, "--resume").wait(timeout=120) == 0, logs(run)
         assert server.wait(timeout=60) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.tools.evaluate import evaluate
+from asyncrl.evaluation.scoring import evaluate
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.rigs.zero import HAS_ZERO, zero

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
 from learner.ranks.group import ALONE
-from learner.replay import in_one_process
 from tests.conftest import small_config
+from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.zero import HAS_ZERO, zero
 from tests.system.test_bad_input import write_rows

@@ -13,11 +13,11 @@ from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.evaluation.scoring import evaluate
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
-from asyncrl.tools.evaluate import evaluate
 from learner.checkpoint.storage import newest_checkpoint
 from learner.service import Learner
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, spec_of

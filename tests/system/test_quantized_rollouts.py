@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import max_logprob_difference
-from asyncrl.tools.samples.model import SampleQuery
-from asyncrl.tools.samples.store import SampleStore
+from asyncrl.plugins import installed
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 
@@ -42,7 +41,7 @@ def test_a_run_learns_from_fp8_rollouts_and_says_what_they_are(
     assert "it samples with fp8 weights" in log
     (server,) = json.loads((run / "status.json").read_text())["servers"] or [{"quantization": "fp8"}]
     assert server["quantization"] == "fp8"
-    store = SampleStore(run)
-    (row, *_) = store.find(SampleQuery()).rows
-    assert store.detail(row.ticket_id).quantization == "fp8"
-    store.close()
+    if "inspect" in installed("commands"):
+        from tests.plugins.viewer.shown_conversations import check_quantization
+
+        check_quantization(run, "fp8")

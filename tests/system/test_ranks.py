@@ -20,10 +20,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
-from learner.replay import in_one_process
 from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from tests.conftest import small_config
+from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config

@@ -21,11 +21,11 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.ports import free_port
 from asyncrl.launch.train import train
+from asyncrl.recorded_run.run import read_run
 from asyncrl.run_folder.contents import CANDIDATE_FILE, next_attempt
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run
 from asyncrl.telemetry.recorder import read_status
-from asyncrl.tools.recorded_run import read_run
 from tests.rigs.small_runs import STEPS, logs, save_failure, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import exit_codes, wait_until

@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
-from learner import replay
+from tests.rigs.made_again import is_made_again
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 
@@ -193,4 +193,4 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_of_both(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     for name in ("kl_coef", "entropy_coeff", "critic/value"):
         assert len({line[name] for line in lines}) > 3, f"{name} should move"
-    assert replay.main([str(run), "--step", "5"]) == 0, capsys.readouterr().out
+    assert is_made_again(run, 5), capsys.readouterr().out

@@ -15,12 +15,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
+from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.tools.inspect.__main__ import main as inspect_main
-from asyncrl.tools.inspect.records import detail_record
-from asyncrl.tools.samples.store import SampleStore
-from learner.replay import main as replay_main
 from protocol.messages import Group
+from tests.rigs.made_again import is_made_again
 from tests.rigs.small_runs import logs
 from tests.rigs.thinking import make_thinking_model
 from tests.rigs.tiny import ROOT
@@ -67,8 +65,11 @@ def test_a_run_samples_trains_and_replays_rewritten_histories(
     processor = PromptProcessor(config.model)
     why = Counter(reason for group in groups for reason in reasons(group, processor))
     assert why.keys() == {"thinking", "image", "both", "neither"}
-    check_shown(run, groups, capsys)
-    assert replay_main([str(run), "--step", str(STEPS)]) == 0
+    assert is_made_again(run, STEPS)
+    if "inspect" in installed("commands"):
+        from tests.plugins.viewer.shown_conversations import check_segments
+
+        check_segments(run, groups, capsys)
 
 
 def reasons(group: Group, processor: PromptProcessor) -> list[str]:
@@ -85,21 +86,3 @@ def reasons(group: Group, processor: PromptProcessor) -> list[str]:
             assert stays == (thought or gone)
             found.append("both" if thought and gone else "thinking" if thought else "image" if gone else "neither")
     return found
-
-
-def check_shown(run: Path, groups: list[Group], capsys: pytest.CaptureFixture[str]) -> None:
-    """`asyncrl inspect` says where a segment begins, and shows what it begins with."""
-    group, index = next((g, i) for g in groups for i, r in enumerate(g.trajectories) if len(r.segment_starts) > 1)
-    turns = group.trajectories[index].turns
-    with closing(SampleStore(run)) as store:
-        told = detail_record(store.detail(group.ticket_id))["trajectories"][index]["turns"]
-    assert [turn["context"] for turn in told] == [turn.context for turn in turns]
-    capsys.readouterr()
-    assert inspect_main([str(run), "--ticket", f"{group.ticket_id}.{index}"]) == 0
-    said = capsys.readouterr().out
-    number, first = next((n, turn) for n, turn in enumerate(turns) if turn.context)
-    assert (
-        said.index(f"turn {number - 1}")
-        < said.index(f"{first.context} tokens of history")
-        < said.index(f"turn {number}")
-    )

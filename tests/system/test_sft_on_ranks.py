@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
-from learner.replay import in_one_process
+from tests.rigs.one_process import in_one_process
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, write_config
 from tests.rigs.waiting import exit_codes

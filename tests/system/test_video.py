@@ -15,11 +15,11 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
+from asyncrl.evaluation.scoring import evaluate
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.model_inputs import prompt_positions
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.tools.evaluate import evaluate
 from learner.loop.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.codec import Limits, decode, encode

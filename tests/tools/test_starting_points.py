@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.config.changes import changed
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.load import load_config
+from asyncrl.memory_plan.plan import make_plan
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tools.memory_plan.plan import changed, make_plan
 from rollout_server.engines.vllm.rules import device_problem
 from tests.rigs.tiny import ROOT
 

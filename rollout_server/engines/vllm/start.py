@@ -19,13 +19,13 @@ from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
+from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
 from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors
-from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
-from asyncrl.tools.memory_plan.token_choice import settle_tokens
-from asyncrl.tools.numbers import GIB
+from asyncrl.telemetry.numbers import GIB
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE

@@ -12,8 +12,8 @@ from benchmarks import random_models
 from tests.rigs.full_micro_batch import Shape
 from tests.rigs.rank_memory import ZERO_BUCKET
 from tests.rigs.zero import HAS_ZERO, zero
-from tests.tools.test_memory_plan import SHAPE
-from tests.tools.test_memory_plan_ranks import (
+from tests.unit.asyncrl.test_memory_plan import SHAPE
+from tests.unit.asyncrl.test_memory_plan_ranks import (
     ABOVE,
     BF16,
     CHECKPOINTED,

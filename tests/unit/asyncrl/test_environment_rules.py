@@ -14,7 +14,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.survey.held_out import conversation_limits, evaluation_ticket
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
-from asyncrl.tools.doctor.data import find_rewards
 from protocol.messages import Prompt
 
 LAMP = {"name": "tests/rigs/lamp.py:Lamp"}
@@ -102,10 +101,6 @@ def test_a_run_has_a_reward_function_or_an_environment_that_rewards(
     config = make_config(**ROOM, environment=environment, reward=NOTHING)
     with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
         check_inputs(config, "learner", "rollout_server")
-    nothing: Any = None
-    with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
-        (finding,) = find_rewards(config, nothing, nothing)  # asks no row where there is no function
-        assert finding.value == f"{environment['name']} alone rewards: its turns (reward.functions is empty)"
     check_inputs(make_config(**ROOM, environment=environment), "learner", "rollout_server")
 
 

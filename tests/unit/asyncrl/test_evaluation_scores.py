@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.evaluation import scoring as module
+from asyncrl.evaluation.scoring import evaluate
 from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.tools import evaluate as module
-from asyncrl.tools.evaluate import evaluate
 
 
 def test_completions_of_a_row_are_one_observation_and_those_without_a_score_are_counted() -> None:

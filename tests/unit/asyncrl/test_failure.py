@@ -20,6 +20,7 @@ from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.launch.processes import Service
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
+from asyncrl.panel.run_snapshot import RunSnapshot
 from asyncrl.run_folder.failure import (
     FAILURE_FILE,
     Failure,
@@ -28,7 +29,6 @@ from asyncrl.run_folder.failure import (
     failure_of,
     read_failure,
 )
-from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from tests.rigs.small_runs import save_failure
 
 

@@ -14,7 +14,7 @@ from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.launch import inputs
 from asyncrl.launch.processes import learner_service, server_services
-from asyncrl.tools.memory_plan.plan import device_sharing, servers_per_gpu
+from asyncrl.memory_plan.plan import device_sharing, servers_per_gpu
 
 MakeConfig = Callable[..., RunConfig]
 UUIDS = ("GPU-8932f937", "GPU-5ebe9e43", "MIG-3eb87630")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,34 +15,16 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device, unseen_gpus
 from asyncrl.errors import UserError
 from asyncrl.launch import inputs
-from asyncrl.tools.doctor import machine
-from asyncrl.tools.doctor.machine import find_devices
 from rollout_server.engines.vllm import rules
+from tests.rigs.gpu_driver import Driver, script, unseen_gpu
 from tests.rigs.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
-Driver = Callable[[str], None]
-
-
-def script(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """A machine with one GPU and a driver of this version, in which torch sees no device."""
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(inputs, "DRIVERS", (tmp_path,))
-    unseen_gpus.cache_clear()
-
-    def has(version: str) -> None:
-        script(tmp_path / "bin", "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {version}'")
-
-    return has
+    return unseen_gpu(tmp_path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -90,64 +70,6 @@ def test_the_launcher_says_it_before_anything_is_written_and_vllm_is_not_blamed(
         inputs.check_devices(make_config(), ("learner", "rollout_server"))
     with pytest.raises(UserError, match=r"rollout.device is auto, but nvidia-smi shows"):
         rules.problems(make_config(rollout={"engine": "vllm"}))
-
-
-def test_doctor_says_it_with_the_fix(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver("535.183.01")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    nothing = json.dumps({"torch": "2.13.0", "cuda": "13.0", "devices": []})
-    with subprocess.Popen(["echo", nothing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listing:
-        (found,) = [finding for finding in find_devices(listing) if finding.verdict == "problem"]
-    assert "driver 580 or newer" in found.value
-    assert found.fix == "Update the driver"
-
-
-def test_doctor_asks_torch_about_devices_only_where_there_is_a_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does so in another process, which imports torch for two seconds."""
-    monkeypatch.setattr(machine, "LIST_DEVICES", "print('asked')")
-    for drivers, asked in (((tmp_path / "nvidiactl",), False), ((tmp_path,), True)):
-        monkeypatch.setattr(machine, "DRIVERS", drivers)
-        with machine.listed_devices() as listing:
-            assert (listing is not None) == asked
-            if listing is None:
-                (found,) = find_devices(None)
-                assert found.value.startswith("the CPU alone")
-
-
-@pytest.mark.parametrize(
-    ("programs", "headers", "says"),
-    [
-        (("gcc",), True, None),
-        (("clang",), True, None),
-        ((), True, "no C compiler"),
-        (("gcc",), False, r"no header of Python \(.*Python.h\)"),
-    ],
-)
-def test_doctor_looks_for_what_triton_compiles_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: tuple[str, ...], headers: bool, says: str | None
-) -> None:
-    device = {"name": "NVIDIA H100", "total": 80 << 30, "free": 79 << 30}
-    shown = json.dumps({"torch": "2.13.0", "cuda": "13.0", "devices": [device]})
-    with subprocess.Popen(["echo", shown], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listing:
-        listing.wait(timeout=10)
-        (tmp_path / "bin").mkdir()
-        for program in programs:
-            script(tmp_path / "bin", program, "exit 0")
-        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setattr(machine, "installed_version", {"vllm": "0.32.0"}.get)
-        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path / "include")})
-        if headers:
-            (tmp_path / "include").mkdir()
-            (tmp_path / "include" / "Python.h").touch()
-        found = [finding for finding in find_devices(listing) if finding.what == "compiler"]
-    assert len(found) == (says is not None)
-    for finding in found:
-        assert finding.verdict == "problem"
-        assert re.search(says or "", finding.value)
-        assert "python3-dev" in finding.fix
 
 
 @pytest.mark.parametrize(("device", "code"), [("", 2), ("cpu", 0)])

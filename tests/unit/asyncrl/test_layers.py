@@ -33,9 +33,7 @@ TORCH_FREE = (
     "asyncrl/environments/",
     "asyncrl/rewards/",
     "asyncrl/telemetry/",
-    "asyncrl/tools/inspect/",
-    "asyncrl/tools/report/",
-    "asyncrl/tools/samples/",
+    "asyncrl/recorded_run/",
     "asyncrl/journal/",
     "asyncrl/run_folder/",
 )

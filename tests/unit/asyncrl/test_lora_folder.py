@@ -18,12 +18,12 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.evaluation.scoring import evaluate
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.tools.evaluate import evaluate
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, made_up_adapter, merged, spec_of
 from tests.rigs.policies import fresh_logits

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.live_bytes import LiveBytes
 from asyncrl.models import output_head
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, VOCABULARY, WIDTH = 250, 1000, 16

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from asyncrl.config.engine_rules import SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.live_bytes import nbytes
-from asyncrl.tools.memory_plan.plan import make_plan
+from asyncrl.memory_plan.live_bytes import nbytes
+from asyncrl.memory_plan.plan import make_plan
 from learner.training import optimizers
 from tests.unit.learner.test_master_weights import check_equal, prepared, take_step, trained
 

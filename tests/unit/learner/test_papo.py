@@ -14,8 +14,8 @@ from asyncrl.algorithms.losses import perception_loss
 from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import blacken_patches
+from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.tools.memory_plan.rehearsal import rehearse
 from learner.training.batch import Batch, make_batch
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep

@@ -1,0 +1,1 @@
+"""Scores of a model folder on held-out rows, without the services."""

@@ -1,0 +1,249 @@
+"""Score a model folder on the held-out rows with nothing but transformers: `asyncrl eval CONFIG --model FOLDER`.
+
+Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards. Rows that an
+environment answers are played as in a run (rollout_server/evaluation.py); what is said of the scores is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.survey.held_out import held_out_prompts
+from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
+from asyncrl.environments.conversations import describe_conversations
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.model_files.folder import describe_model, model_folder
+from asyncrl.models.loading import has_vision, model_class, torch_dtype
+from asyncrl.models.lora import is_adapter_folder, load_merged
+from asyncrl.processing.model_inputs import place_text_after_videos
+from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
+from asyncrl.processing.prompt_media import media_arguments
+from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.spec import check_rewarded
+from asyncrl.telemetry.jsonl import write_atomically
+from protocol.messages import TrajectoryRecord
+
+BATCH_COMPLETIONS = 64
+PROGRESS_S = 10.0
+"""Seconds between two lines that say how far it is."""
+
+
+class EvaluatedRow(NamedTuple):
+    sample: RewardSample
+    """Sample of a completion; of a conversation the row, without its images, and the last turn's text."""
+    score: Score
+    record: TrajectoryRecord | None = None
+    """Record of a conversation that has begun."""
+    turns: Sequence[dict[str, Any]] = ()
+    """Turns of a conversation, as JSON (`described_turns`)."""
+
+
+class EvaluationProgress:
+    """Says every PROGRESS_S seconds on stderr how many completions there are, and how long the others may take."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began = self._told = time.monotonic()
+
+    def reached(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._told <= PROGRESS_S or not 0 < done < self._total:
+            return
+        self._told, left = now, (now - self._began) / done * (self._total - done)
+        print(f"{done} of {self._total} completions, about {left:.0f} s are left", file=sys.stderr, flush=True)
+
+
+def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> EvaluationScores:
+    """Score every held-out row with the model in `folder`, or with its adapter on `model.path`.
+
+    `evaluation.group_size` completions a row at `evaluation.temperature`, 0 being greedy, from the whole distribution.
+    `prefix`: text that every completion is made to begin with, as part of it.
+    """
+    return summarise(config, score_held_out(config, folder, prefix=prefix))
+
+
+def score_held_out(config: RunConfig, folder: Path, *, prefix: str = "") -> list[EvaluatedRow]:
+    """Every completion that `evaluate` looks at with its score, those of a row one after the other."""
+    samples = complete_held_out(config, folder, prefix)
+    return [EvaluatedRow(*pair) for pair in zip(samples, asyncio.run(_score(config, samples)), strict=True)]
+
+
+def summarise(config: RunConfig, scored: Sequence[EvaluatedRow]) -> EvaluationScores:
+    """Raises UserError where no completion could be scored, BadStateError where the environment lost most of them."""
+    size, name = config.evaluation.group_size, config.reward.accuracy_component
+    scores = [item.score for item in scored]
+    if lost := [score for score in scores if score.error_kind.startswith("environment_")]:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(s.error_kind for s in lost).most_common())
+        if len(lost) > len(scores) / 2:
+            raise BadStateError(
+                f"the environment failed in {len(lost)} of {len(scores)} trajectories ({kinds}): means over the others "
+                f"would say little. The last one says: {lost[-1].error_message}. Bring back what the environment needs "
+                "(a service, a file, memory) or repair it (asyncrl env try), then evaluate again"
+            )
+    if all(score.reward is None for score in scores):
+        raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
+    known = [
+        None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
+        for score in scores
+    ]
+    return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
+
+
+def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
+    """Text that `asyncrl eval` prints. Raises as `summarise` does."""
+    scores, size = summarise(config, scored), config.evaluation.group_size
+    found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
+    found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
+    lines = ["   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])]
+    if means := _component_means(scored):
+        lines.append("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+    return "\n".join([*lines, *_conversation_lines(scored)])
+
+
+def _component_means(scored: Sequence[EvaluatedRow]) -> dict[str, float]:
+    """Mean of each component over the completions that have a score."""
+    known = [item.score.components for item in scored if item.score.reward is not None]
+    return {name: fmean(components[name] for components in known) for name in (known[0] if known else ())}
+
+
+def _conversation_lines(scored: Sequence[EvaluatedRow]) -> list[str]:
+    """Means of turns and calls, and counts of ends and errors, for people; none where nothing was a conversation."""
+    records = [item.record for item in scored if item.record is not None]
+    if not records:
+        return []
+    found = {name.removeprefix("env/"): value for name, value in describe_conversations(records).items()}
+    names = ("turns", "segments", "calls", "call_error_rate", "reward_with_calls", "reward_without_calls")
+    ends = {name.removeprefix("ends/"): int(value) for name, value in found.items() if name.startswith("ends/")}
+    errors = Counter(item.score.error_kind for item in scored if item.score.error_kind)
+    lines = ["conversations   " + "   ".join(f"{name} {found[name]:.4f}" for name in names if name in found)]
+    lines.append("ends   " + "   ".join(f"{name} {count}" for name, count in ends.items() if count))
+    if errors:
+        lines.append("without a score   " + "   ".join(f"{kind} {count}" for kind, count in errors.most_common()))
+    return lines
+
+
+def write_scored(scored: Sequence[EvaluatedRow], file: Path) -> None:
+    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null); of a
+    conversation its turns, too, and how it ended."""
+    lines = (
+        {
+            "row_id": sample.row_id,
+            "answer": sample.answer,
+            "columns": sample.columns,
+            "completion": sample.completion,
+            "components": None if score.reward is None else score.components,
+            "reward": score.reward,
+            "error": score.error_message,
+            **({"error_kind": score.error_kind, "end": record.end, "turns": list(turns)} if record else {}),
+        }
+        for sample, score, record, turns in scored
+    )
+    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    write_atomically(file, text.encode("utf-8", "surrogatepass"))
+
+
+def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list[RewardSample]:
+    """Completions of every held-out row, those of a row one after the other, as `evaluate` scores them."""
+    config = resolve_dtype(config)
+    if config.environment.is_used:
+        raise UserError(
+            "the configuration has an environment that answers, and this samples one turn: the scores would not be the "
+            "run's. `asyncrl eval` plays the turns"
+        )
+    check_rewarded(config)
+    is_adapter = is_adapter_folder(folder)
+    whole = model_folder(config.model) if is_adapter else folder
+    processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
+    rows = list(held_out_prompts(config, processor)[1])
+    hf_config = describe_model(whole)
+    device = resolve_device(config.rollout.device, "rollout.device")
+    compute_in_full_float32()
+    if is_adapter:
+        model = load_merged(config.model, folder)
+    else:
+        model = model_class(hf_config).from_pretrained(folder, dtype=torch_dtype(config.model))
+        place_text_after_videos(model)
+    model = model.to(device).eval()
+    banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
+    size, temperature = config.evaluation.group_size, config.evaluation.temperature
+    sampling = {
+        "max_new_tokens": config.data.max_response_length,
+        "suppress_tokens": banned or None,
+        # The folder's generation_config.json may cut the distribution: a top_k of 50 is transformers' own default.
+        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
+        "do_sample": temperature > 0,
+    }
+    torch.manual_seed(config.trainer.seed)
+    samples: list[RewardSample] = []
+    per_batch = max(1, BATCH_COMPLETIONS // size)
+    progress = EvaluationProgress(len(rows) * size)
+    for start in range(0, len(rows), per_batch):
+        chunk = [rendered for rendered in rows[start : start + per_batch] for _ in range(size)]
+        texts = _generate(model, processor, chunk, prefix, sampling, has_vision(hf_config))
+        samples += [
+            sample_of(
+                rendered.prompt,
+                text,
+                rendered.blobs,
+                "stop" if ended else "length",
+                num_tokens=num_tokens,
+                max_tokens=config.data.max_response_length,
+            )
+            for rendered, (text, ended, num_tokens) in zip(chunk, texts, strict=True)
+        ]
+        progress.reached(len(samples))
+    return samples
+
+
+@torch.inference_mode()
+def _generate(
+    model: Any,
+    processor: PromptProcessor,
+    rows: Sequence[RenderedPrompt],
+    prefix: str,
+    sampling: dict[str, Any],
+    vision: bool,
+) -> list[tuple[str, bool, int]]:
+    """Text of each completion, whether it ended by itself, and its number of tokens."""
+    texts = [processor.render(rendered.prompt) + prefix for rendered in rows]
+    blobs = {digest: data for rendered in rows for digest, data in rendered.blobs.items()}
+    arguments = media_arguments([rendered.prompt for rendered in rows], blobs) if vision else {}
+    processor.tokenizer.padding_side = "left"
+    inputs = processor.processor(
+        text=texts, padding=True, return_tensors="pt", add_special_tokens=False, **arguments
+    ).to(model.device)
+    output = model.generate(**inputs, **sampling)
+    tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
+    stops = completions == tokenizer.eos_token_id
+    ended, before = stops.any(dim=1).tolist(), (stops.cumsum(dim=1) == 0).sum(dim=1).tolist()
+    decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return [(prefix + text, stop, n + stop) for text, stop, n in zip(decoded, ended, before, strict=True)]
+
+
+async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> list[Score]:
+    """`samples`: those of a row one after the other."""
+    pool, size = RewardPool(config.reward), config.evaluation.group_size
+    await pool.start()
+    try:
+        groups = [pool.group(size) for _ in range(len(samples) // size)]
+        return await asyncio.gather(
+            *(groups[number // size].score(number % size, sample) for number, sample in enumerate(samples))
+        )
+    finally:
+        await pool.close()

@@ -1,0 +1,1 @@
+"""A run directory read again: `run` its files, `findings` its problems, `learning` whether it learned."""

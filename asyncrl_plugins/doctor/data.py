@@ -1,0 +1,207 @@
+"""Checks of rows (length, refusals, train/held-out overlap) and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig, ModelConfig, component_name
+from asyncrl.data.dataset import RowSource
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
+from asyncrl.errors import UserError
+from asyncrl.model_files.folder import model_folder
+from asyncrl.model_files.weight_files import weight_files
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.score import Score
+from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
+from asyncrl.telemetry.numbers import size
+from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
+
+COMPARED_ROWS = 64
+"""Rows whose text is looked at for a template that forgets the question."""
+_ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
+
+
+def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
+    """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
+    processor, data = prompt_processor(config), config.data
+    survey = survey_rows(rows, renderer, processor, config, purpose)
+    took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
+    columns = ", ".join(rows.columns)
+    yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")
+    counted = f"{len(rows):,} {purpose} rows"
+    left_out = survey.leaves_out(data)
+    for refused in _alike(survey):
+        reason, fix = split_fix(refused[0][1])
+        value = f"{len(refused):,} of {counted} cannot be used (such as {refused[0][0]}): {reason}"
+        fix = fix or "mend these rows or leave them out"
+        if left_out:
+            yield Finding("bad rows", f"{value}; they are left out (data.on_bad_row=skip)", "warning", fix)
+        else:
+            yield Finding("bad rows", value, "problem", fix)
+    if any(survey.facts):
+        yield _judge_lengths(survey, data, counted, left_out=left_out)
+    texts, questions = _compare(data, rows, survey.usable[:COMPARED_ROWS], renderer, processor)
+    if len(texts) == 1 and len(questions) > 1:
+        number = min(COMPARED_ROWS, len(survey.usable))
+        value = f"all of {number} {purpose} rows become one and the same prompt, though they ask different things"
+        fix = "the template (data.format_prompt, or the model's chat template) has to print `content`"
+        yield Finding("template", value, "problem", fix)
+    return survey
+
+
+def find_overlap(train: RowSurvey, held_out: RowSurvey) -> Findings[None]:
+    """Report held-out prompts that are also in the training data."""
+    trained = {facts.digest: index for index, facts in enumerate(train.facts) if facts}
+    asked = {facts.digest: index for index, facts in enumerate(held_out.facts) if facts}
+    shared = [(index, trained[digest]) for digest, index in asked.items() if digest in trained]
+    value = f"{len(shared):,} of {len(asked):,} held-out prompts are trained on, too"
+    if shared:
+        held, same = held_out.row_ids(shared[0][0]), train.row_ids(shared[0][1])
+        fix = "take them out of one of data.train_files and data.val_files"
+        yield Finding("held-out is apart", f"{value}: {held} is {same}", "warning", fix)
+    else:
+        yield Finding("held-out is apart", value)
+
+
+def _alike(survey: RowSurvey) -> Iterable[list[tuple[str, str]]]:
+    """Rows that were refused and their messages, those together that have the same wrong with them."""
+    alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for index, error in sorted(survey.refused.items()):
+        message = _ROW.sub("", error)
+        alike[re.sub(r"\d+|'[^']*'|\S*/\S*", "#", message)].append((survey.row_ids(index), message))
+    return alike.values()
+
+
+def _compare(
+    config: DataConfig, rows: RowSource, indices: Sequence[int], renderer: PromptRenderer, processor: PromptProcessor
+) -> tuple[set[str], set[str]]:
+    """Prompts of some rows, and their questions before any template."""
+    texts, questions = set[str](), set[str]()
+    for index in indices:
+        row = rows[index]
+        texts.add(processor.render(renderer.render(row, rows.row_id(index)).prompt))
+        questions.add(str(row.get(config.prompt_key)))
+    return texts, questions
+
+
+def _judge_lengths(survey: RowSurvey, config: DataConfig, counted: str, *, left_out: bool) -> Finding:
+    """Report min, median and max length; a problem if rows over the limit are not left out."""
+    lengths, limit = np.array([facts.tokens for facts in survey.facts if facts]), config.max_prompt_length
+    value = (
+        f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
+    )
+    over = survey.overlong
+    if not over:
+        return Finding("prompt lengths", value)
+    value = f"{len(over):,} of {counted} are longer (such as {survey.row_ids(over[0])}): {value}"
+    if left_out:
+        return Finding("prompt lengths", f"{value}; they are left out", "note")
+    leave = ", or data.on_bad_row=skip to leave such rows out" if survey.usable else ""
+    most = int(np.percentile(lengths, 99, method="lower"))  # one odd row decides neither memory nor speed of all
+    fix = f"set data.max_prompt_length={lengths.max()}{leave}"
+    if limit < most < lengths.max():
+        fix = f"set data.max_prompt_length={most} for 99 of 100 rows, {lengths.max()} for all{leave}"
+    return Finding("prompt lengths", value, "problem", fix)
+
+
+# --- rewards ---------------------------------------------------------------------------------------
+
+ROWS = 3
+"""Rows that are scored."""
+ROWS_TRIED = 100
+"""Rows looked at for that: those that cannot be rendered do not count."""
+NOTHING = "nothing"
+
+
+def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+    check_rewarded(config)
+    check_rewards(config.reward)
+    if not config.reward.functions:
+        yield Finding("reward", f"{config.environment.name} alone rewards: its turns (reward.functions is empty)")
+        return
+    yield from _reward_models(config)
+    scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
+    failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
+    for name, score in failed:
+        value = f"{score.error_kind} on {name}: {score.error_message}"
+        fix = "mend the function: a trajectory that it fails on is left out of training, never scored 0"
+        yield Finding("reward", value, "problem", fix)
+        return  # the others are of the same function
+    if not scored:
+        yield Finding("reward", "was loaded, but there is no row to score", "note")
+        return
+    for name in config.reward.component_names:
+        parts = [
+            f"{', '.join(f'{score.components[name]:g}' for score in scores)} for {completion}"
+            for completion, scores in scored.items()
+        ]
+        yield Finding("reward", f"{name}: {'; '.join(parts)}")
+    weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
+    worthless = weighted.pop(NOTHING)
+    if not config.environment.is_used and all(values == worthless for values in weighted.values()):
+        value = f"the weighted sum does not tell {' or '.join(weighted)} from {NOTHING}"
+        fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, mend it"
+        yield Finding("reward", value, "warning", fix)
+
+
+def _reward_models(config: RunConfig) -> Iterator[Finding]:
+    """Memory of reward models, which the memory plan leaves out: every rollout server has the weights of each once."""
+    for part in config.reward.functions:
+        scorer = scorer_of(part)
+        path, device = scorer.model(part) if scorer else ("", "")
+        if path:
+            nbytes = sum(file.stat().st_size for file in weight_files(model_folder(ModelConfig(path=path))))
+            each = f", for each of {config.rollout.servers} servers" if config.rollout.servers > 1 else ""
+            value = f"{component_name(part)}: {size(nbytes)} of weights on {device}{each}; the plan is without it"
+            yield Finding("reward model", value, "note")
+
+
+def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[RenderedPrompt, dict[str, object]]]:
+    for index in range(min(len(rows), ROWS_TRIED)):
+        row = dict(rows[index])
+        try:
+            yield renderer.render(row, rows.row_id(index)), row
+        except UserError:  # find_prompts reports it
+            continue
+
+
+async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
+    """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
+    processor = PromptProcessor(config.model)
+    pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
+    await pool.start()
+    try:
+        scored: dict[str, list[Score]] = defaultdict(list)
+        for rendered, row in rows:
+            completions = {"the answer": str(rendered.prompt.answer), NOTHING: ""}
+            if row.get(key):
+                completions[key] = str(row[key])
+            samples = [
+                sample_of(
+                    rendered.prompt,
+                    text,
+                    rendered.blobs,
+                    "stop",
+                    num_tokens=len(processor.tokenize(text)) + 1,
+                    max_tokens=config.data.max_response_length,
+                )
+                for text in completions.values()
+            ]
+            group = pool.group(len(samples))
+            scores = await asyncio.gather(*(group.score(i, sample) for i, sample in enumerate(samples)))
+            for name, score in zip(completions, scores, strict=True):
+                scored[name].append(score)
+        return scored
+    finally:
+        await pool.close()

@@ -1,0 +1,142 @@
+"""The model folder's small files, and the memory plan against what devices, host and /dev/shm have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from asyncrl.config.changes import changed
+from asyncrl.config.device_rules import meant_device
+from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
+from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import resolve_dtype
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
+from asyncrl.memory_plan.items import Phase
+from asyncrl.memory_plan.plan import PIXELS, MemoryPlan, make_plan
+from asyncrl.memory_plan.refusal import check_shared_memory
+from asyncrl.memory_plan.token_choice import settle_tokens
+from asyncrl.model_files.weight_files import check_weights
+from asyncrl.telemetry.numbers import GIB, size
+from asyncrl_plugins.doctor.advice import advice
+from asyncrl_plugins.doctor.findings import Finding, Findings, problem
+from asyncrl_plugins.doctor.machine import Device, memory_limit
+
+
+def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
+    """Checks the folder, and whether devices and engine here can do what is wanted. Returns its config.json."""
+    described = check_model(config)
+    check_lengths(config, described)
+    check_weights(config.model)
+    check_devices(config, ("learner", "rollout_server"))
+    check_engine(config)
+    kind = described.get("model_type", "of no stated type")
+    yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
+    if (quantization := config.rollout.quantization) != "none":
+        held = "held in 8 bits; vLLM has run so on a CPU, and is unproven on a GPU"
+        if config.rollout.engine == "hf":
+            held = f"rounded and held in {resolve_dtype(config).model.dtype}, so that no memory is saved"
+        yield Finding("rollout weights", f"{quantization}, made anew from each version, {held}", "note")
+    if gpus := gpus_of_run(config):
+        yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
+    return described
+
+
+def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[MemoryPlan]:
+    """Compares the plan with the devices that the configuration means on this machine."""
+    meant = {
+        f"{side}.device": meant_device(getattr(config, side).device, cuda=bool(devices))
+        for side in ("learner", "rollout")
+    }
+    assigned = assign_gpus(config, len(devices))
+    config = changed(config, {key: name for key, name in meant.items() if name == "cpu"})
+    totals = [devices[number].total for number in assigned.learner if number < len(devices)]
+    config, chosen = settle_tokens(config, min(totals, default=0))
+    if chosen:
+        yield Finding("micro-batches", chosen, "note")
+    plan = make_plan(config)
+    on_host: list[int] = []
+    for place, phase in enumerate(plan.phases):
+        is_servers = phase.name.startswith("engine")
+        name = meant["rollout.device" if is_servers else "learner.device"]
+        numbers = assigned.servers[0][:1] if is_servers else assigned.learner
+        if not numbers and name.startswith("cuda"):
+            numbers = (int(name.partition(":")[2] or 0),)
+        if not numbers or max(numbers) >= len(devices):
+            on_host.append(place)
+            continue
+        for number in numbers:
+            yield _on_gpu(plan, phase, devices[number], number)
+    asleep = sum(line.nbytes for line in plan.host)
+    pixels = sum(line.nbytes for line in plan.host if line.name == PIXELS)
+    needed = _host_need(plan, on_host)
+    available = psutil.virtual_memory().available
+    free = min(available, memory_limit() or available)
+    value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
+    if needed - pixels > free:
+        if ranks := _fewer_ranks(plan, on_host, free):
+            fix = f"fewer ranks: learner.num_processes={ranks} fits"
+            yield Finding("host memory", value, "problem", fix)
+        else:
+            yield _too_large(plan, "host memory", value, free - asleep)
+    elif needed > free:
+        value += f". {size(pixels)} of it are pixels, if all prompts of data.max_prompt_length were images"
+        fix = "lower data.max_prompt_length or batch.prompts_per_step if most of your prompts are images"
+        yield Finding("host memory", value, "warning", fix)
+    else:
+        yield Finding("host memory", value)
+    yield _budget(plan)
+    try:
+        yield Finding("room to publish", check_shared_memory(plan))
+    except UserError as error:
+        yield problem("room to publish", error)
+    return plan
+
+
+def _host_need(plan: MemoryPlan, on_host: Sequence[int]) -> int:
+    """Bytes of host memory, with the phases at these places of the plan, which have no GPU."""
+    phases = [plan.phases[place] for place in on_host]
+    ranks = plan.config.learner.num_processes
+    needs = [phase.nbytes * (1 if phase.name.startswith("engine") else ranks) for phase in phases]
+    return sum(line.nbytes for line in plan.host) + (sum(needs) if plan.sharing == "apart" else max(needs, default=0))
+
+
+def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
+    """The most ranks, halved until host memory has room for them without pixels; 0 where one has not, either."""
+    ranks = plan.config.learner.num_processes // 2
+    while ranks:
+        fewer = make_plan(changed(plan.config, {"learner.num_processes": ranks}), plan.model)
+        pixels = sum(line.nbytes for line in fewer.host if line.name == PIXELS)
+        if _host_need(fewer, on_host) - pixels <= free:
+            break
+        ranks //= 2
+    return ranks
+
+
+def _on_gpu(plan: MemoryPlan, phase: Phase, device: Device, number: int) -> Finding:
+    what, value = f"memory cuda:{number}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
+    if phase.nbytes > device.total:
+        return _too_large(plan, what, value, device.total)
+    if phase.nbytes > device.free:
+        value += f", of which {size(device.free)} are free now"
+        return Finding(what, value, "warning", "end what holds the rest: nvidia-smi lists the processes")
+    return Finding(what, value)
+
+
+def _too_large(plan: MemoryPlan, what: str, value: str, room: int) -> Finding:
+    """A problem, with the settings that would bring the plan under `room`, if any would."""
+    *lines, last = advice(replace(plan, config=changed(plan.config, {"gpu_memory.budget_gib": max(room, 1) / GIB})))
+    fix = last if last.startswith("Together") else "no setting makes it fit: use a smaller model, or a larger device"
+    return Finding(what, value, "problem", fix, tuple(lines))
+
+
+def _budget(plan: MemoryPlan) -> Finding:
+    budget = f"gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}"
+    if not plan.budget:
+        return Finding("memory budget", f"none ({budget}); the table: asyncrl doctor --plan", "note")
+    if plan.excess:
+        return _too_large(plan, "memory budget", f"{budget}, and the run needs {size(plan.peak)}", plan.budget)
+    return Finding("memory budget", f"{size(plan.peak)} of {budget}")

@@ -1,0 +1,107 @@
+"""`asyncrl doctor --plan`: the memory table of a configuration or of a model folder, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.changes import changed
+from asyncrl.config.device_rules import meant_dtype
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE
+from asyncrl.config.load import load_config
+from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
+from asyncrl.devices.device import visible_gpus
+from asyncrl.errors import ExitCode
+from asyncrl.memory_plan.items import Phase, count
+from asyncrl.memory_plan.plan import MemoryPlan, make_plan
+from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
+from asyncrl.model_files.folder import read_config
+from asyncrl.telemetry.numbers import GIB, size
+from asyncrl_plugins.doctor.advice import advice
+
+_SHARING = {
+    "turns": "one device, in turns (trainer.mode=sync)",
+    "together": "one device, both at the same time",
+    "apart": "two devices",
+}
+_SERVERS_BESIDE_RANKS = {
+    "turns": "and a server on the same devices, in turns (trainer.mode=sync)",
+    "together": "and servers on the ranks' devices at the same time",
+    "apart": "and servers on other devices",
+}
+
+
+def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
+    """Print the table of a configuration, or of a model folder with the default settings. `auto` is planned as a GPU.
+
+    Returns the exit code: 2 where the plan does not fit its budget."""
+    config = _planned_config(target, overrides)
+    config, chosen = settle_tokens(changed(config, {"model.dtype": meant_dtype(config, cuda=True)}), gpu_bytes(config))
+    plan = make_plan(config)
+    print("\n".join([describe(plan), *([chosen] if chosen else [])]))
+    return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED
+
+
+def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
+    if not target.is_dir():
+        return load_config(target, overrides)
+    read_config(ModelConfig(path=str(target)))  # refuses what is no model folder
+    defaults = (
+        f"model.path={target}",
+        "run_dir=plan",
+        "data.train_files=[plan]",
+        "reward.functions=[{function: exact_match}]",
+    )
+    return load_config(None, [*defaults, *overrides])
+
+
+def describe(plan: MemoryPlan) -> str:
+    """The memory table, and whether it fits."""
+    config = plan.config
+    adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
+    text = [
+        f"{config.model.path}: {count(plan.model.parameters)} parameters in {config.model.dtype}{adapted}"
+        f"; engine {config.rollout.engine}; {_devices(plan)}"
+    ]
+    unit, divisor = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
+    for part in (*plan.phases, Phase("host memory", plan.host)):
+        text += ["", f"  {part.name.upper():<36}{unit:>9}"]
+        text += [f"  {line.name:<36}{line.nbytes / divisor:>9.2f}  {line.why}" for line in part.lines]
+        if part in plan.phases:
+            text.append(f"  {'= at most':<36}{part.nbytes / divisor:>9.2f}")
+    return "\n".join([*map(str.rstrip, text), "", *_verdict(plan), *_placement(plan)])
+
+
+def _devices(plan: MemoryPlan) -> str:
+    ranks = plan.config.learner.num_processes
+    if ranks == 1:
+        return _SHARING[plan.sharing]
+    return f"{ranks} ranks of {plan.config.learner.engine}, {_SERVERS_BESIDE_RANKS[plan.sharing]}"
+
+
+def _placement(plan: MemoryPlan) -> list[str]:
+    """Placement of planned servers without visible GPUs, and the way to plan the other placement."""
+    learner, rollout = plan.config.learner, plan.config.rollout
+    if learner.device in ("auto", "cuda") and 0 < len(visible_gpus()) < learner.num_processes:
+        return [f"NOTE: {learner.num_processes} ranks need a GPU each, and {len(visible_gpus())} are planned for"]
+    is_open = {learner.device, rollout.device} <= {"auto", "cuda"} and rollout_engine(rollout.engine).has_model
+    if not is_open or plan.sharing != "together" or visible_gpus():
+        return []
+    enough = learner.num_processes + rollout.servers * rollout.tensor_parallel_size
+    gpus = ",".join(map(str, range(enough)))
+    return [
+        "No GPU is seen here: servers are planned on the learner's. `asyncrl train` gives them GPUs of their own where "
+        f"there are enough; {GPUS_VARIABLE}={gpus} before this command plans for {enough} GPUs"
+    ]
+
+
+def _verdict(plan: MemoryPlan) -> list[str]:
+    budget = f"gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}"
+    if not plan.budget:
+        fits = f"Fits a device of {size(plan.peak)} and more"
+        return [f"{fits}. Set gpu_memory.budget_gib to have a run refused that does not"]
+    if plan.excess:
+        return [f"DOES NOT FIT {budget}", *advice(plan)]
+    return [f"Fits {budget}, with {size(plan.budget - plan.peak)} left"]

@@ -1,0 +1,19 @@
+"""`asyncrl inspect` and `asyncrl report`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import NoReturn
+
+from asyncrl.launch.command import become
+
+
+def run_inspect(arguments: Namespace) -> NoReturn:
+    become("asyncrl_plugins.viewer.inspect", *arguments.words)
+
+
+def run_report(arguments: Namespace) -> int:
+    from asyncrl_plugins.viewer.report.write import write_report
+
+    write_report(arguments.run_dirs, arguments.output)
+    return 0

@@ -1,0 +1,116 @@
+"""What `asyncrl doctor` says of rows, templates and rewards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.data.survey.row_survey import RowSurvey
+from asyncrl_plugins.doctor.data import find_overlap, find_prompts, find_rewards
+from asyncrl_plugins.doctor.examine import run_check
+from asyncrl_plugins.doctor.findings import Finding, Report
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def write_rows(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **data: Any) -> dict[str, Any]:
+    """The `data` section for these rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
+    return {"train_files": [str(file)], "val_files": [], "max_prompt_length": 40, **data}
+
+
+def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], RowSurvey]:
+    report = Report(as_json=True)
+    findings = find_prompts(config, open_train(config.data), purpose, PromptRenderer(config.data))
+    look = run_check(report, "prompts", findings)
+    assert look is not None
+    return {finding.what: finding for finding in report.findings}, look
+
+
+def test_rows_that_would_be_refused_or_are_too_long_are_counted(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{"prompt": "q"}, {"prompt": "word " * 100}]
+    rows += [{"prompt": f"<image> {i}", "images": []} for i in range(4)]
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, on_bad_row="stop")))
+    assert found["training rows"].value.startswith("6 with columns answer, prompt, images; all of them looked at in")
+    refused, long = found["bad rows"], found["prompt lengths"]
+    assert refused.verdict == "problem"
+    assert refused.value.startswith("4 of 6 training rows cannot be used (such as rows.jsonl:2): ")
+    assert refused.value.endswith("1 <image> placeholder(s) in the prompt, 0 image(s) in column 'images'")
+    assert refused.fix == "Write one <image> per image, or none to put the images first"
+    assert (long.verdict, "1 of 6 training rows are longer (such as rows.jsonl:1)" in long.value) == (
+        "problem",
+        True,
+    )
+    longest = re.search(r"to (\d+) tokens", long.value)
+    assert longest
+    assert long.fix.startswith(f"set data.max_prompt_length={longest[1]}, or data.on_bad_row=skip")
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows)))
+    assert (found["bad rows"].verdict, found["prompt lengths"].verdict) == ("warning", "note")
+
+
+def test_a_template_that_forgets_the_question(make_config: MakeConfig, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("Answer the question.")
+    rows = [{"prompt": f"question {i}"} for i in range(3)]
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, format_prompt=str(template))))
+    assert found["template"].verdict == "problem"
+    assert "data.format_prompt" in found["template"].fix
+
+
+def test_held_out_rows_that_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    _, train = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])))
+    _, twin = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "b"}, {"prompt": "c"}])), "held-out")
+    (found,) = list(find_overlap(train, twin))
+    assert found.value == "1 of 2 held-out prompts are trained on, too: rows.jsonl:0 is rows.jsonl:1"
+    assert found.verdict == "warning"
+    _, other = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "c"}])), "held-out")
+    assert [finding.verdict for finding in list(find_overlap(train, other))] == ["ok"]
+
+
+def rewards_of(make_config: MakeConfig, tmp_path: Path, body: str, **reward: Any) -> list[Finding]:
+    file = tmp_path / "my_reward.py"
+    file.write_text(f"import time\ndef score(sample):\n    {body}\n")
+    functions = [{"function": f"{file}:score"}]
+    config = make_config(reward={"functions": functions, "workers": 1, **reward})
+    return list(find_rewards(config, open_train(config.data), PromptRenderer(config.data)))
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict", "value"),
+    [
+        (
+            "return float(sample.completion == sample.answer)",
+            "ok",
+            "score: 1, 1, 1 for the answer; 0, 0, 0 for nothing; 0, 0, 0 for target",
+        ),
+        ("return 0.5", "warning", "the weighted sum does not tell the answer or target from nothing"),
+        (
+            "time.sleep(60)",
+            "problem",
+            "reward_timeout on the answer: reward component 'score' was not done after 0.5 s",
+        ),
+    ],
+)
+def test_what_a_reward_gives_for_the_answer_and_for_nothing(
+    make_config: MakeConfig, tmp_path: Path, body: str, verdict: str, value: str
+) -> None:
+    found = rewards_of(make_config, tmp_path, body, timeout_s=0.5)[-1]
+    assert found.verdict == verdict
+    assert found.value.startswith(value)
+
+
+def test_an_environment_alone_may_reward(make_config: MakeConfig) -> None:
+    room: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
+    config = make_config(**room, environment={"name": "tests/rigs/lamp.py:Lamp"}, reward={"functions": []})
+    nothing: Any = None
+    (finding,) = find_rewards(config, nothing, nothing)  # asks no row where there is no function
+    assert finding.value == f"{config.environment.name} alone rewards: its turns (reward.functions is empty)"

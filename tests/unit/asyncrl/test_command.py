@@ -1,0 +1,50 @@
+"""`asyncrl ... | head`: a command ends where nobody reads it any more, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.command import READER_GONE, command
+from tests.unit.asyncrl.test_panel import write_run
+
+CHANGES_WHAT_IS_PRINTED = ("PYTHONUNBUFFERED", "COLUMNS")
+ASYNCRL = (sys.executable, "-m", "asyncrl")
+
+
+def run_unread(*command: str) -> tuple[int, str]:
+    """Exit code and stderr of a command whose reader has gone before it begins."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name not in CHANGES_WHAT_IS_PRINTED}
+    try:
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True, check=False, timeout=120
+        )
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+def test_a_command_ends_with_who_reads_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    assert run_unread(*ASYNCRL, "config-reference") == (READER_GONE, "")
+    assert run_unread(*ASYNCRL, "train", "--help") == (READER_GONE, "")
+    assert run_unread(*ASYNCRL, "watch", str(tmp_path / "run")) == (READER_GONE, ""), "rich prints it"
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    @command
+    def main() -> int:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        with ours:
+            return ours.send(b"x")
+
+    with pytest.raises(BrokenPipeError):
+        main()

@@ -1,0 +1,520 @@
+"""The plan against measured tensors of real models on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.changes import changed
+from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs
+from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
+from asyncrl.memory_plan.plan import (
+    CONTEXT_BYTES,
+    GRAPHS_BYTES,
+    GRAPHS_LEFT_BYTES,
+    PIXELS,
+    MemoryPlan,
+    make_plan,
+    prefilled_prompts,
+    vllm_memory_utilization,
+)
+from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.rehearsal import rehearse
+from asyncrl.models import output_head, sampling_distribution
+from asyncrl.models.loading import load_model
+from asyncrl.models.published import published_tensors
+from asyncrl.models.quantized_weights import quantizable
+from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.rows import joined_row, sampled_piece
+from asyncrl.telemetry.numbers import GIB, size
+from benchmarks.random_models import make_model
+from learner.loop.trainer import Trainer
+from learner.training.critic import Critic
+from learner.training.engine import TorchEngine
+from protocol.messages import Sampling
+from rollout_server.engines.base import GenerationRequest, Parking
+from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_loop import DecodeLoop
+from rollout_server.engines.hf.engine import HFEngine
+from tests.rigs.full_micro_batch import full_micro_batch, image_prompt
+
+MakeConfig = Callable[..., RunConfig]
+
+PROMPT, RESPONSE, GROUP, GROUPS = SHAPE = 64, 32, 4, 2
+ABOVE = 1.6
+"""A plan is for the worst micro-batch (every token's logits, images in the place of every prompt token): at most so
+many times what a usual one takes, and never below it."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny", "tiny")
+
+
+def planned(make_config: MakeConfig, folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "freeze_vision_tower": True},
+        "data": {"max_prompt_length": PROMPT, "max_response_length": RESPONSE, "val_files": []},
+        "batch": {"group_size": GROUP, "tokens_per_microbatch": GROUPS * (PROMPT + GROUP * RESPONSE)},
+        "learner": {"device": "cpu"},
+        "rollout": {"device": "cpu", "max_concurrent_sequences": 8},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return make_config(**base)
+
+
+def items(plan: MemoryPlan) -> str:
+    """Names and reasons of all items, as text."""
+    return "\n".join(f"{item.name}: {item.why}" for phase in plan.phases for item in phase.lines)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing", "frozen"),
+    [("float32", False, False), ("float32", True, True), ("bfloat16", False, True), ("bfloat16", True, False)],
+)
+def test_an_update_takes_what_was_planned(
+    make_config: MakeConfig, small: Path, dtype: str, checkpointing: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second update of two micro-batches by the real engine."""
+    monkeypatch.setattr(sampling_distribution, "CACHED_VALUES", 2**40)  # in one piece, as on the GPU that is planned
+    model = {"dtype": dtype, "freeze_vision_tower": frozen}
+    config = planned(make_config, small, model=model, learner={"gradient_checkpointing": checkpointing})
+    plan = rehearse(config)
+    engine = TorchEngine(config, config.learner.optim, 10)
+    engine.prepare()
+    trained = engine.unwrap_model()
+    weights = [*trained.parameters(), *trained.buffers()]
+    micro_batch = full_micro_batch(trained, SHAPE)
+    for _ in range(2):
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    gradients = [p.grad for p in trained.parameters() if p.grad is not None]
+    with LiveBytes("cpu", known=[*weights, *gradients]) as live:
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    assert live.peak <= plan.passing <= ABOVE * live.peak
+    engine.optimizer_step()
+    moments = [
+        value for values in engine.updates.optimizer.state.values() for key, value in values.items() if key != "step"
+    ]
+    assert (plan.weights, plan.gradients, plan.moments) == (nbytes(weights), nbytes(gradients), nbytes(moments))
+    assert plan.masters == nbytes(engine.updates.masters.copies())
+    assert (plan.masters > 0) == (dtype == "bfloat16")
+    assert plan.published == nbytes(t for _, t in published_tensors(trained))
+
+
+def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig, small: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "algorithm": {"adv_estimator": "gae"}}
+    config = planned(make_config, small, **sections, trainer={"mode": "sync"}, learner={"cpu_offload": True})
+    plan = make_plan(config)
+    assert plan.model.critic
+    engine = TorchEngine(config, config.learner.optim, 10)
+    engine.prepare()
+    model = engine.unwrap_model()
+    micro_batch = full_micro_batch(model, SHAPE)
+    engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
+    assert live.peak <= plan.model.passing <= ABOVE * live.peak
+    engine.optimizer_step()
+    on_host = [
+        *engine.updates.masters.copies(),
+        *(v for s in engine.updates.optimizer.state.values() for k, v in s.items() if k != "step"),
+    ]
+    assert plan.model.masters + plan.model.moments == nbytes(on_host)
+    device = {line.name: line.nbytes for line in plan.phases[0].lines}
+    assert device.keys() == {"weights", "critic", "working memory", "allocator"}
+    assert device["critic"] == plan.model.critic.weights
+    host = {line.name: line.nbytes for line in plan.host}
+    assert host["optimiser state, offloaded"] == plan.model.offloaded + plan.model.critic.offloaded
+    assert host["learner asleep"] == plan.model.weights + plan.model.critic.weights
+
+
+def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config: MakeConfig, small: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        config = planned(make_config, small, learner={"gradient_checkpointing": checkpointing})
+        engine = TorchEngine(config, config.learner.optim, 10)
+        engine.prepare()
+        engine.backward(engine.forward(full_micro_batch(engine.unwrap_model(), SHAPE)).logprobs.sum())
+        gradients.append([p.grad for p in engine.unwrap_model().parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, dtype: str) -> None:
+    sections: dict[str, dict[str, Any]] = {"data": {"max_response_length": 8}, "trainer": {"mode": "sync"}}
+    plan = make_plan(planned(make_config, small, model={"dtype": dtype}, **sections))
+    model: Any = load_model(plan.config.model, device=torch.device("cpu")).eval().requires_grad_(False)
+    assert plan.model.weights == nbytes([*model.parameters(), *model.buffers()])
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
+    requests = [GenerationRequest(i, image_prompt(model, PROMPT), GROUP, i, sampling) for i in range(2)]
+    batch = DecodeBatch(model, (), torch.device("cpu"))
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        batch.join(batch.prefill(requests, 0))
+        for _ in range(6):
+            batch.step(0)
+        cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))
+    assert cached == 8 * cache_columns(PROMPT + 6) * plan.model.cache_per_token
+    lines = {line.name: line.nbytes for line in plan.phases[1].lines}
+    assert lines["KV cache"] == 8 * cache_columns(PROMPT + 8) * plan.model.cache_per_token
+    assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak
+
+
+def test_rows_that_are_parked_take_the_memory_of_those_that_run(make_config: MakeConfig, small: Path) -> None:
+    """All rows at once end a turn, and go on together, four and eight tokens further."""
+    environment = {"name": "some.py:Where", "limits": {"turns": 3, "tokens_per_turn": 8, "images": 0}, "workers": 8}
+    plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, environment=environment))
+    model: Any = load_model(plan.config.model, device=torch.device("cpu")).eval().requires_grad_(False)
+    stops = tuple(range(model.config.text_config.vocab_size))
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=stops, banned_token_ids=())
+    prompt = image_prompt(model, PROMPT)
+    requests = [
+        GenerationRequest(i, prompt, GROUP, i, sampling, parking=tuple(Parking() for _ in range(GROUP)))
+        for i in range(2)
+    ]
+    batch = DecodeBatch(model, (), torch.device("cpu"))
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        done = batch.join(batch.prefill(requests, 0))
+        first, live.peak = live.peak, live.live
+        for turn in (1, 2):
+            later: list[GenerationRequest] = []
+            for number, row in enumerate(done):
+                before = row.request.encoded_prompt(row.index)
+                said = np.asarray([*row.token_ids, *[5] * (4 + 4 * (number % 2))], np.int32)
+                longer = joined_row(replace(before, pixel_values=None), [sampled_piece(said)])
+                longer = replace(longer, pixel_values=prompt.pixel_values)  # one copy of them, which is the host's
+                later.append(
+                    GenerationRequest(number, longer, 1, 0, sampling, stream=(number, turn), parking=(Parking(),))
+                )
+            parked = [one for one in (row.parked for row in done) if one]
+            assert len(parked) == 8
+            done.clear()
+            done = batch.join(batch.prefill_behind(later, parked, 0))
+            del parked
+    assert {len(row.parked) for row in done if row.parked} == {PROMPT + 10, PROMPT + 18}
+    (line,) = (line for line in plan.phases[1].lines if line.name == "KV cache")
+    assert "parked" in line.why
+    lines = {line.name: line.nbytes for line in plan.phases[1].lines}
+    assert live.peak < first <= lines["KV cache"] + lines["working memory"] <= 2 * first
+
+
+def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -> None:
+    """Beside a policy with adapters it is a whole model, with its own optimiser state."""
+    config = planned(make_config, small, model={"lora": {"rank": 4}}, algorithm={"adv_estimator": "gae"})
+    plan = rehearse(config)
+    assert plan.critic
+    critic = Critic(config, 10)
+    critic.prepare()
+    weights = [*critic.model.parameters(), *critic.model.buffers()]
+    micro_batch = full_micro_batch(critic.model, SHAPE)
+    critic.backward(critic.values(micro_batch).sum())
+    gradients = [p.grad for p in critic.model.parameters() if p.grad is not None]
+    with LiveBytes("cpu", known=[*weights, *gradients]) as live:
+        critic.backward(critic.values(micro_batch).sum())
+    assert live.peak <= plan.critic.passing <= ABOVE * live.peak
+    assert (plan.critic.weights, plan.critic.gradients) == (nbytes(weights), nbytes(gradients))
+    lines = {line.name: line.nbytes for line in make_plan(config).phases[0].lines}
+    assert lines["critic"] == nbytes(weights) + 3 * nbytes(gradients)
+    assert "critic" not in {line.name for line in make_plan(planned(make_config, small)).phases[0].lines}
+
+
+def test_an_offloaded_reference_has_the_place_of_the_gradients(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, algorithm={"kl_loss_coef": 0.1}, model={"dtype": "bfloat16"}, learner={})
+    config = changed(config, {"learner.device": "cuda"})
+    model = rehearse(config)
+    assert 0 < model.reference <= model.gradients * 1.2
+    for ema in (0.0, 0.9):
+        whole = changed(config, {"reference.ema": ema})
+        model = rehearse(whole)
+        there, offloaded = make_plan(whole, model), make_plan(changed(whole, {"reference.offload": True}), model)
+        saved = min(model.reference, model.gradients)
+        assert there.phases[0].nbytes - offloaded.phases[0].nbytes == saved
+        assert sum(line.nbytes for line in offloaded.host) - sum(line.nbytes for line in there.host) == model.reference
+
+
+def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, model={"lora": {"rank": 4}})
+    full, adapted = rehearse(planned(make_config, small)), rehearse(config)
+    # rank * (in + out) of each linear layer of the text model: q, k, v, o, gate, up, down; adapters are fp32
+    shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
+    numbers = 2 * sum(4 * (a + b) for a, b in shapes)
+    assert adapted.trained == numbers
+    assert adapted.gradients == adapted.published == 4 * numbers
+    assert adapted.moments == 2 * 4 * numbers
+    assert adapted.parameters == full.parameters + numbers
+
+
+# --- phases --------------------------------------------------------------------------------------
+
+
+def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path) -> None:
+    def phases(mode: str, learner: str, rollout: str) -> dict[str, int]:
+        config = planned(
+            make_config, small, trainer={"mode": mode}, learner={"device": learner}, rollout={"device": rollout}
+        )
+        return {phase.name: phase.nbytes for phase in make_plan(config).phases}
+
+    together = phases("async", "auto", "auto")
+    apart = phases("async", "cuda:0", "cuda:1")
+    turns = phases("sync", "auto", "auto")
+    assert list(apart) == list(turns) == ["learner awake", "engine awake"]
+    assert list(together) == ["learner and engine at the same time"]
+    assert sum(together.values()) == pytest.approx(sum(apart.values()), rel=1e-3)
+    assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
+
+
+def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: MakeConfig, small: Path) -> None:
+    def weights(engine: str, quantization: str) -> int:
+        rollout = {"engine": engine, "quantization": quantization, "device": "cuda:1"}
+        config = planned(make_config, small, model={"dtype": "bfloat16"}, rollout=rollout)
+        phase = make_plan(config).phases[-1]
+        (line,) = [line for line in phase.lines if line.name == "weights"]
+        assert (quantization in line.why) == (engine == "vllm" and quantization != "none")
+        return line.nbytes
+
+    model = load_model(planned(make_config, small, model={"dtype": "bfloat16"}).model, device=torch.device("cpu"))
+    matrices = [model.get_parameter(name) for name in quantizable(model)]
+    saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
+    assert saved > 0
+    assert weights("vllm", "none") - weights("vllm", "fp8") == saved
+    assert weights("hf", "none") == weights("hf", "fp8")
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, 1), (0, 2), (4, 2)])
+def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
+    """With adapters the base weights are not published: they must be kept."""
+    config = planned(
+        make_config, small, trainer={"mode": "sync"}, model={"lora": {"rank": rank}}, rollout={"sleep_level": level}
+    )
+    (line,) = [line for line in make_plan(config).host if line.name == "engine asleep"]
+
+    async def keep() -> int:
+        bans_nothing: Any = SimpleNamespace(placeholder_ids=())
+        engine = HFEngine(config, bans_nothing)
+        await engine.start()
+        await engine.sleep()
+        kept = sum(item.what.nbytes for item in engine._sleeper._sleeping if item.offset >= 0)
+        await engine.close()
+        return kept
+
+    assert asyncio.run(keep()) == line.nbytes
+    assert ("not published" in line.why) == (level == 2 and rank > 0)
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: MakeConfig, small: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"max_response_length": 512},
+        "batch": {"tokens_per_microbatch": 8192},
+        "gpu_memory": {"budget_gib": 1.3},
+        "trainer": {"mode": "sync"},
+    }
+    config = planned(make_config, small, learner={"device": "auto"}, rollout={"device": "auto"}, **sections)
+    with pytest.raises(UserError) as refused:
+        check_plan(config)
+    assert check_plan(changed(config, {"gpu_memory.budget_gib": 0})) is None
+    fits = check_plan(changed(config, {"gpu_memory.budget_gib": 4}))
+    assert fits is not None
+    assert fits.peak <= 4 * GIB
+    text = str(refused.value)
+    assert "gpu_memory.budget_gib is 1.3, but the learner awake needs" in text
+    assert "asyncrl doctor --plan CONFIG" in text
+
+
+def test_the_learners_gpu_is_the_limit_where_there_is_no_budget(
+    make_config: MakeConfig, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are loaded; what happens on another GPU is not counted."""
+    tokens = {"data": {"max_response_length": 512}, "batch": {"tokens_per_microbatch": 8192}}
+    devices: dict[str, dict[str, Any]] = {"learner": {"device": "cuda"}, "rollout": {"device": "cuda:1"}}
+    config = planned(make_config, small, **tokens, **devices)
+    (phase, _) = make_plan(config).phases
+    gpu = type("Properties", (), {"total_memory": phase.nbytes - 1})()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    said = rf"the learner's GPU has {size(phase.nbytes - 1)}, but the learner awake needs .*\nLower batch"
+    with pytest.raises(UserError, match=said):
+        Trainer(config, processor=None, num_rows=8)  # type: ignore[arg-type]
+    fits = check_plan(config, phase.nbytes)
+    assert fits is not None
+    assert fits.phases == (phase,)
+    assert check_plan(config) is None
+    monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", 2**16)
+    assert make_plan(config).phases[0].nbytes < phase.nbytes, "the logits of a chunk are counted, not all"
+
+
+def test_only_the_learner_needs_room_for_published_weights(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be on another machine, or start when two versions are published already."""
+    nearly_full = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: nearly_full)
+    config = make_config(gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match=r"published weights need .* MiB free\. .*--shm-size=\d+g"):
+        check_inputs(config, "learner")
+
+
+# --- channels between devices --------------------------------------------------------------------
+
+LEARNER_DEVICE = {"nccl": "cuda:2", "cuda_ipc": "cuda:0"}
+
+
+def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
+    """A configuration with the devices of channel `where`."""
+    rollout = {"device": "cuda:0", "weights_channel": channel, **sections.pop("rollout", {})}
+    return planned(make_config, folder, learner={"device": LEARNER_DEVICE[where]}, rollout=rollout, **sections)
+
+
+@pytest.mark.parametrize(
+    ("channel", "engine", "servers"),
+    [
+        ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}, 1),
+        ("cuda_ipc", {"engine": "vllm"}, 2),
+    ],
+    ids=str,
+)
+def test_versions_in_device_memory_are_planned(
+    make_config: MakeConfig, small: Path, channel: str, engine: dict[str, Any], servers: int
+) -> None:
+    rollout = {**engine, "servers": servers}
+    plan, other, auto = (
+        make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm", "auto")
+    )
+    assert auto.phases == other.phases
+    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
+    version = plan.model.published
+    wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
+    if channel == "nccl":
+        wanted |= {"nccl of the learner": servers * NCCL_BYTES, "nccl of the rollout server": servers * NCCL_BYTES}
+    assert {name: lines[name] for name in wanted} == wanted
+    more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
+    assert len(more) == (2 if channel == "nccl" else 1)
+    assert sum(more) == sum(wanted.values())
+    assert all(part > 0 for part in more)
+    assert f"rollout.weights_channel={channel}" in items(plan)
+    assert "weights that" not in items(other)
+
+
+# --- vllm ----------------------------------------------------------------------------------------
+
+
+def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) -> None:
+    """Beside the learner's context in turns, and beside the versions that arrive over a device channel."""
+    turns = planned(
+        make_config,
+        small,
+        trainer={"mode": "sync"},
+        gpu_memory={"budget_gib": 24},
+        learner={"device": "cuda:0"},
+        rollout={"device": "cuda:0", "engine": "vllm"},
+    )
+    assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - CONTEXT_BYTES / GIB) / 80, abs=1e-3)
+    assert vllm_memory_utilization(turns, 24 * GIB) < 1 - CONTEXT_BYTES / GIB / 24 + 1e-9
+    sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
+    shm, nccl = (
+        vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
+        for channel in ("shm", "nccl")
+    )
+    beside = rehearse(planned(make_config, small)).published + NCCL_BYTES
+    assert (shm, nccl) == (0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3))
+    rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
+    config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
+    with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
+        vllm_memory_utilization(config, 80 * GIB)
+
+
+def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, small: Path) -> None:
+    """They stay on the device unless vLLM takes them to the host, which keeps only what CUDA itself has of them."""
+
+    def learner_awake(**engine_args: Any) -> tuple[int, int]:
+        """Bytes on the device beside the learner's, and asleep on the host."""
+        rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
+        device = {"learner": {"device": "auto"}, "rollout": rollout}
+        plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **device))
+        phase = plan.phases[0]
+        graphs = sum(line.nbytes for line in phase.lines if "graphs" in line.name)
+        awake = sum(line.nbytes for line in plan.phases[1].lines if "graphs" in line.name)
+        assert awake == (0 if engine_args.get("enforce_eager") else GRAPHS_BYTES)
+        return graphs, sum(line.nbytes for line in plan.host if "graphs" in line.name)
+
+    assert learner_awake() == (GRAPHS_LEFT_BYTES, GRAPHS_BYTES)
+    assert learner_awake(sleep_mode_offload_cudagraph=False) == (GRAPHS_BYTES, 0)
+    assert learner_awake(enforce_eager=True) == (0, 0)
+
+
+# --- what the engine keeps to --------------------------------------------------------------------
+
+
+def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, rollout={"max_concurrent_sequences": 4096}, trainer={"mode": "sync"})
+    assert prefilled_prompts(config) == PREFILL_TOKENS // PROMPT
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
+    prompt = EncodedPrompt("row", np.full(PROMPT, 5, np.int32), np.zeros(PROMPT, np.int32), np.zeros((0, 3)), ())
+    loop = DecodeLoop(lambda: DecodeBatch(None, (), torch.device("cpu")), 4096)
+    requests = [GenerationRequest(i, prompt, GROUP, i, sampling) for i in range(600)]
+    loop._queue.extend(requests)
+    admitted: list[int] = []
+    while taken := loop._take_admissible():
+        admitted.append(len(taken))
+    assert admitted == [256, 256, 88]
+
+
+def test_a_version_that_is_evaluated_and_the_pixels_of_its_rows_are_counted(
+    make_config: MakeConfig, small: Path
+) -> None:
+    """Beside training: servers keep it, and hold held-out rows besides their training tickets."""
+    base = {"data": {"max_prompt_length": PROMPT, "val_files": ["held_out.parquet"]}, "evaluation": {"every_steps": 5}}
+    on_policy, beside = (
+        make_plan(planned(make_config, small, **base, learner={"device": "cpu", "max_staleness": bound}))
+        for bound in (0, 1)
+    )
+    assert on_policy.publications == 3 * on_policy.model.published
+    assert beside.publications == 4 * beside.model.published
+    pixels = [line.nbytes for plan in (on_policy, beside) for line in plan.host if line.name == PIXELS]
+    prompts = on_policy.config.batch.prompts_per_step
+    one = on_policy.model.pixels
+    full = image_prompt(load_model(on_policy.config.model, device=torch.device("cpu")), PROMPT)
+    assert full.pixel_values is not None
+    assert one == full.pixel_values.nbytes * PROMPT // (PROMPT - 5), "all but five tokens of that one are an image"
+    assert pixels == [prompts * one, 2 * 2 * prompts * one]
+
+
+@pytest.mark.parametrize(
+    ("network", "versions", "differences"),
+    [
+        ({"weights_fan_out": 0}, 1, 0),
+        ({}, 2, 0),
+        ({"weights_fan_out": 0, "weights_compression": "delta"}, 2, 1),
+        ({"weights_compression": "delta"}, 2, 4),
+    ],
+)
+def test_versions_that_servers_keep_are_counted(
+    make_config: MakeConfig, small: Path, network: dict[str, Any], versions: int, differences: int
+) -> None:
+    """Three servers. Differences are half a version at most: two at the learner, and two at each server that relays."""
+    rollout = {"weights_channel": "zmq", "servers": 3}
+    plan = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network, rollout=rollout))
+    host = {line.name: line.nbytes for line in plan.host}
+    assert host["weights over ZeroMQ"] == 3 * versions * plan.model.published
+    assert host.get("differences of weights", 0) == differences * (plan.model.published // 2 * 2)
+    mapped = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network))
+    assert not {"weights over ZeroMQ", "differences of weights"} & {line.name for line in mapped.host}
