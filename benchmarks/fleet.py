@@ -1,7 +1,6 @@
 """Many rollout servers on one learner, over real sockets: what limits its front door, and what relays change.
 
     python -m benchmarks.fleet [--servers 1 16 128 1024] [--seconds 10] [--mib 1] [--tokens 128] [--link-mib-s 0]
-        [--slow-servers 0] [--slow-link-mib-s 0] [--compression none delta] [--lr 1e-6 1e-4]
 
 The learner is the real network thread, ledger and journal, without a model; the servers are whole rollout servers with
 the scripted engine, many in each of a few processes. For each number of servers, with the learner sending weights to
@@ -13,12 +12,8 @@ all and with relays:
 - `back`: from the start of another learner process's network thread on the same ports to the last server that is
   welcome again, and to the last that has its weights.
 
-`--compression delta` publishes differences (network.weights_compression). With `--lr` versions are weights in bfloat16
-that have taken a step of such a size, in the place of random bytes.
-
 At the end the journal is opened again: every position of the data trained once, and the ledger adds up. With
-`--link-mib-s` each sender sends so much in a second at most, as over a network (`--slow-servers` of the servers only
-`--slow-link-mib-s`), and only publications are timed.
+`--link-mib-s` each sender sends so much in a second at most, as over a network, and only publications are timed.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ import zmq
 
 from asyncrl.journal.writer import Journal
 from asyncrl.launch.ports import free_port
-from benchmarks.fleet_servers import Cell, narrow, serve, spread
+from benchmarks.fleet_servers import Cell, narrow, serve
 from benchmarks.staleness.workload import PROCESSOR, VOCABULARY
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
@@ -115,14 +110,14 @@ class Learner:
 
     def publish(self) -> tuple[float, float, float]:
         """Seconds of the training thread, seconds to the last server, and versions' worth that the learner has sent."""
-        sent = self.network.sources.sent_bytes
+        sent = self.network.weight_tree.sent_bytes
         weights = self.cell.weights(self.version)
         began = time.monotonic()
         manifest = self.publication.publish(self.version, weights)
         self.network.call_soon(self.network.servers.announce, manifest)
         ours = time.monotonic() - began
         self.wait(self.all_loaded, f"version {self.version}")
-        times = (self.network.sources.sent_bytes - sent) / manifest.total_bytes
+        times = (self.network.weight_tree.sent_bytes - sent) / manifest.total_bytes
         return ours, time.monotonic() - began, times
 
     def take(self) -> int:
@@ -164,11 +159,9 @@ def measure(cell: Cell, folder: Path, seconds: float, publications: int) -> dict
     context = multiprocessing.get_context("spawn")
     config, shares = cell.config(*learner.ports), np.array_split(np.arange(cell.servers), min(PROCESSES, cell.servers))
     pipes, processes = [], []
-    slow = np.array(spread(cell.slow_servers, cell.servers))
     for share in shares:
         ours, theirs = context.Pipe()
-        arguments = (cell, config, len(share), int(slow[share].sum()), theirs)
-        process = context.Process(target=serve, args=arguments, daemon=True)
+        process = context.Process(target=serve, args=(cell, config, len(share), theirs), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -320,38 +313,20 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
     parser.add_argument("--tokens", type=int, default=128, help="of a completion; 2 are a group")
     parser.add_argument("--fan-out", type=int, nargs="+", default=[0, 2])
-    parser.add_argument("--compression", nargs="+", default=["none"], choices=["none", "delta"])
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.0], help="0: versions of random bytes")
     parser.add_argument("--link-mib-s", type=float, default=0.0, help="MiB per second that a sender can send")
-    parser.add_argument("--slow-servers", type=int, default=0, help="of the servers, spread evenly")
-    parser.add_argument("--slow-link-mib-s", type=float, default=0.0, help="MiB per second that they can send")
     parser.add_argument("--publications", type=int, default=2, help="timed in each cell, behind a first one")
     parser.add_argument("--folder", type=Path, default=None, help="of the journal; on the disk that runs would use")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # what a thousand servers come and go with
-    if arguments.slow_servers and not arguments.slow_link_mib_s * arguments.link_mib_s:
-        parser.error("--slow-servers needs --link-mib-s and --slow-link-mib-s")
     if arguments.link_mib_s:
-        narrow([arguments.link_mib_s])
+        narrow(arguments.link_mib_s)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threading.active_count()} thread\n", flush=True)
     rows, names = [], []
-    arms = product(arguments.servers, arguments.lr, arguments.fan_out, arguments.compression)
-    for servers, rate, fan_out, compression in arms:
-        cell = Cell(
-            servers,
-            arguments.mib,
-            arguments.tokens,
-            fan_out,
-            arguments.link_mib_s,
-            arguments.slow_servers,
-            arguments.slow_link_mib_s,
-            compression,
-            learning_rate=rate,
-        )
+    for servers, fan_out in product(arguments.servers, arguments.fan_out):
+        cell = Cell(servers, arguments.mib, arguments.tokens, fan_out, arguments.link_mib_s)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             rows.append(measure(cell, Path(folder), arguments.seconds, arguments.publications))
-        sent_as = f", {compression}, lr {rate:g}" if rate else ""
-        names.append((f"relays ({fan_out})" if fan_out else "learner") + sent_as)
+        names.append(f"relays ({fan_out})" if fan_out else "learner")
         print(names[-1], {key: round(value, 4) for key, value in rows[-1].items()}, flush=True)
     print()
     table(rows, names)

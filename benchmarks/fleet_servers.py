@@ -6,13 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal
 
 import numpy as np
-import torch
 import zmq
 import zmq.asyncio
 
@@ -46,12 +43,6 @@ class Cell:
     fan_out: int
     link_mib_s: float = 0.0
     """Bytes that each sender may send in a second, learner and server alike; 0: what this machine can."""
-    slow_servers: int = 0
-    slow_link_mib_s: float = 0.0
-    """Bandwidth of slow links; so many servers send no faster."""
-    compression: Literal["none", "delta"] = "none"
-    learning_rate: float = 0.0
-    """Largest change of a weight from one version to the next, as of a step of AdamW; 0: versions of random bytes."""
 
     @property
     def workload(self) -> Workload:
@@ -72,7 +63,6 @@ class Cell:
             control_port=control_port,
             weights_port=weights_port,
             weights_fan_out=self.fan_out,
-            weights_compression=self.compression,
             heartbeat_s=5.0,
             timeout_s=120.0,
             start_timeout_s=1800.0,
@@ -82,58 +72,33 @@ class Cell:
     @property
     def model(self) -> str:
         """The model's fingerprint."""
-        dtype, size = ("bfloat16", self.tensor_bytes // 2) if self.learning_rate else ("uint8", self.tensor_bytes)
-        return fingerprint_of((f"w{n}", f"torch.{dtype}", (size,)) for n in range(TENSORS))
+        return fingerprint_of((f"w{n}", "torch.uint8", (self.tensor_bytes,)) for n in range(TENSORS))
 
     @property
     def tensor_bytes(self) -> int:
         return (self.mib << 20) // TENSORS
 
     def weights(self, version: int) -> list[Tensor]:
-        if self.learning_rate:
-            return [self._trained(n, version) for n in range(TENSORS)]
         random = np.random.default_rng(version)
         return [
             Tensor(f"w{n}", "uint8", (self.tensor_bytes,), memoryview(random.bytes(self.tensor_bytes)))
             for n in range(TENSORS)
         ]
 
-    def _trained(self, number: int, version: int) -> Tensor:
-        """A tensor of normal weights in bfloat16, whose float32 masters have taken a step for each version."""
-        size = self.tensor_bytes // 2
-        masters = 0.02 * np.random.default_rng(number).standard_normal(size, np.float32)
-        for step in range(version):
-            change = np.random.default_rng([number, step]).random(size, np.float32)
-            masters += self.learning_rate * (2 * change - 1)
-        rounded = torch.from_numpy(masters).bfloat16()
-        return Tensor(f"w{number}", "bfloat16", (size,), rounded.view(torch.uint8).numpy().data)
 
-
-def spread(some: int, number: int) -> list[bool]:
-    """Choose some of a number of places, evenly.
-
-    >>> spread(2, 6)
-    [False, False, True, False, False, True]
-    """
-    return [(place + 1) * some // number > place * some // number for place in range(number)]
-
-
-def narrow(mib_s: Sequence[float]) -> None:
-    """Let the weights sockets of this process send chunks at these rates, in the order in which they open, in turns.
-    Chunks wait in them, as in a network card."""
+def narrow(mib_s: float) -> None:
+    """Let each weights socket of this process send chunks at this rate. They wait in it, as in a network card."""
     send, turn = LearnerSocket.send, LearnerSocket.turn
     queues: dict[LearnerSocket, tuple[deque[tuple[bytes, Chunk]], list[float]]] = {}
-    rates: dict[LearnerSocket, float] = {}
 
     def flush(self: LearnerSocket) -> None:
         waiting, free_at = queues.setdefault(self, (deque(), [0.0]))
-        rate = rates.setdefault(self, mib_s[len(rates) % len(mib_s)])
         now = time.monotonic()
         free_at[0] = max(free_at[0], now - 0.15)  # what the last look was too late for
         while waiting and free_at[0] <= now:
             identity, chunk = waiting.popleft()
             send(self, identity, chunk)
-            free_at[0] += chunk.data.nbytes / (rate * (1 << 20))
+            free_at[0] += chunk.data.nbytes / (mib_s * (1 << 20))
 
     def narrow_send(self: LearnerSocket, identity: bytes, message: Wire | Encoded) -> Delivery:
         if not isinstance(message, Chunk):
@@ -161,15 +126,14 @@ class FleetServer(ModelFreeServer):
         return self.fingerprint
 
 
-def serve(cell: Cell, config: RunConfig, number: int, slow: int, pipe: Connection) -> None:
-    """Run so many servers, some of them with a slow uplink, until the learner says goodbye. Tells the pipe what they
-    have sent each other, in bytes."""
+def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
+    """Run so many servers until the learner says goodbye. Tells the pipe what they have sent each other, in bytes."""
     logging.disable(logging.WARNING)
     sockets.POLL_S = POLL_S
     zmq.asyncio.Context.instance().set(zmq.MAX_SOCKETS, MOST_SOCKETS)
     FleetServer.fingerprint = cell.model
     if cell.link_mib_s:
-        narrow([cell.slow_link_mib_s if is_slow else cell.link_mib_s for is_slow in spread(slow, number)])
+        narrow(cell.link_mib_s)
     servers = [FleetServer(config) for _ in range(number)]
 
     async def run(server: FleetServer) -> BaseException | None:
@@ -185,7 +149,7 @@ def serve(cell: Cell, config: RunConfig, number: int, slow: int, pipe: Connectio
 
     ended = asyncio.run(all_of_them())
     problems = [repr(problem) for problem in ended if problem is not None]
-    receivers = [server.receiver.sources for server in servers if hasattr(server, "receiver")]
+    receivers = [server.receiver.puller for server in servers if hasattr(server, "receiver")]
     received = {who: sum(each.received_bytes[who] for each in receivers) for who in ("learner", "server")}
     failures = sum(sum(each.failures.values()) for each in receivers)
     pipe.send((problems, received, failures))

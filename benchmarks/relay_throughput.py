@@ -30,12 +30,12 @@ import numpy as np
 from asyncrl.config.schema import RunConfig
 from benchmarks.staleness.workload import Workload
 from benchmarks.weights_throughput import learner_process, make_tensors, receive_plainly
-from learner.network.weight_sources import WeightSources as Directory
+from learner.network.weight_tree import WeightTree
 from protocol.messages import Chunk, ChunkRequest, SourceRequest, WeightManifest, WeightsFromLearner, WeightsFromServer
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
-from rollout_server.weights.sources import WeightSources
+from rollout_server.weights.puller import WeightPuller
 
 LONGEST_S = 300.0
 
@@ -46,17 +46,17 @@ def server(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> N
 
 
 async def _fetch(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> None:
-    sources = WeightSources(config, f"session-{number}")
+    puller = WeightPuller(config, f"session-{number}")
     socket = ServerSocket(endpoint, WeightsFromLearner)
     pipe.send("ready")
     manifest: WeightManifest = await asyncio.to_thread(pipe.recv)
     into = memoryview(np.empty(manifest.total_bytes, np.uint8)).cast("B")
     before, began = time.process_time(), time.monotonic()
-    await sources.receive(socket, manifest, into)
+    await puller.receive(socket, manifest, into)
     pipe.send(time.monotonic() - began)
     await asyncio.to_thread(pipe.recv)  # the others have it, too
-    pipe.send((time.process_time() - before, sources.received_bytes, sources.failures))
-    sources.close()
+    pipe.send((time.process_time() - before, puller.received_bytes, puller.failures))
+    puller.close()
     socket.close()
 
 
@@ -75,7 +75,7 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
             of_session=sessions.get,
             count_error=print,
         )
-        directory = Directory(fan_out, 120.0, known, publication)
+        tree = WeightTree(fan_out, known, publication)
         pipes, processes = [], []
         for number in range(servers):
             ours, theirs = context.Pipe()
@@ -96,11 +96,11 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
             while isinstance(received, Received):
                 answer: Any
                 if isinstance(received.message, SourceRequest):
-                    answer = directory.answer(received.message)
+                    answer = tree.answer(received.message)
                 else:
                     assert isinstance(received.message, ChunkRequest)
                     answer = answer_chunk_request(publication, received.message)
-                    directory.sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
+                    tree.sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
                 socket.send(received.identity, answer)
                 received = socket.recv()
             done += sum(bool(pipe.recv()) for pipe in pipes if pipe.poll(0))
@@ -118,7 +118,7 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
         "servers": servers,
         "seconds": took,
         "GB/s arriving": servers * manifest.total_bytes / took / 1e9,
-        "learner sent, versions": directory.sent_bytes / manifest.total_bytes,
+        "learner sent, versions": tree.sent_bytes / manifest.total_bytes,
         "learner CPU s": cpu,
         "servers' CPU s": sum(report[0] for report in reports),
         "failed sources": failures.total(),

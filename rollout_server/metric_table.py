@@ -136,18 +136,11 @@ WEIGHTS = (
         "of servers most, where there are more than network.weights_fan_out",
         "source",
     ),
-    _counter(
-        "weight_saved_bytes",
-        "bytes",
-        "Bytes of weights that did not have to come, because differences from the version before are smaller "
-        "(network.weights_compression=delta).",
-        "most of weight_bytes for bfloat16, else 0",
-    ),
     _counter("relayed_bytes", "bytes", "Bytes of weights sent to other servers.", "at most twice weight_bytes"),
     _counter(
         "weight_source_failures",
         "transfers",
-        "Other servers that were to send a version and did not, by reason: checksum, silent, slow, gone.",
+        "Other servers that were to send a version and did not, by reason: checksum, silent, gone.",
         "checksum 0; the others when servers come and go",
         "reason",
     ),

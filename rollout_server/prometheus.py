@@ -16,7 +16,7 @@ from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metric_table import METRICS
-from rollout_server.weights.sources import WeightSources
+from rollout_server.weights.puller import WeightPuller
 
 
 class ServerExporter:
@@ -67,14 +67,13 @@ class ServerExporter:
         self.metrics["weight_seconds"].labels(phase="load").observe(loaded.load_s)
         self.metrics["weight_bytes_total"].inc(nbytes)
 
-    def fetched(self, sources: WeightSources) -> None:
+    def fetched(self, puller: WeightPuller) -> None:
         """Update at a heartbeat what came over ZeroMQ, and what went on to other servers."""
-        for source, total in sources.received_bytes.items():
+        for source, total in puller.received_bytes.items():
             self.metrics.raise_to("weight_source_bytes_total", total, source=source)
-        for reason, total in sources.failures.items():
+        for reason, total in puller.failures.items():
             self.metrics.raise_to("weight_source_failures_total", total, reason=reason)
-        self.metrics.raise_to("weight_saved_bytes_total", sources.saved_bytes)
-        self.metrics.raise_to("relayed_bytes_total", sources.sent_bytes)
+        self.metrics.raise_to("relayed_bytes_total", puller.sent_bytes)
 
     def said_hello(self) -> None:
         """Record a hello to a learner that has not answered; its silence begins with the first one."""

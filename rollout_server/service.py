@@ -322,7 +322,7 @@ class RolloutServer:
             self.exporter.beat(
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
-            self.exporter.fetched(self.receiver.sources)
+            self.exporter.fetched(self.receiver.puller)
             self.exporter.rewarded(self.rewards.output_dropped_bytes, self.rewards.counts)
             if self.environments:
                 self.exporter.environments(self.environments)

@@ -183,10 +183,6 @@ class NetworkConfig(Section):
     weights_fan_out: int = Field(default=2, ge=0)
     """Fan-out of weights over ZeroMQ: number of rollout servers that the learner, and each of these servers, sends a
     version to. 0: the learner sends it to all, and no server listens."""
-    weights_compression: Literal["none", "delta"] = "none"
-    """Compression of weights over ZeroMQ: `delta` sends a server with an older version the compressed difference, which
-    for bfloat16 is several times smaller. It pays on links slower than about 200 MB/s, and a server keeps one version
-    in host memory."""
 
 
 class LaunchConfig(Section):

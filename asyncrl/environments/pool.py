@@ -47,8 +47,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, config: EnvironmentConfig, rule: ImageRule | None = None) -> None:
-        """`rule` has the sizes of the policy's processor; its largest area is the smaller of the two. `network` is the
-        way to `environment.pool`, where there is one."""
+        """`rule` has the sizes of the policy's processor; its largest area is the smaller of the two."""
         self._config = config
         most = config.limits.image_pixels
         self._rule = rule or ImageRule()

@@ -21,7 +21,6 @@ from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, Phase, allo
 from asyncrl.memory_plan.rank_lines import host_lines_of_ranks, nccl_of_ranks, rank_lines
 from asyncrl.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.telemetry.numbers import GIB
-from protocol.weight_deltas import MOST_SHARE
 
 CONTEXT_BYTES = 5 * GIB // 8
 """CUDA's context and the libraries' workspaces of a process that has used the device: 619 MiB on an H100 (CUDA 13)."""
@@ -266,19 +265,11 @@ def prefilled_prompts(config: RunConfig) -> int:
     return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))
 
 
-def _pulled_lines(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
-    """Memory of servers for versions that come over ZeroMQ, and both sides of their differences."""
-    network, servers = config.network, config.rollout.servers
-    relays = bool(network.weights_fan_out) and config.trainer.mode == "async"
-    differences = network.weights_compression == "delta"
-    kept = ["to send it on (network.weights_fan_out)"] * relays
-    kept += ["for the difference of the next (network.weights_compression)"] * differences
-    why = "a version that arrives" + (f", and the one before {' and '.join(kept)}" if kept else "")
-    yield MemoryItem("weights over ZeroMQ", servers * (2 if kept else 1) * model.published, why + _servers(servers))
-    if differences:
-        most = int(MOST_SHARE * model.published)
-        why = "at most, of two versions: the learner's" + (f" and each server's{_servers(servers)}" if relays else "")
-        yield MemoryItem("differences of weights", 2 * most * (1 + servers * relays), why)
+def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
+    """Memory of servers for versions that come over ZeroMQ."""
+    relays, servers = bool(config.network.weights_fan_out) and config.trainer.mode == "async", config.rollout.servers
+    why = "a version that arrives" + relays * ", and the one before to send it on (network.weights_fan_out)"
+    return MemoryItem("weights over ZeroMQ", servers * (1 + relays) * model.published, why + _servers(servers))
 
 
 def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
@@ -286,7 +277,7 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
     why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
     yield MemoryItem("published weights, in /dev/shm", published_versions(config) * model.published, why)
     if config.rollout.weights_channel == "zmq":  # with auto the servers of this machine map what is published
-        yield from _pulled_lines(config, model)
+        yield _pulled_line(config, model)
     if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
         prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
         yield MemoryItem(

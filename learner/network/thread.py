@@ -32,8 +32,7 @@ from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import TicketSender
-from learner.network.weight_deltas import WeightDeltas
-from learner.network.weight_sources import WeightSources
+from learner.network.weight_tree import WeightTree
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.errors import ErrorCode
@@ -132,19 +131,9 @@ class NetworkThread(threading.Thread):
         self._mailbox = ThreadMailbox(self._context)
         device = (lambda: device_sender.source) if device_sender else (lambda: None)
         self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
-        self.sources = WeightSources(
-            config.network.weights_fan_out,
-            config.network.timeout_s,
-            self.servers,
-            publication,
-            self._sockets.known_keys,
-            sends_differences=config.network.weights_compression == "delta",
+        self.weight_tree = WeightTree(
+            config.network.weights_fan_out, self.servers, publication, self._sockets.known_keys
         )
-        self._asking: dict[bytes, SourceRequest] = {}
-        """Questions for the source of a version, by connection, that are not answered yet, the oldest first."""
-        self._deltas: WeightDeltas | None = None
-        if config.network.weights_compression == "delta":
-            self._deltas = WeightDeltas(publication, self._mailbox.post, self._send_chunk)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
@@ -217,8 +206,6 @@ class NetworkThread(threading.Thread):
         if self.is_alive():
             self.call_soon(self._begin_stop, reason, run_is_finished)
             self.join(timeout=2 * PARTING_S)
-        if self._deltas is not None:
-            self._deltas.close()
         self._sockets.close()
         self._mailbox.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
@@ -317,7 +304,6 @@ class NetworkThread(threading.Thread):
             self.servers.take_heartbeat(server_id, message)
         elif isinstance(message, WeightsLoaded):
             server.loaded = message
-            self.sources.loaded(server_id, message)
         elif isinstance(message, LeaseReturn):
             self.lease.take_return(server, message)
         elif isinstance(message, Error):
@@ -369,35 +355,17 @@ class NetworkThread(threading.Thread):
             elif isinstance(received.message, ChunkRequest):
                 self._send_chunk(received.identity, received.message)
             elif isinstance(received.message, SourceRequest):
-                if not self._name_source(received.identity, received.message):
-                    self._asking[received.identity] = received.message
+                self.weights.send(received.identity, self.weight_tree.answer(received.message))
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_sender is not None:
                 self._device_sender.end(received.identity, received.message)
-        for identity, request in list(self._asking.items()):
-            if not self._name_source(identity, request):
-                break  # those behind it wait for the same
-
-    def _name_source(self, identity: bytes, request: SourceRequest) -> bool:
-        """Tell a server whom to fetch a version from; False: it waits."""
-        answer = self.sources.answer(request)
-        if answer is None:
-            return False
-        self._asking.pop(identity, None)
-        self.weights.send(identity, answer)
-        return True
 
     def _send_chunk(self, identity: bytes, request: ChunkRequest) -> None:
-        """A chunk that finds the reader's queue full is dropped: the reader asks again."""
-        answer: Chunk | Error | None = answer_chunk_request(self.publication, request)
-        if isinstance(answer, Chunk) and self._deltas is not None:
-            answer = self._deltas.instead_of(answer, identity, request)
-        if answer is None:  # it is called again when the difference is there
-            return
+        """Answer a request for bytes. A chunk that finds the reader's queue full is dropped: the reader asks again."""
+        answer = answer_chunk_request(self.publication, request)
         if self.weights.send(identity, answer) is Delivery.SENT and isinstance(answer, Chunk):
-            self.sources.sent_bytes += answer.data.nbytes
-            self.sources.saved_bytes += request.nbytes - answer.data.nbytes
+            self.weight_tree.sent_bytes += answer.data.nbytes
 
     def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
         if self._device_sender is not None:

@@ -1,150 +1,152 @@
-"""The tree that one version travels along: who gets it from whom, and where there is room for one more.
+"""The tree that each version travels along over ZeroMQ: from which peer a server pulls it.
 
-A server has room for `fan_out` others while it is connected, can be reached, and keeps the version. The fastest come
-first, and of those that are equally fast the one that joined first.
+The learner sends a version to the first `network.weights_fan_out` servers that ask. Each later server pulls it from one
+that is receiving it or has it. No server sends a version to more than `network.weights_fan_out` others: the learner
+sends each byte to so many servers, however many there are, and the depth grows with the logarithm of their number. A
+server whose source fails keeps what has arrived, and pulls the rest from the learner.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from learner.network.servers import Servers
-from protocol.messages import WeightManifest
+from protocol.endpoints import BindError, split_endpoint
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Error, Source, SourceFailure, SourceRequest
+from protocol.weights import Publication
+
+logger = logging.getLogger(__name__)
 
 LEARNER = ""
 """The learner in the place of a server's id."""
-FAST, UNKNOWN = math.inf, 100.0
-"""Speeds of servers that have kept those behind them up, and that have not been sources; above all logarithms."""
-WAITS_S = 1.0
-"""Longest time that a server waits for a place behind those that are known to be fast."""
+KEYS_EVERY_S = 1.0
+"""Longest age of the known list of servers' public keys."""
 
 
 @dataclass
 class Node:
-    """A server that fetches a version, or has it."""
+    """A server that pulls a version, or has it."""
 
     endpoint: str
+    """Endpoint at which it sends the version on; empty: nowhere."""
     key: str
-    speed: float
-    """Speed of the link at the request."""
-    asked_at: float
-    parent: str | None = None
-    """The server that it fetches from, or the LEARNER; None: nobody yet, or the last one has failed."""
-    is_queued: bool = False
-    """True while in the tree's queue."""
-    children: set[str] = field(default_factory=set)
-    base: int | None = None
-    """A version that it has in its memory."""
-    passes_on: int | None = None
-    """The version whose differences it receives, and may send on; None: it receives plain bytes."""
-    is_complete: bool = False
-    has_left: bool = False
-    """True for a server that fetches another version now, and keeps this one for running transfers."""
-    failed: set[str] = field(default_factory=set)
-    """Servers that have failed this one."""
-    fed_at: float = 0.0
-    """Time at which its source was named."""
-    seconds: float | None = None
-    """From then until it had all; None: it has not, or had several sources."""
-    fed: set[str] = field(default_factory=set)
-    """Servers that have ever been its children."""
-    fed_most: int = 0
-    """Most children at the same time."""
-    kept_up: bool | None = None
-    """Whether it had all about as soon as its source."""
+    parent: str = LEARNER
+    children: int = 0
+    """Servers that were sent to it."""
 
 
 @dataclass
 class Tree:
-    """One version's."""
+    """Places of one version. A place is given once: who comes back asks the learner."""
 
-    manifest: WeightManifest
-    fan_out: int
-    servers: Servers
-    liars: Mapping[str, str]
-    """Servers, with their sessions, that nobody is sent to."""
-    expected: set[str]
-    """Fast servers that had a version before, and have not asked for this one."""
     nodes: dict[str, Node] = field(default_factory=dict)
-    queues: dict[float, deque[str]] = field(default_factory=dict)
-    """Servers that may have room for another child, by speed, those that joined first at the front."""
-    least_s: dict[int | None, float] = field(default_factory=dict)
-    """Shortest seconds of a transfer from the learner, by the base version of the difference."""
-    from_learner: Counter[int | None] = field(default_factory=Counter)
-    """Servers that were sent to the learner in the ordinary way, by the version whose differences they get."""
+    open: deque[str] = field(default_factory=deque)
+    """Servers that may have a free place, those that joined first at the front."""
+    from_learner: int = 0
 
-    def waits_for_fast(self, node: Node) -> bool:
-        """Whether a server that may be slow waits for fast ones: each that has not asked yet finds a place first."""
-        if node.speed == FAST or not self.expected or time.monotonic() - node.asked_at > WAITS_S:
-            return False
-        fast = (each for each in self.nodes.values() if each.speed == FAST and each.endpoint)
-        return sum(self.fan_out - len(each.children) for each in fast) <= len(self.expected)
 
-    def is_fed(self, server_id: str, asking: str) -> bool:
-        """Whether a server has the version, or receives it by a chain that does not hang on the asking one."""
-        name: str | None = server_id
-        for _ in range(len(self.nodes) + 1):
-            if name == LEARNER:
-                return True
-            node = self.nodes.get(name) if name is not None else None
-            if name is None or node is None or name == asking or name not in self.servers.connected:
-                return False
-            if node.is_complete:
-                return True
-            if node.has_left:
-                return False
-            name = node.parent
+class WeightTree:
+    """Used by the network thread; other threads may read the counters."""
+
+    def __init__(
+        self,
+        fan_out: int,
+        servers: Servers,
+        publication: Publication,
+        known_keys: Callable[[], Collection[bytes]] | None = None,
+    ):
+        """`known_keys`: public keys of the servers that may connect; None without keys."""
+        self.sent_bytes = 0
+        """Bytes of weights in chunks that the learner has sent itself."""
+        self.named: Counter[str] = Counter()
+        """Answers by the source they name: `learner`, `server`, and `learner_instead` where a server has failed."""
+        self._fan_out = fan_out
+        self._servers = servers
+        self._publication = publication
+        self._known_keys = known_keys
+        self._keys: tuple[float, tuple[str, ...]] = (float("-inf"), ())
+        self._trees: dict[int, Tree] = {}
+
+    def answer(self, request: SourceRequest) -> Source | Error:
+        """Name the source of a version for a server: the same one again until the server says that it has failed."""
+        version = request.version
+        try:
+            self._publication.check_is_meant(request.publication)
+            self._publication.manifest(version)
+        except ProtocolError as error:
+            return Error(code=error.code, reason=error.reason, version=version)
+        server_id = self._servers.of_session(request.session)
+        if server_id is None:
+            reason = "this session has not been welcomed: say hello first"
+            return Error(code=ErrorCode.NOT_WELCOME, reason=reason, version=version)
+        keys = self._peer_keys()
+        tree = self._tree(version)
+        has_key = self._known_keys is None or request.key in keys
+        endpoint = request.endpoint if has_key and _is_endpoint(request.endpoint) else ""
+        node = tree.nodes.get(server_id)
+        if node is None or node.endpoint != endpoint:  # it is new, or another process of its name
+            node = self._join(tree, server_id, Node(endpoint, request.key))
+        if request.failure is not None and node.parent == request.failure.server_id:
+            self._take_failure(server_id, node, request.failure)
+        peer_keys = keys if endpoint else ()
+        parent = tree.nodes.get(node.parent)
+        if parent is None:
+            return Source(version=version, peer_keys=peer_keys)
+        return Source(
+            version=version, server_id=node.parent, endpoint=parent.endpoint, key=parent.key, peer_keys=peer_keys
+        )
+
+    def _tree(self, version: int) -> Tree:
+        if version not in self._trees:
+            published = self._publication.versions
+            self._trees = {other: tree for other, tree in self._trees.items() if other in published}
+            self._trees[version] = Tree()
+        return self._trees[version]
+
+    def _join(self, tree: Tree, server_id: str, node: Node) -> Node:
+        """Put a server into the tree, behind the learner or the first server with a free place."""
+        tree.nodes[server_id] = node
+        if self._fan_out and tree.from_learner >= self._fan_out:
+            node.parent = self._free_place(tree, server_id)
+        tree.from_learner += node.parent == LEARNER
+        self.named["server" if node.parent else "learner"] += 1
+        if node.endpoint:
+            tree.open.append(server_id)
+        return node
+
+    def _free_place(self, tree: Tree, server_id: str) -> str:
+        """Take a place behind another server, and else behind the LEARNER."""
+        while tree.open:
+            name = tree.open[0]
+            other = tree.nodes[name]
+            if name != server_id and name in self._servers.connected and other.children < self._fan_out:
+                other.children += 1
+                return name
+            tree.open.popleft()
+        return LEARNER
+
+    def _take_failure(self, server_id: str, node: Node, failure: SourceFailure) -> None:
+        """Send a server whose source has failed to the learner."""
+        level = logging.INFO if failure.reason == "gone" else logging.WARNING
+        logger.log(level, "%s got no weights from %s (%s)", server_id, failure.server_id, failure.reason)
+        if failure.reason != "gone":  # it has gone on to newer versions, which is no fault
+            self._servers.count_error(f"relay_{failure.reason}")
+        node.parent = LEARNER
+        self.named["learner_instead"] += 1
+
+    def _peer_keys(self) -> tuple[str, ...]:
+        if self._known_keys is not None and time.monotonic() - self._keys[0] > KEYS_EVERY_S:
+            self._keys = (time.monotonic(), tuple(key.decode() for key in self._known_keys()))
+        return self._keys[1]
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        return bool(split_endpoint(text))
+    except BindError:
         return False
-
-    def free_place(self, server_id: str, node: Node) -> str | None:
-        """The server that joined first of the fastest with a free place, one that receives the same differences, or
-        plain bytes as well, where there is any; those without a place leave their queue."""
-        second = None
-        for speed in sorted(self.queues, reverse=True):
-            queue, passed = self.queues[speed], 0
-            while passed < len(queue):
-                candidate = queue[0]
-                if not self._has_room(candidate):
-                    self.nodes[queue.popleft()].is_queued = False
-                    continue
-                if candidate != server_id and candidate not in node.failed and self.is_fed(candidate, server_id):
-                    if self.nodes[candidate].passes_on == node.passes_on:
-                        return candidate
-                    second = second or candidate
-                queue.rotate(-1)
-                passed += 1
-        return second
-
-    def attach(self, server_id: str, node: Node, source_id: str) -> None:
-        """Give a server a place at a source that is another server."""
-        source = self.nodes[source_id]
-        node.parent = source_id
-        source.children.add(server_id)
-        source.fed.add(server_id)
-        source.fed_most = max(source.fed_most, len(source.children))
-
-    def release(self, server_id: str, node: Node) -> None:
-        """Free the place that a server has at its source."""
-        if node.parent in self.nodes:
-            self.nodes[node.parent].children.discard(server_id)
-            self.open(node.parent)
-
-    def open(self, server_id: str) -> None:
-        """Put a server into the queue of those that may have room, where it has any."""
-        node = self.nodes[server_id]
-        if not node.is_queued and self._has_room(server_id):
-            node.is_queued = True
-            self.queues.setdefault(node.speed, deque()).append(server_id)
-
-    def _has_room(self, server_id: str) -> bool:
-        node = self.nodes[server_id]
-        if node.has_left or not node.endpoint or server_id not in self.servers.connected:
-            return False
-        if self.liars.get(server_id) == self.servers.connected[server_id].hello.session:
-            return False
-        node.children = {child for child in node.children if child in self.servers.connected}
-        return len(node.children) < self.fan_out

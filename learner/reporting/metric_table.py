@@ -227,17 +227,10 @@ METRICS = (
         "at most network.weights_fan_out versions for each published one",
     ),
     _counter(
-        "weights_saved_bytes",
-        "bytes",
-        "Bytes of weights that the learner need not send, because differences are smaller "
-        "(network.weights_compression=delta).",
-        "several times weights_sent_bytes for bfloat16, else 0",
-    ),
-    _counter(
         "weight_sources",
         "answers",
-        "Servers that asked whom to fetch a version from, by the answer: learner, server, or learner_instead where no "
-        "server was left that could send it.",
+        "Servers that asked whom to fetch a version from, by the answer: learner, server, or learner_instead where a "
+        "server has failed to send it.",
         "learner_instead 0, some when servers come and go",
         "named",
     ),

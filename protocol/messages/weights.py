@@ -71,8 +71,6 @@ class ChunkRequest(Wire):
     publication: PeerId
     offset: int = Field(ge=0)
     nbytes: int = Field(gt=0)
-    base: Version | None = None
-    """A version of the same publication that the asking one has: the answer may be the difference from it."""
 
 
 class Chunk(Wire):
@@ -81,8 +79,6 @@ class Chunk(Wire):
     type: Literal["chunk"] = "chunk"
     version: Version
     offset: int
-    base: Version | None = None
-    """`data` is the difference from the same bytes of this version; None: it is the bytes themselves."""
     data: Blob
 
 
@@ -90,7 +86,7 @@ class SourceFailure(Wire):
     """Reason why a rollout server turned away from another one that sent it a version."""
 
     server_id: PeerId
-    reason: Literal["checksum", "silent", "slow", "gone"]
+    reason: Literal["checksum", "silent", "gone"]
     """`checksum`: bytes that differ from the learner's manifest; `gone`: it does not have the version (any more)."""
 
 
@@ -106,8 +102,6 @@ class SourceRequest(Wire):
     """Endpoint at which the asking server passes the version on to others; empty: nowhere."""
     key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
     """CURVE public key (Z85) of that endpoint; empty: none."""
-    base: Version | None = None
-    """The version that the asking server has in its memory: it can use differences from that; None: none."""
     failure: SourceFailure | None = None
     """Failure of the last source; None on the first request."""
 
@@ -122,8 +116,6 @@ class Source(Wire):
     endpoint: str = Field(default="", max_length=200)
     key: str = Field(default="", pattern=r"^[!-~]{0,40}$")
     """CURVE public key (Z85) of that endpoint; empty: it has none."""
-    within_s: Seconds = 0.0
-    """A transfer that takes longer is slow: ask for another source. 0: not known yet."""
     peer_keys: Many[Annotated[str, Field(pattern=r"^[!-~]{40}$")]] = ()
     """CURVE public keys (Z85) of the servers that may fetch from the one that asked."""
 

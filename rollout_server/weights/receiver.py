@@ -22,7 +22,7 @@ from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
 from rollout_server.weights.arrived import ArrivedWeights
 from rollout_server.weights.channels import DeviceReceiver, open_receiver
-from rollout_server.weights.sources import WeightSources
+from rollout_server.weights.puller import WeightPuller
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class WeightReceiver:
         self._endpoint = endpoint
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
-        self.sources = WeightSources(config, session)
+        self.puller = WeightPuller(config, session)
         self._device: DeviceReceiver | None = None
         """This side of a channel between devices, from its first version on."""
         self._next: tuple[Channel, Channel | None, str] | None = None
@@ -64,8 +64,6 @@ class WeightReceiver:
         self._close_socket()
         self._failures = 0
         self.channel: Channel = channel
-        if channel != "zmq":
-            self.sources.forget()
         answers = {"zmq": (Source, Chunk, Error), "shm": None}.get(channel, (TransferStart, Error))
         self._socket = dial(self._config, self._endpoint, answers) if answers else None
 
@@ -116,7 +114,7 @@ class WeightReceiver:
             os.ftruncate(fd, size)
         view = memoryview(mmap.mmap(fd, size) if fd >= 0 else bytearray(size))
         try:
-            await self.sources.receive(self._socket, manifest, view)
+            await self.puller.receive(self._socket, manifest, view)
             pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
             yield ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
         finally:
@@ -180,7 +178,7 @@ class WeightReceiver:
             )
 
     def close(self) -> None:
-        self.sources.close()
+        self.puller.close()
         self._close_socket()
 
     def _close_socket(self) -> None:

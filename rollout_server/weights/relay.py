@@ -87,7 +87,6 @@ class Relay:
 
     def offer(self, download: Download) -> None:
         """Send this version on from now on, as it arrives. The one before goes as soon as nobody fetches it."""
-        download.keeps_differences = True
         self._offers = [download, *self._offers[:1]]
         self._read_at = time.monotonic()
         download.on_verified = self._work
@@ -154,14 +153,15 @@ class Relay:
                 self._parked = {place: asked for place, asked in self._parked.items() if place[0] != identity}
 
     def _read(self, request: ChunkRequest) -> Chunk | None:
-        """The bytes, or the difference as it came here; None while they have not arrived. Raises ProtocolError."""
+        """The bytes; None while they have not arrived. Raises ProtocolError."""
         check_size(request)
         for place, download in enumerate(self._offers):
             manifest = download.manifest
             if (manifest.version, manifest.publication) == (request.version, request.publication):
                 if place:
                     self._read_at = time.monotonic()
-                return download.answer(request)
+                data = download.read(request.offset, request.nbytes)
+                return None if data is None else Chunk(version=request.version, offset=request.offset, data=data)
         has = ", ".join(str(download.manifest.version) for download in self._offers) or "none"
         raise ProtocolError(
             ErrorCode.VERSION_GONE, f"this server has not got version {request.version} of that learner; it has {has}"

@@ -4,7 +4,7 @@
 
 Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
 weights over ZeroMQ, the others map them. With `--fleet` all pull, in a chain: the learner sends a version to one
-server, which sends differences on to the next. Some kills are aimed: the victim dies at a named place in its code
+server, which sends it on to the next. Some kills are aimed: the victim dies at a named place in its code
 (between journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a
 transfer, while a server that was asked to end gives its tickets back); the others come at a random time. Each round is
 one epoch; rounds follow until there are enough kills and, with 100 or more, until every place has seen a death. A round
@@ -303,7 +303,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, fleet
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
             "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0}
-            | ({"weights_fan_out": 1, "weights_compression": "delta"} if fleet else {}),
+            | ({"weights_fan_out": 1} if fleet else {}),
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
         }
     )
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
-    parser.add_argument("--fleet", action="store_true", help="relays and differences")
+    parser.add_argument("--fleet", action="store_true", help="all servers pull, in a chain")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
     arguments = vars(parser.parse_args())
     folder = arguments.pop("folder") or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))

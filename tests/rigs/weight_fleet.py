@@ -4,7 +4,6 @@ engines."""
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from learner.network.weight_deltas import WeightDeltas
 from protocol.download import CHUNK_BYTES
 from protocol.messages import (
     Chunk,
@@ -30,7 +28,7 @@ from protocol.messages import (
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication, Tensor
-from rollout_server.weights.sources import WeightSources
+from rollout_server.weights.puller import WeightPuller
 
 LONGEST_S = 20.0
 
@@ -50,10 +48,6 @@ class Learner:
         self.asked: list[SourceRequest] = []
         self.sent_bytes = 0
         self.pause_s = 0.0
-        self.requests: list[ChunkRequest] = []
-        self.spoil: Callable[[Chunk | Error], Chunk | Error] = lambda answer: answer
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.deltas = WeightDeltas(self.publication, self._calls.put, self._answer)
         self._socket = LearnerSocket("tcp://127.0.0.1:0", WeightsFromServer, setting="port", linger_s=0)
         self.endpoint = self._socket.endpoint
         self._stop = threading.Event()
@@ -65,37 +59,24 @@ class Learner:
 
     def _serve(self) -> None:
         while not self._stop.is_set():
-            while not self._calls.empty():
-                self._calls.get()()
             received = self._socket.recv(0.02)
             if not isinstance(received, Received):
                 continue
             message = received.message
             if isinstance(message, SourceRequest):
                 self.asked.append(message)
-                answer = self.choose(message) or Source(version=message.version)
+                answer: Source | Chunk | Error = self.choose(message) or Source(version=message.version)
             else:
                 assert isinstance(message, ChunkRequest)
                 time.sleep(self.pause_s)
-                self._answer(received.identity, message)
-                continue
+                answer = answer_chunk_request(self.publication, message)
+                self.sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
             self._socket.send(received.identity, answer)
         self._socket.close()
-
-    def _answer(self, identity: bytes, request: ChunkRequest) -> None:
-        answer: Chunk | Error | None = answer_chunk_request(self.publication, request)
-        if isinstance(answer, Chunk):
-            self.requests.append(request)
-            answer = self.deltas.instead_of(answer, identity, request)
-        if answer is not None:
-            answer = self.spoil(answer)
-            self.sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
-            self._socket.send(identity, answer)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self.deltas.close()
         self.publication.close()
 
 
@@ -104,23 +85,23 @@ class Server:
 
     def __init__(self, config: RunConfig, learner: Learner, name: str):
         self.name = name
-        self.sources = WeightSources(config, name)
+        self.puller = WeightPuller(config, name)
         self._socket = ServerSocket(learner.endpoint, WeightsFromLearner, linger_s=0)
 
     async def get(self, manifest: WeightManifest) -> bytes:
         into = bytearray(manifest.total_bytes)
         async with asyncio.timeout(LONGEST_S):
-            await self.sources.receive(self._socket, manifest, memoryview(into))
+            await self.puller.receive(self._socket, manifest, memoryview(into))
         return bytes(into)
 
     def source(self, number: int, **fields: Any) -> Source:
         """This server as a source, for another one."""
-        relay = self.sources._relay
+        relay = self.puller._relay
         assert relay is not None
         return Source(version=number, server_id=self.name, endpoint=relay.endpoint, key=relay.key, **fields)
 
     def close(self) -> None:
-        self.sources.close()
+        self.puller.close()
         self._socket.close()
 
 

@@ -17,7 +17,7 @@ from tests.rigs.two_processes import run_both
 def test_a_run_with_keys_trains_and_writes_no_key(make_config: Callable[..., RunConfig], tmp_path: Path):
     keys = tmp_path / "keys"
     make_keys(keys)
-    network = {"keys_dir": str(keys), "weights_compression": "delta"}
+    network = {"keys_dir": str(keys)}
     config = make_config(model={"dtype": "bfloat16"}, network=network, rollout={"weights_channel": "zmq"})
     assert run_both(config, tmp_path) == (0, 0), "\n".join(p.read_text()[-2000:] for p in tmp_path.glob("*.log"))
     steps = [json.loads(line) for line in (config.run_path / "metrics.jsonl").read_text().splitlines()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,26 +64,6 @@ def test_asynchronous_training_raises_the_reward_and_exports_a_folder(
 
     samples = lines(run / "samples.jsonl")
     assert all((run / "images" / f"{digest}.png").is_file() for s in samples for digest in s["images"])
-
-
-def test_versions_come_as_differences_from_the_one_before(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    config = make_config(
-        model={"dtype": "bfloat16"},
-        network={"weights_compression": "delta"},
-        rollout={"weights_channel": "zmq"},
-        telemetry={"log_level": "DEBUG"},
-    )
-    assert run_both(config, run) == (0, 0), logs(run)
-    log = (run / "rollout_server.log").read_text()
-    came = re.findall(r"version (\d+): bytes from the learner: (\d+), .*, spared by differences: (\d+)", log)
-    (_, total, spared), *later = [tuple(map(int, numbers)) for numbers in came]
-    assert spared == 0
-    assert later
-    assert all(sent + spared == total and sent < total / 2 for _, sent, spared in later), came
-    assert len(lines(run / "metrics.jsonl")) == config.trainer.max_steps
 
 
 def test_a_bad_row_is_left_out_by_name_and_the_others_are_trained(

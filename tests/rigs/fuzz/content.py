@@ -240,7 +240,7 @@ EXAMPLES: tuple[Wire, ...] = (
         endpoint="tcp://127.0.0.1:1",
         failure=SourceFailure(server_id="b", reason="silent"),
     ),
-    Source(version=1, server_id="b", endpoint="tcp://127.0.0.1:1", key="k" * 40, within_s=1.5, peer_keys=("k" * 40,)),
+    Source(version=1, server_id="b", endpoint="tcp://127.0.0.1:1", key="k" * 40, peer_keys=("k" * 40,)),
     ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
     Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
 )

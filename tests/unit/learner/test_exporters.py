@@ -323,8 +323,8 @@ def test_of_many_servers_those_that_differ_most_have_series_and_sources_are_coun
         rig.exporter.parity[f"s{number}"] = {"largest": float(number), "mean": 0.0}
     shown = by_label(rig.scrape(), "parity_max")
     assert sorted(shown.values()) == list(range(20, MOST_SERVERS + 20))
-    rig.network.sources.sent_bytes = 10
-    rig.network.sources.named.update(learner=2, server=5)
+    rig.network.weight_tree.sent_bytes = 10
+    rig.network.weight_tree.named.update(learner=2, server=5)
     values = rig.scrape()
     assert values[("weights_sent_bytes_total", "")] == 10
     assert by_label(values, "weight_sources_total") == {"named=learner": 2, "named=server": 5}

@@ -57,14 +57,14 @@ def test_a_version_travels_along_a_chain_while_it_arrives(config: RunConfig, lea
             async def get(server: Server) -> None:
                 assert await server.get(manifest) == contents(learner, 1)
                 if server.name == "s0":
-                    sent_on.append(servers[1].sources.sent_bytes)
+                    sent_on.append(servers[1].puller.sent_bytes)
 
             async with asyncio.TaskGroup() as tasks:
                 for server in servers:
                     tasks.create_task(get(server))
                     await asyncio.sleep(0.15)  # the one before listens
-            assert servers[0].sources.sent_bytes == servers[1].sources.sent_bytes == manifest.total_bytes
-            assert servers[2].sources.received_bytes == {"learner": 0, "server": manifest.total_bytes}
+            assert servers[0].puller.sent_bytes == servers[1].puller.sent_bytes == manifest.total_bytes
+            assert servers[2].puller.received_bytes == {"learner": 0, "server": manifest.total_bytes}
 
     asyncio.run(run())
     assert learner.sent_bytes == manifest.total_bytes, "to one server"
@@ -87,14 +87,14 @@ def test_a_source_that_fails_is_named_and_another_one_goes_on_where_it_ended(
     config: RunConfig, learner: Learner, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = learner.publish(1)
-    reasons = {"lies": "checksum", "another_model": "checksum", "moved_on": "gone", "stalls": "slow"}
+    reasons = {"lies": "checksum", "another_model": "checksum", "moved_on": "gone"}
     reason = reasons.get(how, "silent")
     short = config.model_copy(update={"network": config.network.model_copy(update={"timeout_s": 2.0})})
 
     async def run() -> tuple[bytes, Server, int]:
         async with fleet(short if how == "stalls" else config, learner, 2) as (first, second):
             assert await first.get(manifest) == contents(learner, 1)
-            relay, before = first.sources._relay, learner.sent_bytes
+            relay, before = first.puller._relay, learner.sent_bytes
             assert relay is not None
             source = first.source(1)
             learner.choose = lambda request: source if request.failure is None else None
@@ -127,7 +127,7 @@ def test_a_source_that_fails_is_named_and_another_one_goes_on_where_it_ended(
 
     data, second, again = asyncio.run(run())
     assert data == contents(learner, 1)
-    assert second.sources.failures == {reason: 1}
+    assert second.puller.failures == {reason: 1}
     (failure,) = [request.failure for request in learner.asked if request.failure]
     assert failure.server_id == "s0"
     assert failure.reason == reason
@@ -149,10 +149,10 @@ def test_a_version_that_is_overtaken_is_sent_to_its_end_and_then_forgotten(
             await first.get(manifests[1])
             learner.choose = lambda request: source if request.failure is None else None
             assert await second.get(manifests[0]) == contents(learner, 1)
-            assert not second.sources.failures
+            assert not second.puller.failures
             await asyncio.sleep(2.5)
-            assert first.sources._relay is not None
-            assert [download.manifest.version for download in first.sources._relay._offers] == [2]
+            assert first.puller._relay is not None
+            assert [download.manifest.version for download in first.puller._relay._offers] == [2]
 
     asyncio.run(run())
 
@@ -219,7 +219,7 @@ def test_with_keys_only_servers_that_the_learner_has_named_can_fetch(
             )
             for server in (first, second):
                 assert await server.get(manifest) == contents(learner, 1)
-            return second.sources.failures
+            return second.puller.failures
 
     assert asyncio.run(run((known,))) == {}
     assert learner.asked[0].key == known

@@ -1,4 +1,4 @@
-"""Choice of a server's source of a version over ZeroMQ, as the learner names it."""
+"""Versions pulled over ZeroMQ, from the source that the learner names."""
 
 from __future__ import annotations
 
@@ -25,22 +25,17 @@ LEARNER = Source(version=0)
 """The answer of a learner that knows no other sources."""
 
 
-class WeightSources:
+class WeightPuller:
     """Belongs to the event loop. `failures` counts servers that were to send and did not, by reason."""
 
     def __init__(self, config: RunConfig, session: str):
         self._config = config
         self._session = session
         self._asks = bool(config.network.weights_fan_out) and config.trainer.mode == "async"
-        self._keeps_base = config.network.weights_compression == "delta"
-        self._base: Download | None = None
-        """The last version that came whole: the next one may come as its difference."""
         self._relay: Relay | None = None
         self.failures: dict[str, int] = {}
         self.received_bytes: dict[str, int] = {"learner": 0, "server": 0}
         """Bytes of weights by who has sent them."""
-        self.saved_bytes = 0
-        """Bytes of weights that differences have spared."""
 
     @property
     def sent_bytes(self) -> int:
@@ -53,20 +48,12 @@ class WeightSources:
         Raises ProtocolError VERSION_GONE if the learner has moved on, MALFORMED if what it sends itself is damaged, and
         TimeoutError if nothing arrives from it for network.timeout_s.
         """
-        if self._base is not None and self._base.manifest.publication != manifest.publication:
-            self._base = None  # another learner process
-        download, before = Download(manifest, into, base=self._base), dict(self.received_bytes)
-        try:
-            await self._receive(socket, download)
-        finally:
-            self.saved_bytes += download.saved_bytes
+        before = dict(self.received_bytes)
+        await self._receive(socket, Download(manifest, into))
         learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
         logger.debug(
-            "version %d: bytes from the learner: %d, from other servers: %d, spared by differences: %d",
-            *(manifest.version, learner, server, download.saved_bytes),
+            "version %d: bytes from the learner: %d, from other servers: %d", manifest.version, learner, server
         )
-        if self._keeps_base:
-            self._base = download
 
     async def _receive(self, socket: ServerSocket, download: Download) -> None:
         if not self._asks:
@@ -125,7 +112,6 @@ class WeightSources:
                 socket,
                 timeout_s=self._config.network.timeout_s,
                 relay=source.server_id,
-                within_s=source.within_s,
             )
         except (HandshakeRejected, BindError) as problem:
             raise SourceFailed("silent", f"no connection to {source.server_id}: {problem}") from problem
@@ -155,7 +141,6 @@ class WeightSources:
             session=self._session,
             endpoint=self._relay.endpoint if self._relay else "",
             key=self._relay.key if self._relay else "",
-            base=download.base_version,
             failure=failure,
         )
         timeout_s = self._config.network.timeout_s
@@ -179,10 +164,6 @@ class WeightSources:
         raise TimeoutError(
             f"waited {timeout_s:g} s for the learner at {socket.endpoint} to say where version {manifest.version} is"
         )
-
-    def forget(self) -> None:
-        """Let go of the version before: the next one comes over another channel."""
-        self._base = None
 
     def close(self) -> None:
         if self._relay is not None:
