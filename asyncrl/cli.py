@@ -185,7 +185,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 def _train(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     if arguments.dry_run:
-        from asyncrl.launch.inputs import dry_run
+        from asyncrl.checks.inputs import dry_run
 
         dry_run(config)
         return ExitCode.FINISHED

@@ -24,7 +24,7 @@ from asyncrl.errors import UserError
 from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from asyncrl.config.sections import Section
+    from pydantic import BaseModel
 
 Group = Literal[
     "commands",
@@ -52,7 +52,7 @@ class Part:
 
     implementation: str
     """`module:name`, imported when the part is used."""
-    section: type[Section] | None = None
+    section: type[BaseModel] | None = None
     """The part's own settings. They stand in a section of its name, which exists only where the part is chosen."""
     problems: Callable[[Any], Iterable[str]] = no_problems
     """Errors of a configuration (RunConfig) that chooses the part, each with its fix. Imports no torch."""
@@ -169,7 +169,7 @@ def require_part(group: Group, name: str, built_in: Mapping[str, P], key: str) -
     return part
 
 
-def sections_of(parts: Mapping[str, Part | None]) -> dict[str, type[Section]]:
+def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:
     """Sections of the parts that have settings, by their names."""
     return {name: part.section for name, part in parts.items() if part is not None and part.section is not None}
 

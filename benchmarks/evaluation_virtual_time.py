@@ -25,11 +25,11 @@ from asyncrl.journal.writer import Journal, TicketSlot
 from benchmarks.staleness.simulation import InOrder, SimulatedLink, SimulatedNetwork, SimulatedServer, SimulatedServers
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import MODEL, PROCESSOR, VOCABULARY, Workload
+from learner.groups.ticket import PreparedTicket
 from learner.network.evaluation_sender import EvaluationSender
 from learner.network.servers import ModelFacts, Servers
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
 from protocol.messages import Goodbye, Message, TicketKind, WeightManifest
 from protocol.sockets import Delivery
 

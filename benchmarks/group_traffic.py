@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 from asyncrl.journal.writer import TicketSlot
-from learner.tickets.ticket import PreparedTicket, PromptFacts
+from learner.groups.ticket import PreparedTicket, PromptFacts
 from protocol.codec import encode
 from protocol.messages import (
     ChatMessage,

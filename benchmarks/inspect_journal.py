@@ -31,7 +31,7 @@ from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.journal.writer import Journal
 from asyncrl_plugins.viewer.samples.model import Order, Page, SampleQuery
 from asyncrl_plugins.viewer.samples.store import SampleStore
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, TextPart, TrajectoryRecord, TrajectoryStatus, Turn
 

@@ -23,8 +23,8 @@ from group_traffic import KINDS, group, prepared
 
 from asyncrl.config.run_sections import Durability
 from asyncrl.journal.writer import Journal
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Limits, decode, encode
 from protocol.messages import Group
 

@@ -25,8 +25,8 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
-from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine
 from protocol.messages import Group, TicketKind

@@ -19,6 +19,7 @@ from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER
+from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.resume import (
     StartingPoint,
@@ -46,7 +47,6 @@ from learner.reporting.reporter import Reporter
 from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.replay_buffer import ReplayBuffer
-from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.prompts_ahead import PromptsAhead

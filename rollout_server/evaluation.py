@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from asyncrl.checks.inputs import check_engine, check_lengths
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
@@ -22,7 +23,6 @@ from asyncrl.environments.recording import Decode, described_turns
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.evaluation.scoring import EvaluatedRow, EvaluationProgress
-from asyncrl.launch.inputs import check_engine, check_lengths
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import stop_token_ids

@@ -81,7 +81,7 @@ def two_devices(config: RunSections) -> str:
 def _sync_problems(config: RunSections) -> Iterator[str]:
     """Check sync mode: staleness 0, one server on the learner's devices, no device channel.
 
-    Whether `auto` is the other side's device may depend on the machine: asyncrl/launch/inputs.py checks it."""
+    Whether `auto` is the other side's device may depend on the machine: asyncrl/checks/inputs.py checks it."""
     learner, rollout = config.learner, config.rollout
     if learner.max_staleness != 0:
         yield (

@@ -19,7 +19,7 @@ def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: boo
     config = load_config(file, overrides)
     if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
         with _telling_ranks(config):
-            from asyncrl.launch.inputs import check_inputs
+            from asyncrl.checks.inputs import check_inputs
 
             check_inputs(with_given_ranks(config), "learner")
     from asyncrl.run_folder.contents import is_to_resume
@@ -33,7 +33,7 @@ def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: boo
 def rollout(file: Path, overrides: Sequence[str], *, unattended: bool) -> NoReturn:
     """Become a rollout server. Raises UserError."""
     config = load_config(file, overrides)
-    from asyncrl.launch.inputs import check_inputs
+    from asyncrl.checks.inputs import check_inputs
 
     check_inputs(config, "rollout_server")
     become("rollout_server", "--config", str(file), *(["--unattended"] if unattended else []), *overrides)
@@ -44,7 +44,7 @@ def sft(file: Path, overrides: Sequence[str]) -> NoReturn:
     config = load_config(file, overrides)
     if rank_of_service() == 0:
         with _telling_ranks(config):
-            from asyncrl.launch.inputs import check_sft_inputs
+            from asyncrl.checks.inputs import check_sft_inputs
             from asyncrl.run_folder.contents import check_run_dir
             from asyncrl.run_folder.lock import refuse_busy
 

@@ -7,6 +7,7 @@ import logging
 import tempfile
 from pathlib import Path
 
+from asyncrl.checks.inputs import known_positions
 from asyncrl.config import yaml_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
@@ -17,7 +18,6 @@ from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.environments.settings import EnvironmentConfig, is_file
 from asyncrl.environments.terminal import Terminal
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import known_positions
 from asyncrl.model_files.folder import describe_folder
 from rollout_server.evaluation import play_row
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.inputs import check_inputs, gpus_of_run
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.method_line import method_line
 from asyncrl.config.schedules import schedule_notes
@@ -16,7 +17,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.launch.inputs import check_inputs, gpus_of_run
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, Supervisor

@@ -9,13 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.checks.inputs import check_algorithm, check_demonstrations, check_media
 from asyncrl.config.load import load_config
 from asyncrl.config.method_line import method_line
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.inputs import check_algorithm, check_demonstrations, check_media
 from asyncrl.processing.lean_imports import import_transformers
 from asyncrl_plugins.doctor.findings import Finding, Findings, Report, problem
 from asyncrl_plugins.doctor.machine import Device, find_devices, find_machine, listed_devices

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.launch.inputs import DRIVERS
+from asyncrl.checks.inputs import DRIVERS
 from asyncrl.launch.processes import available_cores
 from asyncrl.telemetry.environment import installed_version
 from asyncrl.telemetry.numbers import size

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.replay.replay import ReplayableRun
-from learner.loop.recorded_batch import batch_again, read_batch
+from learner.groups.recorded_batch import batch_again, read_batch
 from learner.loop.trainer import Trainer
 from learner.network.publication import open_publication, publish
 from learner.tickets.ticket_writer import TicketWriter

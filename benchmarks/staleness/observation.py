@@ -11,8 +11,8 @@ import numpy as np
 
 from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.workload import Workload
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 
 FILLING_STEPS, EMPTYING_STEPS = 16, 8
 """Left out of idle ratio and speed: the pipeline fills at the start of a run, and empties at its end."""

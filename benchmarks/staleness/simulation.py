@@ -31,13 +31,13 @@ from benchmarks.staleness.workload import (
     TextlessProcessor,
     Workload,
 )
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import PreparedTicket
 from learner.network.group_receiver import GroupReceiver
-from learner.network.group_verification import verify_group
 from learner.network.servers import ServerState
 from learner.network.thread import POLL_S
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
 from protocol.messages import (
     Ack,

@@ -15,7 +15,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.published import fingerprint_of
 from asyncrl.processing.processor import MeasuredPrompt
 from asyncrl.rewards.score import Score
-from learner.tickets.ticket import PreparedTicket, PromptFacts
+from learner.groups.ticket import PreparedTicket, PromptFacts
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
 from rollout_server.engines.scripted import ScriptedEngine
 

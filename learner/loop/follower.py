@@ -16,6 +16,7 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import LearnerState
+from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
 from learner.loop.trainer import Trainer
 from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
@@ -23,7 +24,6 @@ from learner.ranks.group import Ranks
 from learner.ranks.orders import Order, Orders, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
 from learner.ranks.reasons import REASONS, Reasons
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.engine import TorchEngine
 from protocol.device_lock import read_tenure, use_device_for
 

@@ -13,11 +13,11 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import max_logprob_difference, max_mean_logprob_difference
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import ReceivedGroup
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.reporting.reporter import Reporter
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.packing import plan_micro_batches
 from learner.training.train_engine import TrainEngine

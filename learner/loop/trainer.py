@@ -23,10 +23,10 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.numbers import size
 from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
+from learner.groups.ticket import ReceivedGroup
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.critic import FOLDER as CRITIC_FOLDER
 from learner.training.critic import Critic

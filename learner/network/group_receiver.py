@@ -12,10 +12,10 @@ import numpy as np
 
 from asyncrl.environments.conversations import EnvironmentHealth
 from asyncrl.errors import UserError
+from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point

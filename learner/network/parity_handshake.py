@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from asyncrl.errors import BadStateError, WaitTimeoutError
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import PARITY_IDS
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets

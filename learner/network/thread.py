@@ -23,18 +23,18 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import PreparedTicket
 from learner.network.device_sender import DeviceSender
 from learner.network.device_turns import LeaseGrants
 from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_receiver import GroupReceiver
-from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import TicketSender
 from learner.network.weight_tree import WeightTree
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
 from protocol.errors import ErrorCode
 from protocol.messages import (
     Ack,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.journal.writer import TicketSlot
+from learner.groups.ticket import PreparedTicket, first_that_fit
 from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits
 from protocol.faults import crash_point
 from protocol.messages import Tickets

@@ -20,7 +20,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
-from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.messages import Group, Tickets, Wire
 

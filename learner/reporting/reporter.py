@@ -25,12 +25,12 @@ from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
+from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter
 from learner.reporting.samples import sample_of_group
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
 

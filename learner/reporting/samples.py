@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.environments.recording import Decode, described_messages, described_turns
 from asyncrl.rewards.presentation import plain_text
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TrajectoryOrder
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from asyncrl.errors import BadStateError
-from learner.tickets.ticket import PreparedTicket
+from learner.groups.ticket import PreparedTicket
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.messages import PartialRollout
 

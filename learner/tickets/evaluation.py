@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import TrajectoryRecord
 
 

@@ -20,7 +20,7 @@ from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.user_functions import one_line
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TrajectoryRecord, TrajectoryRole
 
 REASON = re.compile(r"(?!stale$)[a-z][a-z0-9_]{0,39}")

@@ -40,14 +40,14 @@ from asyncrl.config.service_sections import OnStale
 from asyncrl.data.prompt_sources import PromptSource
 from asyncrl.journal.database import DROPPED
 from asyncrl.journal.writer import Journal, TicketSlot
-from learner.loop.recorded_batch import as_journaled, batch_again, read_batch
+from learner.groups.recorded_batch import as_journaled, batch_again, read_batch
+from learner.groups.staleness import crowded_deadline, has_fresh_tokens, within_bound
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.assignments import OutstandingTickets
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.group_judge import GroupJudge
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.replay_buffer import ReplayBuffer
-from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import encode
 from protocol.faults import crash_point

@@ -25,9 +25,9 @@ import xxhash
 from asyncrl.algorithms.filters import SPREAD
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
-from learner.loop.recorded_batch import as_journaled
+from learner.groups.recorded_batch import as_journaled
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.group_judge import sampled_group
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 
 
 class ReplayBuffer:

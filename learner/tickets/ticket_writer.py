@@ -23,8 +23,8 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
+from learner.groups.ticket import PreparedTicket, PromptFacts
 from learner.tickets.demonstrations import Demonstrations, check_targets
-from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64

@@ -18,7 +18,7 @@ from asyncrl.environments.conversations import describe_conversations
 from asyncrl.environments.recording import observation_of
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from learner.training.observations import segments_of
 from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus

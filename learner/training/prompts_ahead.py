@@ -10,8 +10,8 @@ import logging
 import threading
 
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.observations import segments_of
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
 from rollout_server.group_producer import GroupProducer

@@ -14,7 +14,7 @@ from asyncrl.environments.recording import recorded
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
-from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import (
     ConversationLimits,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.checks import inputs
 from asyncrl.devices.device import unseen_gpus
-from asyncrl.launch import inputs
 
 Driver = Callable[[str], None]
 

@@ -11,7 +11,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, make_batch
 from learner.training.engine import TorchEngine

@@ -27,9 +27,9 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from learner.network.group_verification import verify_group
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import PreparedTicket
 from learner.sft import SupervisedRun
-from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError

@@ -25,10 +25,10 @@ from asyncrl.plugins import installed
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from learner.loop.recorded_batch import as_journaled
+from learner.groups.group_verification import verify_group
+from learner.groups.recorded_batch import as_journaled
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.loop.trainer import Trainer
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
 from rollout_server.engines.hf.engine import HFEngine

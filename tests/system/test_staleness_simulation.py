@@ -13,9 +13,9 @@ from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
 from benchmarks.staleness.workload import Workload
+from learner.groups.ticket import PreparedTicket
 from learner.network.ticket_sender import Room, share_tickets
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
 
 MODES: tuple[OnStale, ...] = get_args(OnStale)
 SHORT = Workload(servers=4, bound=2, steps=14, prompts_per_step=16, sequences=64)

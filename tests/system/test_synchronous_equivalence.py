@@ -19,7 +19,7 @@ from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine

@@ -17,9 +17,9 @@ from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.processing.processor import EncodedPrompt
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.loop.trainer import Trainer
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group, TicketFailed
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.environments import Environments

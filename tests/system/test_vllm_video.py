@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import PreparedTicket
 from learner.loop.logprob_parity import compare
-from learner.tickets.ticket import PreparedTicket
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.conversion import _media, check_alignment

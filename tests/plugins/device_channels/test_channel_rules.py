@@ -10,10 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.gpu_assignment import check_assignment, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs
 from learner.network.device_sender import open_device_sender
 from learner.service import Learner
 from rollout_server.engines.vllm import start

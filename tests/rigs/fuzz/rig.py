@@ -14,10 +14,10 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import Journal, TicketSlot
+from learner.groups.ticket import PreparedTicket, PromptFacts
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, PromptFacts
 from protocol.weights import Publication, Tensor
 from tests.rigs.fuzz import content
 from tests.rigs.ports import own_port

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.survey.held_out import conversation_limits, evaluation_ticket
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs
 from protocol.messages import Prompt
 
 LAMP = {"name": "tests/rigs/lamp.py:Lamp"}

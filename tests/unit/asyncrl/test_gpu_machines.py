@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.checks import inputs
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device, unseen_gpus
 from asyncrl.errors import UserError
-from asyncrl.launch import inputs
 from rollout_server.engines.vllm import rules
 from tests.rigs.gpu_driver import Driver, script, unseen_gpu
 from tests.rigs.tiny import ROOT

@@ -22,7 +22,7 @@ FORBIDDEN = {
     "learner": {PLUGINS, "rollout_server", "vllm"},
     "rollout_server": {PLUGINS, "learner", "deepspeed"},
 }
-MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/")
+MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/", "asyncrl/checks/")
 TORCH_FREE = (
     "protocol/",
     "asyncrl/config/",

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.memory_plan.plan import (
     CONTEXT_BYTES,

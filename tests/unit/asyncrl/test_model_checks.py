@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.checks.inputs import check_inputs, check_media
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.device_rules import same_device
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs, check_media
 from asyncrl.model_files.folder import describe_folder, model_folder
 from asyncrl.model_files.weight_files import check_weights
 from asyncrl.processing.processor import PromptProcessor

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.diagnostics import explained_variance
 from asyncrl.algorithms.losses import value_loss
+from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs
 from asyncrl.models.output_head import hidden_states
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch

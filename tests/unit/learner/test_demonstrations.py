@@ -16,9 +16,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import ReceivedGroup
 from learner.loop.resume import lasting_settings
 from learner.tickets.demonstrations import Demonstrations, segment_ends
-from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch
 from learner.training.packing import plan_micro_batches

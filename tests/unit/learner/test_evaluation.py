@@ -11,15 +11,15 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
+from learner.groups.group_verification import _version_problems
+from learner.groups.ticket import PreparedTicket
 from learner.loop.step_schedule import StepSchedule
 from learner.network.evaluation_sender import EvaluationSender
-from learner.network.group_verification import _version_problems
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import Limits
 from protocol.messages import TicketKind, Tickets, WeightManifest

@@ -23,6 +23,7 @@ from asyncrl.journal.writer import Journal
 from asyncrl.telemetry.metric_set import Metric
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
+from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
@@ -31,7 +32,6 @@ from learner.reporting.prometheus import MOST_SERVERS, LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.service import Learner
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from learner.training.step import NotFiniteError
 from protocol.messages import (

@@ -19,7 +19,7 @@ from asyncrl.models.parts import part_of
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_media import media_arguments
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.packing import build_micro_batch
 from rollout_server.engines.hf.engine import HFEngine

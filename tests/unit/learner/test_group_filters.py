@@ -21,10 +21,10 @@ from asyncrl.data.order import DataOrder
 from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.group_judge import FRUITLESS_STEPS, GroupJudge, make_judge, sampled_group
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.replay_buffer import ReplayBuffer
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import TrajectoryOrder, TrajectoryRecord
 from tests.conftest import small_config
 from tests.rigs.fuzz import content

@@ -21,8 +21,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.devices.device import max_logprob_difference
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge, compare
-from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch

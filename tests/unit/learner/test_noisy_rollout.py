@@ -24,8 +24,8 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.processor import PromptProcessor
 from benchmarks.staleness.workload import OneForAll
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
 from learner.training.roles import Roles

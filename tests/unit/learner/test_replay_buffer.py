@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from asyncrl.journal.writer import TicketSlot
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.replay_buffer import ReplayBuffer, spread_of
-from learner.tickets.ticket import ReceivedGroup
 from tests.unit.learner.test_group_filters import make_ledger, received
 from tests.unit.learner.test_tickets import issue, prepared, step
 

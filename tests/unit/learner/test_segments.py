@@ -21,9 +21,9 @@ from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
-from learner.loop.recorded_batch import as_journaled
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.group_verification import verify_group
+from learner.groups.recorded_batch import as_journaled
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import describe_batch, make_batch
 from learner.training.roles import Roles

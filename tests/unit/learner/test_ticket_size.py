@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.journal.writer import TicketSlot
-from learner.tickets.ticket import PreparedTicket, first_that_fit
+from learner.groups.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits, encode
 from protocol.errors import ProtocolError
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart, Tickets

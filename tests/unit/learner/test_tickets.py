@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
+from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, PromptFacts, ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.training.prompts_ahead import MOST_BYTES, PromptsAhead
 from protocol.messages import PartialRollout, TicketKind

@@ -15,8 +15,8 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.group_verification import verify_group
+from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch, make_batch
 from protocol.errors import ProtocolError

@@ -19,9 +19,9 @@ from asyncrl.environments.tool_environment import key_of
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.processing.processor import PromptProcessor
-from learner.loop.recorded_batch import as_journaled
-from learner.network.group_verification import verify_group
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.group_verification import verify_group
+from learner.groups.recorded_batch import as_journaled
+from learner.groups.ticket import ReceivedGroup
 from learner.training.batch import describe_batch, make_batch
 from learner.training.engine import TorchEngine
 from learner.training.roles import Roles

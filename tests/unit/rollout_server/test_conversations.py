@@ -17,7 +17,7 @@ from asyncrl.environments.tool_environment import call_record
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
-from learner.network.group_verification import verify_group
+from learner.groups.group_verification import verify_group
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import Group, TicketFailed, TrajectoryStatus
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS

@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 
 from asyncrl.processing.bridge import TurnBridge
-from learner.network.turn_verification import turn_problems
-from learner.tickets.ticket import PromptFacts
+from learner.groups.ticket import PromptFacts
+from learner.groups.turn_verification import turn_problems
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, TicketKind, TokenSource, printable
 

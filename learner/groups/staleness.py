@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError
-from learner.tickets.ticket import ReceivedGroup
+from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TokenSource
 
 

@@ -11,10 +11,10 @@ from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
-from learner.network.group_verification import prompt_problems
-from learner.network.turn_verification import bridge_problems
-from learner.tickets.staleness import within_bound
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.group_verification import prompt_problems
+from learner.groups.staleness import within_bound
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
+from learner.groups.turn_verification import bridge_problems
 from protocol.messages import Group
 
 
