@@ -103,10 +103,6 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
         train.add_argument("--unattended", action="store_true", help=UNATTENDED)
         train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
-    compose = commands.add_parser("compose", help="make a vision-language model of a vision tower and a language model")
-    compose.add_argument("target", type=Path, help="new Hugging Face folder")
-    compose.add_argument("parts", nargs="+", metavar="FILE|key=value", help="such as vision_tower=DIR, in YAML or here")
-    compose.set_defaults(handler=_compose)
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
@@ -207,18 +203,6 @@ def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.one_service import sft
 
     sft(arguments.config, arguments.overrides)
-
-
-def _compose(arguments: argparse.Namespace) -> int:
-    from asyncrl.config.composition import load_composition
-
-    parts = load_composition(arguments.parts)
-    if arguments.target.exists():
-        raise UserError(f"{arguments.target} exists already. Name a new folder")
-    from asyncrl.models.composition import compose
-
-    print(compose(parts, arguments.target))
-    return 0
 
 
 def _rollout(arguments: argparse.Namespace) -> int:

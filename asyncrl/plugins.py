@@ -88,6 +88,18 @@ class Reward:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """Models that transformers and the core do not know, by the `model_type` of their config.json."""
+
+    register: str
+    """`module:function` that makes transformers' Auto classes know the models. Called before each folder is read."""
+    images: str
+    """`module:class` of the family's images, an ImageGrids of asyncrl.processing.image_grids."""
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    """Rollout engines that do not serve the models, each with the part of the models that it lacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskSet:
     """Tasks, each a word on the command line: data, prompt template and rewards in one overlay."""
 

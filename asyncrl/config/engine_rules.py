@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.run_sections import RunSections
+from asyncrl.plugins import description, installed
 
 COLDEST_FOR_VLLM = 0.01
 """Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
@@ -37,10 +38,11 @@ def cache_columns(tokens: int) -> int:
 
 
 def unknown_to_vllm(described: Mapping[str, Any]) -> str:
-    """The part of a LLaVA or composed model, by its config.json, that vLLM has no code for; empty if it has all."""
-    if described.get("model_type") == "modular_vlm":
-        return "LLaVA with two towers, a resampler, a Q-Former or a bias in its output layer"
-    if described.get("model_type") != "llava":
+    """The part of a LLaVA or a plug-in's model, by its config.json, that vLLM has no code for; empty if it has all."""
+    family = described.get("model_type")
+    if family in installed("models"):
+        return description("models", family).unserved.get("vllm", "")
+    if family != "llava":
         return ""
     tower = (described.get("vision_config") or {}).get("model_type", "clip_vision_model")
     if tower not in TOWERS_OF_VLLM:

@@ -6,17 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.plugins import description, implementation, installed
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that a PEFT folder has."""
-MODULAR = "modular_vlm"
-"""Model type of composed models that are no LLaVA of transformers."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 """Files of a repository that are wanted: no weights in other formats, no code."""
@@ -132,11 +130,12 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
 
 
 def describe_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """transformers' configuration of a folder. Its Auto classes know the models of `modular_vlm` afterwards."""
+    """transformers' configuration of a folder. Its Auto classes know a plug-in's model family afterwards."""
     from transformers import AutoConfig
 
-    if _read_json(folder / "config.json").get("model_type") == MODULAR:
-        import_module("asyncrl.models.modular_vlm").register()
+    family = _read_json(folder / "config.json").get("model_type")
+    if family in installed("models"):
+        implementation(description("models", family).register)()
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 

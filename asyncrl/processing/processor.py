@@ -28,7 +28,7 @@ from asyncrl.model_files.folder import describe_folder, describe_model, model_fo
 from asyncrl.processing import torchvision_cpu
 from asyncrl.processing.image_grids import ImageGrids, limit_pixels, named_grids
 from asyncrl.processing.prompt_media import media_arguments, video_hash
-from asyncrl.processing.tiled_images import FAMILIES, grids_of
+from asyncrl.processing.tiled_images import FAMILIES, family_images, grids_of
 from asyncrl.processing.tool_prompt import ToolPrompt
 from protocol.messages import Prompt
 
@@ -421,7 +421,7 @@ class PromptProcessor:
     def _missing(self) -> str:
         """Description of the parts of this folder's image processor that are unknown."""
         found = type(self.processor).__name__
-        if self.family in FAMILIES:
+        if family_images(self.family) is not None:
             return f"and its {found} is not the one that the family is released with, or gives images other sizes"
         return f"and what a {found} makes of an image is in no class of asyncrl/processing/tiled_images.py"
 

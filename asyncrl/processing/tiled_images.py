@@ -14,6 +14,7 @@ import torch
 from PIL.Image import Image
 
 from asyncrl.errors import UserError
+from asyncrl.plugins import description, implementation, installed
 from asyncrl.processing.image_grids import (
     FixedGrids,
     ImageGrids,
@@ -248,7 +249,6 @@ FAMILIES: dict[str, type[ImageGrids]] = {
     "llava": FixedGrids,
     "llava_next": LlavaNextImages,
     "llava_onevision": LlavaOnevisionImages,
-    "modular_vlm": FixedGrids,
     "qwen2_vl": PatchGrids,
     "qwen2_5_vl": PatchGrids,
     "qwen3_vl": PatchGrids,
@@ -258,16 +258,24 @@ FAMILIES: dict[str, type[ImageGrids]] = {
 model."""
 
 
+def family_images(family: str) -> type[ImageGrids] | None:
+    """Images of a family that the core or a plug-in knows; None for another."""
+    if family in installed("models"):
+        return implementation(description("models", family).images)
+    return FAMILIES.get(family)
+
+
 def grids_of(family: str, processor: Any) -> ImageGrids | None:
     """The arithmetic of a folder's processor; None where nothing here knows it."""
-    candidates = [FAMILIES[family]] if family in FAMILIES else [PatchGrids, FixedGrids]
+    known = family_images(family)
+    candidates = [known] if known else [PatchGrids, FixedGrids]
     return next((found for each in candidates if (found := each.of(processor))), None)
 
 
 def images_of(model: Any) -> type[ImageGrids]:
     """Image description of a model. One that no family here knows, and that places its tokens by grids as the Qwen-VL
     models do, is told what they are."""
-    known = FAMILIES.get(model.config.model_type)
+    known = family_images(model.config.model_type)
     return known or (PatchGrids if has_grid_positions(model) else ImageGrids)
 
 

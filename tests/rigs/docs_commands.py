@@ -48,7 +48,7 @@ NOT_RUN = {
     "asyncrl rollout": "tests/system/test_curve_end_to_end.py",
     "asyncrl learn": "tests/system/test_curve_end_to_end.py",
     "asyncrl replay": "tests/plugins/replay/test_replay.py",
-    "python examples/modular_digits.py": "tests/system/test_modular.py",
+    "python examples/modular_digits.py": "tests/plugins/compose/test_modular.py",
     "python examples/frozen_lake/prepare.py": "tests/unit/asyncrl/test_frozen_lake_example.py",
     "python -m asyncrl.demo.model --out runs/frozen_lake": "tests/system/test_frozen_lake_recipe.py",
     "asyncrl sft examples/frozen_lake": "tests/system/test_frozen_lake_recipe.py",

@@ -11,9 +11,9 @@ from asyncrl.config.schema import RunConfig
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny_composed import COMPOSED, make_composed
 from tests.rigs.tiny_tiled import make_tiled
+from tests.rigs.trained_parts import changed, largest_difference
 from tests.rigs.two_processes import run_both
 from tests.system.test_bad_input import image_rows, write_rows
-from tests.system.test_modular import changed, largest_difference
 
 pytestmark = pytest.mark.slow
 SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]

@@ -8,31 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.parts import part_of
 from examples.modular_digits import make_parts
 from tests.rigs.small_runs import logs
+from tests.rigs.trained_parts import changed, largest_difference
 from tests.rigs.two_processes import run_both, start, write_config
 from tests.rigs.waiting import exit_codes
-from tests.system.test_end_to_end import lines
 
 pytestmark = pytest.mark.slow
-
-
-def changed(before: Path, after: Path) -> set[str]:
-    """Parts whose weights differ between two model folders."""
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (before, after))
-    assert mine.keys() == theirs.keys()
-    return {part_of(name.split(".")) for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])}
-
-
-def largest_difference(run: Path) -> float:
-    """Largest difference, in nats, of a token's log-prob to engine and learner in any step."""
-    return max(step["logprob_diff_max"] for step in lines(run / "metrics.jsonl"))
 
 
 def test_a_composed_model_learns_part_by_part(

@@ -25,7 +25,7 @@ from tests.unit.asyncrl.test_measured_prompts import picture, prompt_of
 
 ELSEWHERE = """
 import sys
-sys.modules["asyncrl"] = None
+sys.modules["asyncrl"] = sys.modules["asyncrl_plugins"] = None
 import torch
 from transformers import AutoModelForImageTextToText
 for kind, (ids, pixels, said) in torch.load("said.pt").items():

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.composition import Composition
 from asyncrl.config.engine_rules import unknown_to_vllm
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import MODULAR, model_folder
+from asyncrl.model_files.folder import model_folder
 from asyncrl.models.export import export_model
 from asyncrl.processing import torchvision_cpu
 from asyncrl.processing.image_grids import FixedGrids, one_size
+from asyncrl_plugins.compose.settings import Composition
 
 logger = logging.getLogger(__name__)
+
+MODULAR = "modular_vlm"
+"""Model type of composed models that are no LLaVA of transformers."""
 
 HAS_CLASS_TOKEN = {"siglip_vision_model": False, "clip_vision_model": True, "dinov2": True}
 """Vision towers by model type, and whether their features begin with a class token, which is left out."""
@@ -92,7 +95,7 @@ def _load_tower(named: str, parts: Composition, setting: str) -> tuple[Any, Any]
 
 def _beside(parts: Composition, *seen: tuple[Any, Any]) -> Any:
     """Two towers as one, for pixels as the first one's image processor makes them; `seen`: towers and processors."""
-    from asyncrl.models.modular_vlm import TwoTowers, TwoTowersConfig
+    from asyncrl_plugins.compose.modular_vlm import TwoTowers, TwoTowersConfig
 
     (first, its), (second, other) = seen
     size = one_size(other)
@@ -191,7 +194,7 @@ def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) ->
     make: Any = LlavaConfig
     kind: Any = LlavaForConditionalGeneration
     if more is not None:
-        from asyncrl.models.modular_vlm import ModularVlmConfig, ModularVlmForConditionalGeneration
+        from asyncrl_plugins.compose.modular_vlm import ModularVlmConfig, ModularVlmForConditionalGeneration
 
         make, kind = ModularVlmConfig, ModularVlmForConditionalGeneration
     config = make(
@@ -262,7 +265,7 @@ def _has_class_token(tower: Any) -> bool:
 def _connector(parts: Composition, config: Any) -> nn.Module:
     """LLaVA's two layers, or queries that attend to features. A linear map is the first of the two layers with the
     second as the identity, and no activation."""
-    from asyncrl.models.modular_vlm import make_connector
+    from asyncrl_plugins.compose.modular_vlm import make_connector
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(parts.seed)
