@@ -108,7 +108,7 @@ def run(config: Any, lock_step: bool) -> list[dict[str, float]]:
 
 def serve_in_lock_step() -> None:
     """The rollout server, whose turns go in rounds as those of an `hf` engine on policy do."""
-    from rollout_server import environments
+    from rollout_server.production import environments
 
     environments.Environments = partial(_in_rounds, environments.Environments)  # type: ignore[misc]
     del sys.argv[1:3]

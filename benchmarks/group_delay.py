@@ -18,7 +18,7 @@ from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import ModelFreeEngine, OneForAll, TextlessProcessor, Workload
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 
 MESSAGES = 50
 TICKETS = (1, 4, 16)

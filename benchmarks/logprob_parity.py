@@ -31,7 +31,7 @@ from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine
 from protocol.messages import Group, TicketKind
 from rollout_server.engines import create_engine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 
 
 async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tuple[list[ReceivedGroup], float]:

@@ -36,7 +36,7 @@ from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.trackers import open_trackers
+from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
 from learner.loop.trainer import check_room

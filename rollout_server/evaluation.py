@@ -35,8 +35,8 @@ from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, InferenceEngine
-from rollout_server.environments import Environments, environments_of, make_pool
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import Environments, environments_of, make_pool
+from rollout_server.production.group_producer import GroupProducer
 
 
 def play_held_out(config: RunConfig, folder: Path) -> list[EvaluatedRow]:

@@ -40,13 +40,19 @@ from protocol.messages import (
 from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
-from rollout_server.environments import environments_of, make_pool
-from rollout_server.group_producer import Answer, GroupProducer, check_sampling, ticket_as_it_came, ticket_failed
 from rollout_server.link import LearnerLink
-from rollout_server.prometheus import ServerExporter
+from rollout_server.production.environments import environments_of, make_pool
+from rollout_server.production.group_producer import (
+    Answer,
+    GroupProducer,
+    check_sampling,
+    ticket_as_it_came,
+    ticket_failed,
+)
+from rollout_server.reporting.prometheus import ServerExporter
+from rollout_server.updates.policy_versions import PolicyVersions
+from rollout_server.updates.receiver import WeightReceiver
 from rollout_server.weights.channels import choose_channel, open_receiver
-from rollout_server.weights.policy_versions import PolicyVersions
-from rollout_server.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 DRAINING_S = 10.0

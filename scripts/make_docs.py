@@ -19,7 +19,7 @@ from asyncrl.config.keys import Key, all_keys
 from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
-from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
+from rollout_server.reporting.metric_table import METRICS as ROLLOUT_METRICS
 
 ROOT = Path(__file__).parent.parent
 

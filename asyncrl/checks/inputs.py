@@ -19,7 +19,7 @@ from asyncrl.model_files.folder import check_same_inputs, describe_folder, has_e
 from asyncrl.model_files.weight_files import check_weights
 from asyncrl.rewards.spec import check_rewarded, check_rewards
 from asyncrl.suggest import did_you_mean
-from asyncrl.telemetry.trackers import check_trackers
+from asyncrl.telemetry.tracker_threads import check_trackers
 from asyncrl.user_functions import load, own_functions
 
 Side = Literal["learner", "rollout_server"]

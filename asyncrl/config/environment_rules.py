@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.config.environment import LimitsConfig
 from asyncrl.config.method import NEEDS
 from asyncrl.config.run_sections import RunSections
-from asyncrl.environments.settings import LimitsConfig
 from asyncrl.plugins import description, installed
 
 

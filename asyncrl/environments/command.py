@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import UserError
 
 if TYPE_CHECKING:
+    from asyncrl.config.environment import EnvironmentConfig
     from asyncrl.environments.interface import Start
     from asyncrl.environments.loading import LoadedEnvironment
-    from asyncrl.environments.settings import EnvironmentConfig
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -49,7 +49,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
-    from asyncrl.environments.settings import is_file, load_environment, override
+    from asyncrl.config.environment import is_file, load_environment, override
 
     if is_file(arguments.name):
         return load_environment(Path(arguments.name), arguments.overrides)
@@ -57,8 +57,8 @@ def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
 
 
 def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
+    from asyncrl.config.environment import is_file, load_data
     from asyncrl.environments import play
-    from asyncrl.environments.settings import is_file, load_data
 
     data = load_data(Path(arguments.name)) if is_file(arguments.name) else None
     if arguments.row is not None and data is None:

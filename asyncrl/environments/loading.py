@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl import plugins, user_functions
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments import sandbox
 from asyncrl.environments.builtin_tools import TOOLS
 from asyncrl.environments.call_formats import check_format
@@ -18,7 +19,6 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.environments.recording import recorded_info
-from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import (
     ToolEnvironment,
     call_record,

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
@@ -20,7 +21,6 @@ from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.played_history import Past, PlayedHistory
-from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError

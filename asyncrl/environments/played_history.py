@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.observation import (
     THINKING_BEGINS,
     THINKING_ENDS,
@@ -13,7 +14,6 @@ from asyncrl.environments.observation import (
     images_left_out,
     without_images,
 )
-from asyncrl.environments.settings import EnvironmentConfig
 
 Past = tuple[str, Observation]
 """A turn that a later one sees, and what was shown behind it."""

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import sources_of
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.environments.worker import packed_action, packed_start, unpacked, unpacked_history
 from asyncrl.environments.worker_host import MAX_REPLY_BYTES, EnvironmentFailed, WorkerHost
 from asyncrl.errors import BadStateError, UserError

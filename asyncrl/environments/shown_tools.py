@@ -12,8 +12,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from asyncrl.config.environment import EnvironmentConfig, ShowTools
 from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.settings import EnvironmentConfig, ShowTools
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
+from asyncrl.config.environment import read_environment
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, Start
 from asyncrl.environments.loading import LoadedEnvironment, load
 from asyncrl.environments.observation import Message, Observation, PastTurn
-from asyncrl.environments.settings import read_environment
 from asyncrl.environments.tool_environment import key_of, waited
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper

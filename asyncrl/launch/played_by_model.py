@@ -9,13 +9,13 @@ from pathlib import Path
 
 from asyncrl.checks.inputs import known_positions
 from asyncrl.config import yaml_text
+from asyncrl.config.environment import EnvironmentConfig, is_file
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
-from asyncrl.environments.settings import EnvironmentConfig, is_file
 from asyncrl.environments.terminal import Terminal
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_folder

@@ -22,7 +22,7 @@ from asyncrl.recorded_run.run import (
     process_clock,
     read_configuration,
 )
-from asyncrl.telemetry.environment import read_starts
+from asyncrl.telemetry.host_versions import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import CONFIG_FILE, EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
 

@@ -15,7 +15,7 @@ import yaml
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, Failure, read_failure
-from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
+from asyncrl.telemetry.host_versions import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.jsonl import read_records
 from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import (

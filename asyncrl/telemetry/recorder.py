@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.jsonl import JsonlTail, drop_unfinished_line, keep_steps, write_atomically
-from asyncrl.telemetry.trackers import Trackers
+from asyncrl.telemetry.tracker_threads import Trackers
 
 logger = logging.getLogger(__name__)
 

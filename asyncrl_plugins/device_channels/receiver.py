@@ -15,9 +15,9 @@ from asyncrl_plugins.device_channels.staging import Staging
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from rollout_server.engines.model_processes import ModelProcesses
 from rollout_server.weights.arrived import ArrivedWeights
 from rollout_server.weights.channels import DeviceMemory
+from rollout_server.weights.model_processes import ModelProcesses
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0

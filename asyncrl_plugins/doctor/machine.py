@@ -19,7 +19,7 @@ import psutil
 
 from asyncrl.checks.inputs import DRIVERS
 from asyncrl.launch.processes import available_cores
-from asyncrl.telemetry.environment import installed_version
+from asyncrl.telemetry.host_versions import installed_version
 from asyncrl.telemetry.numbers import size
 from asyncrl_plugins.doctor.findings import Finding, Findings
 from protocol.endpoints import SHARED_MEMORY

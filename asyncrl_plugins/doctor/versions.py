@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from asyncrl.config.learner_engines import learner_engines
 from asyncrl.config.rollout_engines import rollout_engines
 from asyncrl.plugins import implementation
-from asyncrl.telemetry.environment import installed_version
+from asyncrl.telemetry.host_versions import installed_version
 from asyncrl_plugins.doctor.findings import Finding, Findings
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 

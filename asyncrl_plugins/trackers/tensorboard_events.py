@@ -11,7 +11,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from torch.utils.tensorboard import SummaryWriter
 
-from asyncrl.telemetry.trackers import Sample, TrackedRun, numbers
+from asyncrl.telemetry.tracker import Sample, TrackedRun, numbers
 
 FOLDER = "tensorboard"
 FLUSH_S = 10

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import wandb
 
-from asyncrl.telemetry.trackers import Sample, TrackedRun, threads
+from asyncrl.telemetry import tracker_threads
+from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import WandbConfig
 
 ID_FILE = "wandb-id"
@@ -39,7 +40,7 @@ class WandbTracker:
                 console="off",
                 disable_git=True,
                 disable_code=True,
-                finish_timeout=threads.CLOSE_S,
+                finish_timeout=tracker_threads.CLOSE_S,
                 finish_timeout_raises=True,
             ),
         )

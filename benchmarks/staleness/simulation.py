@@ -49,9 +49,9 @@ from protocol.messages import (
     WeightManifest,
     WeightsLoaded,
 )
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from rollout_server.service import RolloutServer
-from rollout_server.weights.policy_versions import PolicyVersions
+from rollout_server.updates.policy_versions import PolicyVersions
 
 LONGEST_WAIT_S = 600.0
 BOUND_MOVES_EVERY = 3

@@ -4,7 +4,7 @@ Servers that have the version when the evaluation begins are not told of newer o
 sample training tickets of that version or before beside it, and the learner goes on training as far as the staleness
 bound lets it. A server that joins has the newest version, and trains. Where none is left that keeps the evaluated one,
 or all that do have stalled, the others load it again: they finish what they sample first
-(rollout_server/weights/policy_versions.py).
+(rollout_server/updates/policy_versions.py).
 """
 
 from __future__ import annotations

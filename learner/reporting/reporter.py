@@ -22,9 +22,9 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
-from asyncrl.telemetry.environment import record_start
+from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.trackers import open_trackers
+from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter

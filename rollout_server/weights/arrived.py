@@ -12,7 +12,7 @@ import torch
 from asyncrl.plugins import implementation
 from protocol.faults import crash_point
 from protocol.messages import WeightManifest
-from rollout_server.engines.model_processes import ModelProcess
+from rollout_server.weights.model_processes import ModelProcess
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.system.test_bad_input import png, write_rows
 
 MakeConfig = Callable[..., RunConfig]

@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import Image
 
+from asyncrl.config.environment import override
 from asyncrl.environments.observation import StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
-from asyncrl.environments.settings import override
 
 
 def run_pool(section: dict[str, Any], scenario: Any) -> Any:

@@ -45,7 +45,7 @@ from protocol.messages import (
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.fuzz import content
 from tests.rigs.policies import complete_all
 from tests.rigs.two_processes import start, with_ports, write_config

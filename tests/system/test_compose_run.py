@@ -15,7 +15,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.recorder import read_status
 from learner.reporting.metric_table import METRICS as LEARNER
-from rollout_server.metric_table import ENVIRONMENT
+from rollout_server.reporting.metric_table import ENVIRONMENT
 from tests.rigs.compose_services import COMPOSE, Container, image_commands, resolved
 from tests.rigs.ports import own_port
 from tests.rigs.prometheus_server import PROMETHEUS, Prometheus

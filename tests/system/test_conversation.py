@@ -32,8 +32,8 @@ from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ConversationLimits, FinishReason, Group, TrajectoryStatus
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.environments import Environments
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import Environments
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.journal_groups import issue_and_add, throwaway_journal
 from tests.rigs.made_again import is_made_again
 from tests.rigs.pictures import picture

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from PIL import Image
 
+from asyncrl.config.environment import override
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.environments.recording import recorded_calls
-from asyncrl.environments.settings import override
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from tests.rigs.tiny import ROOT

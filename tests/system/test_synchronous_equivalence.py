@@ -27,8 +27,8 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.environments import environments_of, make_pool
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import environments_of, make_pool
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import run_both

@@ -22,8 +22,8 @@ from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.loop.trainer import Trainer
 from protocol.messages import Group, TicketFailed
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
-from rollout_server.environments import Environments
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import Environments
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.pictures import picture
 from tests.rigs.policies import Weights, gaps, moved
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig

@@ -19,7 +19,7 @@ from protocol.messages import FinishReason, Sampling, TrajectoryOrder
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.start import engine_arguments
-from rollout_server.group_producer import partial_rollout
+from rollout_server.production.group_producer import partial_rollout
 from rollout_server.weights.arrived import ArrivedWeights
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to

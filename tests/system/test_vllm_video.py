@@ -22,7 +22,7 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.conversion import _media, check_alignment
 from rollout_server.engines.vllm.start import engine_arguments
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.alignment_rig import answer, answers, learner_engine, parity_tickets, verify
 from tests.rigs.policies import moved
 from tests.rigs.tiny_families import Family, make_family

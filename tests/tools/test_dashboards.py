@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
 from asyncrl.telemetry.metric_set import MetricSet
 from learner.reporting.metric_table import METRICS as LEARNER
-from rollout_server.metric_table import METRICS as ROLLOUT
+from rollout_server.reporting.metric_table import METRICS as ROLLOUT
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.environment import LimitsConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import usable_rows
-from asyncrl.environments.settings import LimitsConfig
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ConversationLimits, Prompt, Sampling, Ticket, TicketKind

@@ -30,7 +30,7 @@ from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, 
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
-from rollout_server.engines.model_processes import ModelProcesses, ThisProcess
+from rollout_server.weights.model_processes import ModelProcesses, ThisProcess
 
 logger = logging.getLogger(__name__)
 

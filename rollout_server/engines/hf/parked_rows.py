@@ -1,7 +1,7 @@
 """Rows whose key-value caches wait for a later turn: between two turns a trajectory's environment is at work.
 
 A row that is not here any more is prefilled as a whole. Which rows are here follows from the order in which turns were
-sampled and trajectories ended, so that rounds (`rollout_server/rounds.py`) repeat it.
+sampled and trajectories ended, so that rounds (`rollout_server/production/rounds.py`) repeat it.
 """
 
 from __future__ import annotations

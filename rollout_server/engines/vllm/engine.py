@@ -18,7 +18,6 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.model_processes import ModelProcesses
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.engines.vllm.conversion import (
     ABORTED,
@@ -45,6 +44,7 @@ from rollout_server.engines.vllm.weights import (
     weight_update,
 )
 from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.weights.model_processes import ModelProcesses
 
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""

@@ -11,7 +11,7 @@ from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device, resolve_dtype
 from asyncrl.model_files.folder import attention_heads, read_config
-from asyncrl.telemetry.environment import installed_version
+from asyncrl.telemetry.host_versions import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 """Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""

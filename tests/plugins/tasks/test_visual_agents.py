@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from asyncrl.config.environment import read_environment
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO
 from asyncrl.environments.call_formats import parse_calls
@@ -21,7 +22,6 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start, png_bytes
 from asyncrl.environments.loading import load, sources_of
 from asyncrl.environments.observation import StepResult
-from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.tasks.visual_agents import answer_f1

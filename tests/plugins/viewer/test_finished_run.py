@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.recorded_run.run import read_run
-from asyncrl.telemetry.environment import read_starts
+from asyncrl.telemetry.host_versions import read_starts
 from asyncrl_plugins.viewer.report.activity import Lane, lanes
 from asyncrl_plugins.viewer.report.write import write_report
 from tests.rigs.small_runs import logs

@@ -17,9 +17,9 @@ import torch
 from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.cli import main
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.environment import EnvironmentConfig, override
 from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
-from asyncrl.environments.settings import EnvironmentConfig, override
 from asyncrl.environments.terminal import typed_turns
 from tests.rigs.tiny import ROOT
 

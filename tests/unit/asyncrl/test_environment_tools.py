@@ -16,6 +16,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from asyncrl.cli import main
+from asyncrl.config.environment import read_environment
 from asyncrl.environments.builtin_tools import calculator
 from asyncrl.environments.call_formats import check_format, example_call, parse_calls
 from asyncrl.environments.image_rule import ImageRule
@@ -23,7 +24,6 @@ from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, Too
 from asyncrl.environments.observation import StepResult
 from asyncrl.environments.play import open_environment
 from asyncrl.environments.play import play as by_itself
-from asyncrl.environments.settings import read_environment
 from asyncrl.environments.tool_environment import ToolContext, ToolEnvironment, tool
 from asyncrl.environments.tool_schema import tool_of
 from asyncrl.errors import UserError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncrl.config.environment import read_environment
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import build_tokenizer
 from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Part, PastTurn, without_images
 from asyncrl.environments.played_history import PlayedHistory
-from asyncrl.environments.settings import read_environment
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History, without_thinking

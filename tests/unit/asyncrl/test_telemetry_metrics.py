@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.errors import UserError
 from asyncrl.telemetry.metric_set import Histogram, MetricSet, ServiceMetrics
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
-from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
+from rollout_server.reporting.metric_table import METRICS as ROLLOUT_METRICS
 
 LEARNER = ServiceMetrics("asyncrl_learner_")
 TABLE = (

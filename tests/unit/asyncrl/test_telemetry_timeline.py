@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.environment import describe_environment, read_starts, record_start
+from asyncrl.telemetry.host_versions import describe_environment, read_starts, record_start
 from asyncrl.telemetry.timeline import MAX_PENDING, Timeline
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.environment import read_environment
 from asyncrl.config.sections import ModelConfig
 from asyncrl.environments.call_formats import parse_calls
-from asyncrl.environments.settings import read_environment
 from asyncrl.environments.shown_tools import ShownTools, shown_tools
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge

@@ -14,7 +14,8 @@ from PIL import Image
 
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.trackers import TrackedRun, Tracker, Trackers
+from asyncrl.telemetry.tracker import TrackedRun, Tracker
+from asyncrl.telemetry.tracker_threads import Trackers
 
 
 def png(colour: str) -> bytes:
@@ -75,8 +76,8 @@ def test_a_tracker_that_raises_is_counted_and_the_run_goes_on(
 
 
 def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.telemetry.trackers.threads.QUEUE_LENGTH", 4)
-    monkeypatch.setattr("asyncrl.telemetry.trackers.threads.CLOSE_S", 0.2)
+    monkeypatch.setattr("asyncrl.telemetry.tracker_threads.QUEUE_LENGTH", 4)
+    monkeypatch.setattr("asyncrl.telemetry.tracker_threads.CLOSE_S", 0.2)
     errors: Counter[str] = Counter()
     trackers = trackers_of(tmp_path, lambda _: Broken(hangs_s=30), errors)
     began = time.monotonic()

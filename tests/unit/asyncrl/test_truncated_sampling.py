@@ -21,7 +21,7 @@ from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.group_producer import check_sampling
+from rollout_server.production.group_producer import check_sampling
 from rollout_server.service import RolloutServer
 
 MakeConfig = Callable[..., RunConfig]

@@ -44,8 +44,8 @@ from protocol.messages import (
     WeightsLoaded,
 )
 from rollout_server.engines.base import EngineUsage
-from rollout_server.metric_table import METRICS as ROLLOUT
-from rollout_server.prometheus import ServerExporter
+from rollout_server.reporting.metric_table import METRICS as ROLLOUT
+from rollout_server.reporting.prometheus import ServerExporter
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
 from tests.unit.learner.test_tickets import issue, prepared, received
@@ -365,7 +365,9 @@ def beat(uptime_s: float, busy_s: float) -> ServerHeartbeat:
 def test_each_scrape_looks_at_the_servers_last_heartbeat(
     server: ServerExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6})
+    monkeypatch.setattr(
+        "rollout_server.reporting.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6}
+    )
     usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4, prefill_reused_ratio=0.6)
     heard = time.monotonic() - 4
     server.beat(usage, beat(40.0, 30.0), heard_at=heard, waiting_for="weights", is_asleep=False)
@@ -392,7 +394,7 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
     server: ServerExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr("rollout_server.prometheus.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("rollout_server.reporting.prometheus.time", SimpleNamespace(monotonic=lambda: now))
 
     def seen() -> tuple[float, float]:
         values = scrape(server.metrics.registry)

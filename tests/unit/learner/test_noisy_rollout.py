@@ -33,7 +33,7 @@ from learner.training.step import LearnerStep
 from protocol.errors import ProtocolError
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.policies import CPU, fresh_logits, picture
 from tests.rigs.tiny import ROOT

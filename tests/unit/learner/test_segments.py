@@ -31,8 +31,8 @@ from learner.training.step import LearnerStep
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Group, TokenSource
-from rollout_server.environments import Environments
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import Environments
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.pictures import picture
 from tests.rigs.separate_rows import check_packing

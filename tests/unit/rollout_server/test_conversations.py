@@ -22,8 +22,8 @@ from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import Group, TicketFailed, TrajectoryStatus
 from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.environments import Environments
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.environments import Environments
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.pictures import picture
 
 MakeConfig = Callable[..., RunConfig]

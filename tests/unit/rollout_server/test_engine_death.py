@@ -22,7 +22,7 @@ from rollout_server.engines.base import Completion, EngineDied, GenerationReques
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 
 
 class DyingEngine(ScriptedEngine):

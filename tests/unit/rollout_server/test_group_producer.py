@@ -21,7 +21,7 @@ from rollout_server.engines.base import Completion, FailedRequest, GenerationReq
 from rollout_server.engines.hf import decode_batch
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.policies import prompts, request_for
 from tests.unit.rollout_server.test_engine_death import learner_with, written
 

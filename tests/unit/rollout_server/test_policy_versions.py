@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, WeightsLoaded, Welcome
-from rollout_server.weights.policy_versions import PolicyVersions
+from rollout_server.updates.policy_versions import PolicyVersions
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -33,7 +33,7 @@ from protocol.messages import (
 )
 from rollout_server.device_turns import SharedDevice
 from rollout_server.engines.base import EngineUsage
-from rollout_server.prometheus import ServerExporter
+from rollout_server.reporting.prometheus import ServerExporter
 from tests.rigs.fuzz import content
 from tests.rigs.unconnected import Ledger, Ports
 

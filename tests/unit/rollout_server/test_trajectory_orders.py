@@ -17,7 +17,7 @@ from protocol.messages import FinishReason, Group, Ticket, TokenSource, Trajecto
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.group_producer import GroupProducer
+from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.policies import (
     CPU,
     MakeConfig,

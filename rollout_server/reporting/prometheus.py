@@ -15,7 +15,7 @@ from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
-from rollout_server.metric_table import METRICS
+from rollout_server.reporting.metric_table import METRICS
 from rollout_server.weights.puller import WeightPuller
 
 

@@ -35,7 +35,6 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.conversation import ConversationProducer
 from rollout_server.engines.base import (
     Completion,
     EngineDied,
@@ -46,8 +45,9 @@ from rollout_server.engines.base import (
     VideoFrames,
     kv_versions_column,
 )
-from rollout_server.environments import Environments
-from rollout_server.rounds import AtOnce
+from rollout_server.production.conversation import ConversationProducer
+from rollout_server.production.environments import Environments
+from rollout_server.production.rounds import AtOnce
 
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000

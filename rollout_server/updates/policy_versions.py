@@ -15,8 +15,8 @@ from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, Welcome
 from rollout_server.link import LearnerLink
-from rollout_server.prometheus import ServerExporter
-from rollout_server.weights.receiver import WeightReceiver
+from rollout_server.reporting.prometheus import ServerExporter
+from rollout_server.updates.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 

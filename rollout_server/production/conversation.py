@@ -52,9 +52,9 @@ from rollout_server.engines.base import (
     Parking,
     VideoFrames,
 )
-from rollout_server.environments import Environments
-from rollout_server.rounds import AtOnce, Rounds
-from rollout_server.trajectory import Trajectory
+from rollout_server.production.environments import Environments
+from rollout_server.production.rounds import AtOnce, Rounds
+from rollout_server.production.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
 from asyncrl.plugins import Part, description, implementation
-from asyncrl.telemetry.environment import installed_version
-from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker, numbers
+from asyncrl.telemetry.host_versions import installed_version
+from asyncrl.telemetry.tracker import Sample, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
     from asyncrl.config.run_sections import TelemetryConfig

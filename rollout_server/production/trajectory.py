@@ -15,7 +15,7 @@ from asyncrl.processing.rows import sampled_piece
 from asyncrl.rewards.score import Score
 from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion, Parking
-from rollout_server.environments import Environment
+from rollout_server.production.environments import Environment
 
 logger = logging.getLogger(__name__)
 

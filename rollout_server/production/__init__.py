@@ -1,0 +1,1 @@
+"""Production of groups: trajectories sampled, conversations with environments, rewards."""

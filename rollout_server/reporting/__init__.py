@@ -1,0 +1,1 @@
+"""Metrics of the rollout server, and their Prometheus endpoint."""

@@ -1,0 +1,1 @@
+"""New policy versions on their way into the engine."""
