@@ -185,7 +185,7 @@ class _Rows:
         """A row that could not be begun. Raises BadStateError where no other can be, either."""
         if failed.error_kind == BadStateError.__name__:
             raise BadStateError(f"row {ticket.prompt.row_id}: {failed.error_message}")
-        score = Score("error", failed.error_kind, failed.error_message)
+        score = Score(error_kind=failed.error_kind, error_message=failed.error_message)
         return [EvaluatedRow(_sample(ticket, ""), score)] * ticket.group_size
 
 
@@ -209,7 +209,4 @@ def _sample(ticket: Ticket, completion: str) -> RewardSample:
 
 
 def _score(record: TrajectoryRecord) -> Score:
-    if record.reward is not None:
-        return Score("ok", components=record.rewards, reward=record.reward)
-    status = "timed_out" if record.status == "timed_out" else "error"
-    return Score(status, record.error_kind, record.error_message)
+    return Score(record.rewards, record.reward, record.error_kind, record.error_message)

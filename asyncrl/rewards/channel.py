@@ -4,10 +4,9 @@ once        to process  {"memory_limit_mib", "components": [{"name", "function",
                         plug-in's scorer {"name", "settings"}
             to pool     {"ready": True} or {"ready": False, "message"}
 per request to process  {"id", "row", "completions", "scores", "components"}: fields that the samples share and those of
-                        each, components so far of each (None for one that failed), names of the wanted ones
+                        each, the score of each so far, names of the wanted components
             to pool     {"begun"} before each component: its name, by which a killed worker's culprit is named
-                        {"id", "seconds", "rows"}: per completion {"components"}, or {"failed", "error_kind",
-                        "error_message"}; of a scorer also {"counts"}
+                        {"id", "seconds", "scores"}, of a plug-in's scorer also {"counts"}
 """
 
 from __future__ import annotations
@@ -58,8 +57,3 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def send(outgoing: BinaryIO, message: dict[str, Any]) -> None:
     outgoing.write(pack(message))
     outgoing.flush()
-
-
-def failed_row(component: str, kind: str, message: str) -> dict[str, str]:
-    """A completion's part of a reply, where it failed."""
-    return {"failed": component, "error_kind": kind, "error_message": message}

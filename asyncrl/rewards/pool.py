@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.plugins import implementation
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import Failure, Row, Score, Scorer
+from asyncrl.rewards.score import Score, Scorer
 from asyncrl.rewards.spec import check_rewards, scorer_of
 from asyncrl.rewards.worker_pool import WorkerPool, closed
 from asyncrl.rewards.worker_process import SHOWN_BYTES
@@ -52,8 +51,8 @@ class RewardPool:
         late = _needing_the_group(config)
         self._early = self._stages([name for name in config.component_names if name not in late])
         self._late = self._stages([name for name in config.component_names if name in late])
-        self.errors: Counter[str] = Counter()
-        """Failed samples so far by error kind."""
+        self._reported: set[str] = set()
+        """Error kinds of which a failure stands in the log."""
         self.output_dropped_bytes = 0
         """Bytes that rewards printed beyond SHOWN_BYTES per sample, which no log has."""
         self._closed = False
@@ -78,30 +77,30 @@ class RewardPool:
         """The scoring of one prompt's completions, of which there will be `size`."""
         return GroupScoring(self, size)
 
-    async def run_early(self, sample: RewardSample) -> tuple[Row, float]:
-        """The components that need no other completion, and their seconds."""
-        rows, seconds = await self._run(self._early, [sample], [{}])
-        return rows[0], seconds
+    async def run_early(self, sample: RewardSample) -> Score:
+        """Compute the components that need no other completion."""
+        return (await self._run(self._early, [sample], [Score()]))[0]
 
-    async def run_late(self, samples: Sequence[RewardSample], rows: Sequence[Row]) -> tuple[list[Row], float]:
-        """The components that need the whole group, added to those that are known."""
-        return await self._run(self._late, samples, rows)
+    async def run_late(self, samples: Sequence[RewardSample], scores: Sequence[Score]) -> list[Score]:
+        """Add the components that need the whole group."""
+        return await self._run(self._late, samples, scores)
 
     @property
     def needs_groups(self) -> bool:
         return bool(self._late)
 
-    def scored(self, sample: RewardSample, row: Row, seconds: float) -> Score:
-        """The sum of the components, or the failure, which is counted."""
-        if not isinstance(row, Failure):
-            reward = sum((weight * row[name] for name, weight in self._config.weights.items()), 0.0)
+    def finished(self, sample: RewardSample, score: Score) -> Score:
+        """Add the reward, the weighted sum of the components. The first failure of a kind is logged as a warning."""
+        if not score.error_kind:
+            known = score.components
+            reward = sum((weight * known[name] for name, weight in self._config.weights.items()), 0.0)
             if math.isfinite(reward):
-                return Score("ok", components=row, reward=reward, seconds=seconds)
-            row = Failure("reward_nan", f"the weighted sum of {row} is {reward}")
-        self.errors[row.kind] += 1
-        level = logging.WARNING if self.errors[row.kind] == 1 else logging.DEBUG
-        logger.log(level, "row %s, %s: %s", sample.row_id, row.kind, row.message)
-        return Score(row.status, row.kind, row.message, seconds=seconds)
+                return replace(score, reward=reward)
+            score = score.failed("reward_nan", f"the weighted sum of {known} is {reward}")
+        level = logging.DEBUG if score.error_kind in self._reported else logging.WARNING
+        self._reported.add(score.error_kind)
+        logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
+        return score
 
     @property
     def counts(self) -> dict[tuple[str, str], float]:
@@ -118,20 +117,16 @@ class RewardPool:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers()))
 
     async def _run(
-        self, stages: Sequence[_Stage], samples: Sequence[RewardSample], rows: Sequence[Row]
-    ) -> tuple[list[Row], float]:
-        known, seconds = list(rows), 0.0
+        self, stages: Sequence[_Stage], samples: Sequence[RewardSample], scores: Sequence[Score]
+    ) -> list[Score]:
+        known = list(scores)
         for stage in stages:
-            if all(isinstance(row, Failure) for row in known):
+            if all(score.error_kind for score in known):
                 break
             if self._closed:
                 raise closed()
-            reply = await stage.scorer.score(samples, known, stage.names)
-            seconds += reply.seconds
-            for i, (before, gained) in enumerate(zip(known, reply.rows, strict=True)):
-                if not isinstance(before, Failure):
-                    known[i] = gained if isinstance(gained, Failure) else before | gained
-        return known, seconds
+            known = await stage.scorer.score(samples, known, stage.names)
+        return known
 
     def _stages(self, names: Sequence[str]) -> list[_Stage]:
         stages: list[_Stage] = []
@@ -170,25 +165,24 @@ class GroupScoring:
     def __init__(self, pool: RewardPool, size: int) -> None:
         self._pool = pool
         self._size = size
-        self._early: dict[int, tuple[RewardSample, Row, float]] = {}
+        self._early: dict[int, tuple[RewardSample, Score]] = {}
         self._complete = asyncio.Event()
-        self._late: asyncio.Task[tuple[list[Row], float]] | None = None
+        self._late: asyncio.Task[list[Score]] | None = None
 
     async def score(self, index: int, sample: RewardSample) -> Score:
         """The score of the completion at `index` of the group; await all of them together. Raises as the pool's."""
-        row, seconds = await self._pool.run_early(sample)
+        score = await self._pool.run_early(sample)
         if not self._pool.needs_groups:
-            return self._pool.scored(sample, row, seconds)
-        self._early[index] = sample, row, seconds
+            return self._pool.finished(sample, score)
+        self._early[index] = sample, score
         if len(self._early) == self._size:
-            samples, rows, _ = zip(*(self._early[i] for i in range(self._size)), strict=True)
-            self._late = asyncio.create_task(self._pool.run_late(samples, rows))
+            samples, scores = zip(*(self._early[i] for i in range(self._size)), strict=True)
+            self._late = asyncio.create_task(self._pool.run_late(samples, scores))
             self._late.add_done_callback(lambda late: late.cancelled() or late.exception())  # all may be cancelled
             self._complete.set()
         await self._complete.wait()
         assert self._late is not None
-        rows, more_seconds = await asyncio.shield(self._late)
-        return self._pool.scored(sample, rows[index], seconds + more_seconds)
+        return self._pool.finished(sample, (await asyncio.shield(self._late))[index])
 
 
 def _needing_the_group(config: RewardConfig) -> set[str]:

@@ -1,10 +1,10 @@
-"""Results of scoring: a Score of each completion, or the Failure that prevents one."""
+"""Score of a completion, and the messages that bring it to a process that scores and back."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from asyncrl.rewards.sample import OF_THE_COMPLETION, RewardSample
@@ -12,41 +12,36 @@ from asyncrl.rewards.sample import OF_THE_COMPLETION, RewardSample
 
 @dataclass(frozen=True)
 class Score:
-    """The outcome of one sample. `components` and `reward` are filled only where the status is `ok`."""
+    """Result of scoring one completion. Scorers add components to it; the pool adds the reward in the end."""
 
-    status: Literal["ok", "timed_out", "error"]
+    components: dict[str, float] = field(default_factory=dict)
+    """Each component before weighting; empty where one has failed."""
+    reward: float | None = None
+    """Weighted sum of all components; None before the last one, and where one has failed."""
     error_kind: str = ""
-    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type, reward_crash, or a plug-in's own."""
+    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type, reward_crash, or a plug-in's own; empty
+    where nothing has failed."""
     error_message: str = ""
     """Names the component and, where there is one, the file and line."""
-    components: dict[str, float] = field(default_factory=dict)
-    """Each component before weighting."""
-    reward: float | None = None
-    """The weighted sum."""
     seconds: float = 0.0
-    """Time on this sample in the workers, waiting for a free one not included."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    kind: str
-    """Kind, as Score.error_kind."""
-    message: str
+    """Time on this completion in the workers, waiting for a free one not included."""
 
     @property
-    def status(self) -> Literal["timed_out", "error"]:
-        return "timed_out" if self.kind == "reward_timeout" else "error"
+    def status(self) -> Literal["ok", "timed_out", "error"]:
+        if not self.error_kind:
+            return "ok"
+        return "timed_out" if self.error_kind == "reward_timeout" else "error"
 
+    def plus(self, component: str, value: float) -> Score:
+        """The score with one more component, unless it has failed."""
+        return self if self.error_kind else replace(self, components={**self.components, component: value})
 
-Row = dict[str, float] | Failure
-"""The components of one completion so far by name, or what it failed of."""
+    def failed(self, kind: str, message: str) -> Score:
+        """The failed score. The first failure stays."""
+        return self if self.error_kind else Score(error_kind=kind, error_message=message, seconds=self.seconds)
 
-
-@dataclass(frozen=True)
-class StageReply:
-    rows: list[Row]
-    """Rewards of each completion; the entry of one that had failed before is ignored."""
-    seconds: float
+    def later(self, seconds: float) -> Score:
+        return replace(self, seconds=self.seconds + seconds)
 
 
 class Scorer(Protocol):
@@ -59,34 +54,32 @@ class Scorer(Protocol):
         """Raises UserError."""
         ...
 
-    async def score(self, samples: Sequence[RewardSample], rows: Sequence[Row], names: Sequence[str]) -> StageReply:
-        """The components `names` of completions of one prompt. Raises BadStateError, RuntimeError after `close()`."""
+    async def score(
+        self, samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]
+    ) -> list[Score]:
+        """Add the components `names` to the scores of one prompt's completions.
+
+        Raises BadStateError, RuntimeError after `close()`.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
-def request_of(samples: Sequence[RewardSample], rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
-    """The message that asks for components: what the samples share travels once."""
-    shared = {name: value for name, value in vars(samples[0]).items() if name not in OF_THE_COMPLETION}
+def request_of(samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]) -> dict[str, Any]:
+    """The message that asks for components. It holds once what the samples share."""
     return {
-        "row": shared,
+        "row": {name: value for name, value in vars(samples[0]).items() if name not in OF_THE_COMPLETION},
         "completions": [{name: getattr(sample, name) for name in OF_THE_COMPLETION} for sample in samples],
-        "scores": [None if isinstance(row, Failure) else row for row in rows],
+        "scores": list(map(vars, scores)),
         "components": list(names),
     }
 
 
 def samples_of(request: Mapping[str, Any]) -> list[RewardSample]:
-    """The samples of such a message."""
     return [RewardSample(**request["row"], **completion) for completion in request["completions"]]
 
 
-def rows_of(reply: Mapping[str, Any]) -> list[Row]:
-    """Rewards of each completion, from the answer to such a message."""
-    return [
-        Failure(row["error_kind"], f"reward component {row['failed']!r}: {row['error_message']}")
-        if "error_kind" in row
-        else row["components"]
-        for row in reply["rows"]
-    ]
+def scores_of(message: Mapping[str, Any]) -> list[Score]:
+    """The scores in such a message, or in the answer to it, whose seconds are added to each."""
+    return [Score(**score).later(message.get("seconds", 0.0)) for score in message["scores"]]

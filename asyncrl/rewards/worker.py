@@ -22,7 +22,7 @@ from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.calls import call_group_reward, call_reward, check_call
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import samples_of
+from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.user_functions import function_of, load_module, one_line, shorten
 
 
@@ -41,25 +41,20 @@ class Component:
 
 @dataclass
 class Row:
-    """One completion and its components so far."""
+    """One completion while it is scored."""
 
     sample: RewardSample
-    known: dict[str, float] | None
-    """None where it has failed."""
+    score: Score
     dicts: list[tuple[Component, Mapping[str, Any]]] = field(default_factory=list)
     """Dicts that functions returned, each with the component that it was called for."""
-    gained: dict[str, float] = field(default_factory=dict)
-    failure: dict[str, str] = field(default_factory=dict)
 
     def score_for(self, component: Component) -> float | None:
-        """Score that the component shapes; None where this has failed."""
-        known = None if self.known is None or self.failure else self.known | self.gained
-        return None if known is None else sum(weight * known[name] for name, weight in component.shapes.items())
+        """The sum that the component shapes; None where this completion has failed."""
+        known = self.score.components
+        return None if self.score.error_kind else sum(weight * known[name] for name, weight in component.shapes.items())
 
     def fail(self, component: Component, failed: ComponentFailed) -> None:
-        """Keep the first failure."""
-        if not self.failure:
-            self.failure = channel.failed_row(component.name, failed.kind, str(failed))
+        self.score = self.score.failed(failed.kind, f"reward component {component.name!r}: {failed}")
 
 
 class ComponentFailed(Exception):
@@ -82,7 +77,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     for request in messages:
         reply = _score(request, components, outgoing)
         channel.send(outgoing, reply)
-        if any(row.get("error_kind") == "reward_memory" for row in reply["rows"]):
+        if any(score["error_kind"] == "reward_memory" for score in reply["scores"]):
             return  # what filled the memory may still be held; the pool starts a fresh worker
 
 
@@ -115,9 +110,11 @@ def _with_memory_hint(error: UserError) -> str:
 
 def _score(request: dict[str, Any], components: dict[str, Component], outgoing: BinaryIO) -> dict[str, Any]:
     me = os.getpid()
-    rows = [Row(sample, known) for sample, known in zip(samples_of(request), request["scores"], strict=True)]
+    rows = list(map(Row, samples_of(request), scores_of(request)))
     started = time.perf_counter()
     for name in request["components"]:
+        if all(row.score.error_kind for row in rows):
+            break
         channel.send(outgoing, {"begun": name})
         try:
             (_run_group if components[name].group else _run_each)(components[name], rows)
@@ -125,18 +122,14 @@ def _score(request: dict[str, Any], components: dict[str, Component], outgoing: 
             if os.getpid() != me:  # the reward forked, and this is the copy; the original answers
                 os._exit(0)
     seconds = time.perf_counter() - started
-    return {
-        "id": request["id"],
-        "seconds": seconds,
-        "rows": [row.failure or {"components": row.gained} for row in rows],
-    }
+    return {"id": request["id"], "seconds": seconds, "scores": [vars(row.score) for row in rows]}
 
 
 def _run_each(component: Component, rows: Sequence[Row]) -> None:
     for row in rows:
-        if row.known is not None and not row.failure:
+        if not row.score.error_kind:
             try:
-                row.gained[component.name] = _run(component, row)
+                row.score = row.score.plus(component.name, _run(component, row))
             except ComponentFailed as failed:
                 row.fail(component, failed)
 
@@ -156,7 +149,7 @@ def _run_group(component: Component, rows: Sequence[Row]) -> None:
         return
     for row, value in zip(rows, returned, strict=True):
         try:
-            row.gained[component.name] = _finite(component, row, value)
+            row.score = row.score.plus(component.name, _finite(component, row, value))
         except ComponentFailed as failed:
             row.fail(component, failed)
 

@@ -14,7 +14,7 @@ from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError
 from asyncrl.rewards import channel
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
+from asyncrl.rewards.score import Score, request_of, scores_of
 from asyncrl.rewards.spec import locate, scorer_of
 from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 from asyncrl.user_functions import read_source
@@ -46,10 +46,12 @@ class WorkerPool:
             await self.close()
             raise failures[0]
 
-    async def score(self, samples: Sequence[RewardSample], rows: Sequence[Row], names: Sequence[str]) -> StageReply:
+    async def score(
+        self, samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]
+    ) -> list[Score]:
         request_id = next(self._ids)
-        frame = channel.pack({"id": request_id, **request_of(samples, rows, names)})
-        return await self._score_on(await self._idle_worker(), request_id, frame, list(names), len(samples))
+        frame = channel.pack({"id": request_id, **request_of(samples, scores, names)})
+        return await self._score_on(await self._idle_worker(), request_id, frame, scores)
 
     async def close(self) -> None:
         self._closed = True
@@ -73,38 +75,37 @@ class WorkerPool:
             self._replace(worker)
 
     async def _score_on(
-        self, worker: WorkerProcess, request_id: int, frame: bytes, names: list[str], size: int
-    ) -> StageReply:
+        self, worker: WorkerProcess, request_id: int, frame: bytes, scores: Sequence[Score]
+    ) -> list[Score]:
         started = time.perf_counter()
         healthy = False
 
-        def all_failed(kind: str, message: str) -> StageReply:
-            return StageReply([Failure(kind, message)] * size, time.perf_counter() - started)
+        def all_failed(kind: str, message: str) -> list[Score]:
+            seconds = time.perf_counter() - started
+            message = f"reward component {worker.begun or '(none begun)'!r} {message}"
+            return [score.failed(kind, message).later(seconds) for score in scores]
 
+        too_late = f"was not done after {self._config.timeout_s:g} s (reward.timeout_s)"
         try:
             reply = await worker.ask(frame, self._config.timeout_s)
             if reply.get("id") != request_id:
                 raise WorkerDied("it answered another sample")
-            rows, seconds = rows_of(reply), reply["seconds"]
-            healthy = all(not isinstance(row, Failure) or row.kind != "reward_memory" for row in rows)  # else it ends
-            if seconds > self._config.timeout_s:  # it came back just before it would have been killed
-                failed_at = next((row["failed"] for row in reply["rows"] if "failed" in row), names[-1])
-                return all_failed("reward_timeout", self._too_late(failed_at))
-            return StageReply(rows, seconds)
+            found = scores_of(reply)
+            healthy = all(score.error_kind != "reward_memory" for score in found)  # else it ends
+            if reply["seconds"] > self._config.timeout_s:  # it came back just before it would have been killed
+                return all_failed("reward_timeout", too_late)
+            return found
         except TimeoutError:
-            return all_failed("reward_timeout", self._too_late(_begun(worker)))
+            return all_failed("reward_timeout", too_late)
         except WorkerDied as died:
             if self._closed:
                 raise closed() from None
-            return all_failed("reward_crash", f"reward component {_begun(worker)!r} lost its worker: {died}")
+            return all_failed("reward_crash", f"lost its worker: {died}")
         finally:  # also when cancelled: the worker is then still busy with this sample
             if healthy:
                 self._idle.put_nowait(worker)
             elif not self._closed:
                 self._replace(worker)
-
-    def _too_late(self, name: str) -> str:
-        return f"reward component {name!r} was not done after {self._config.timeout_s:g} s (reward.timeout_s)"
 
     async def _add_worker(self) -> None:
         worker = await WorkerProcess.start(self._setup, self._on_dropped)
@@ -127,11 +128,6 @@ class WorkerPool:
 
 def closed() -> RuntimeError:
     return RuntimeError("the reward pool is closed")
-
-
-def _begun(worker: WorkerProcess) -> str:
-    """Name of the component that the worker began last for its sample."""
-    return worker.begun or "(none begun)"
 
 
 def _setup_message(config: RewardConfig) -> bytes:

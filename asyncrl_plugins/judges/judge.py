@@ -23,7 +23,7 @@ import aiohttp
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import samples_of
+from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.user_functions import one_line, shorten
 from asyncrl_plugins.judges.judge_settings import JudgeSettings
 
@@ -51,24 +51,24 @@ class Judge:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message of the pool: one score for each of its completions, or what they failed of."""
-        samples, started = samples_of(request), time.perf_counter()
+        samples, scores, started = samples_of(request), scores_of(request), time.perf_counter()
         try:
             reply = await self._reply_to(self.body(samples))
-            rows: list[dict[str, Any]] = [
-                {"components": {self._name: score}} for score in read_scores(reply, len(samples), self._settings)
-            ]
+            values = read_scores(reply, len(samples), self._settings)
+            scores = [score.plus(self._name, value) for score, value in zip(scores, values, strict=True)]
         except TimeoutError:
-            rows = self._failed("reward_timeout", f"was not done after {self._settings.timeout_s:g} s", samples)
+            scores = self._failed(scores, "reward_timeout", f"was not done after {self._settings.timeout_s:g} s")
         except UnusableReply as unusable:
-            rows = self._failed("reward_judge", str(unusable), samples)
+            scores = self._failed(scores, "reward_judge", str(unusable))
         except Exception as error:  # of the template
-            rows = self._failed("reward_exception", one_line(error, self._settings.prompt), samples)
+            scores = self._failed(scores, "reward_exception", one_line(error, self._settings.prompt))
         counts, self._counts = self._counts, Counter()
-        return {"id": request["id"], "seconds": time.perf_counter() - started, "rows": rows, "counts": dict(counts)}
+        seconds, found = time.perf_counter() - started, list(map(vars, scores))
+        return {"id": request["id"], "seconds": seconds, "scores": found, "counts": dict(counts)}
 
-    def _failed(self, kind: str, message: str, samples: Sequence[RewardSample]) -> list[dict[str, Any]]:
+    def _failed(self, scores: Sequence[Score], kind: str, message: str) -> list[Score]:
         self._counts["requests/failed"] += 1
-        return [channel.failed_row(self._name, kind, message)] * len(samples)
+        return [score.failed(kind, f"reward component {self._name!r}: {message}") for score in scores]
 
     def body(self, samples: Sequence[RewardSample]) -> bytes:
         """The request for completions of one prompt."""

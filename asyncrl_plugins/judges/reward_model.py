@@ -6,6 +6,7 @@ Images stand as `<image>` in the text: classifiers here read text only.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import samples_of
+from asyncrl.rewards.score import samples_of, scores_of
 from asyncrl.user_functions import one_line
 from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
 
@@ -87,24 +88,26 @@ class RewardModel:
 
 def _answers(model: RewardModel, name: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The replies to some requests, of one completion each, computed in one batch."""
-    started = time.perf_counter()
-    rows: list[dict[str, Any]] = [{} for _ in requests]
+    started, where = time.perf_counter(), f"reward component {name!r}"
+    found = [scores_of(request)[0] for request in requests]
     encoded: dict[int, list[int]] = {}
     for i, request in enumerate(requests):
         try:
             encoded[i] = model.encode(samples_of(request)[0])
         except Exception as error:  # of this sample alone
-            rows[i] = channel.failed_row(name, "reward_exception", one_line(error))
-    for i, score in zip(encoded, model.scores(list(encoded.values())) if encoded else [], strict=True):
-        if score is None:
-            rows[i] = channel.failed_row(name, "reward_memory", f"no memory for {len(encoded[i])} tokens on its device")
-        elif score != score or score in (float("inf"), float("-inf")):
-            rows[i] = channel.failed_row(name, "reward_nan", f"the model's score is {score}")
+            found[i] = found[i].failed("reward_exception", f"{where}: {one_line(error)}")
+    for i, value in zip(encoded, model.scores(list(encoded.values())) if encoded else [], strict=True):
+        if value is None:
+            found[i] = found[i].failed(
+                "reward_memory", f"{where}: no memory for {len(encoded[i])} tokens on its device"
+            )
+        elif not math.isfinite(value):
+            found[i] = found[i].failed("reward_nan", f"{where}: the model's score is {value}")
         else:
-            rows[i] = {"components": {name: score}}
+            found[i] = found[i].plus(name, value)
     seconds = time.perf_counter() - started
     ids = [request["id"] for request in requests]
-    return [{"id": id, "seconds": seconds, "rows": [row]} for id, row in zip(ids, rows, strict=True)]
+    return [{"id": id, "seconds": seconds, "scores": [vars(score)]} for id, score in zip(ids, found, strict=True)]
 
 
 def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:

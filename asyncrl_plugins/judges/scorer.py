@@ -17,7 +17,7 @@ from asyncrl.config.sections import RewardFunctionConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards import channel
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import Failure, Row, StageReply, request_of, rows_of
+from asyncrl.rewards.score import Score, request_of, scores_of
 from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 from asyncrl_plugins.judges.judge_settings import JudgeSettings
 from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
@@ -61,9 +61,11 @@ class ProcessScorer:
         self._process = asyncio.create_task(self._start())
         await self._process
 
-    async def score(self, samples: Sequence[RewardSample], rows: Sequence[Row], names: Sequence[str]) -> StageReply:
+    async def score(
+        self, samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]
+    ) -> list[Score]:
         request_id = next(self._ids)
-        request = {"id": request_id, **request_of(samples, rows, names)}
+        request = {"id": request_id, **request_of(samples, scores, names)}
         async with self._places:
             started = time.perf_counter()
             kind, message = "reward_timeout", f"was not done after {self._settings.timeout_s:g} s (its timeout_s)"
@@ -74,7 +76,7 @@ class ProcessScorer:
                 async with asyncio.timeout(self._settings.timeout_s + GRACE_S):
                     reply = await answer
                 self.counts.update(reply.get("counts", {}))
-                return StageReply(rows_of(reply), reply["seconds"])
+                return scores_of(reply)
             except TimeoutError:  # it is stuck, and so is whatever else it has in work
                 logger.warning("reward %s: its process is stuck, and is killed", self._name)
                 await process.stop()
@@ -84,8 +86,8 @@ class ProcessScorer:
                 self._answers.pop(request_id, None)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            failure = Failure(kind, f"reward component {self._name!r} {message}")
-            return StageReply([failure] * len(samples), time.perf_counter() - started)
+            seconds, message = time.perf_counter() - started, f"reward component {self._name!r} {message}"
+            return [score.failed(kind, message).later(seconds) for score in scores]
 
     async def close(self) -> None:
         self._closed = True

@@ -147,7 +147,7 @@ class OneForAll:
         return self
 
     async def score(self, index: int, sample: Any) -> Score:
-        return Score("ok", components={"exact_match": 1.0}, reward=1.0)
+        return Score({"exact_match": 1.0}, reward=1.0)
 
 
 class ModelFreeEngine(ScriptedEngine):

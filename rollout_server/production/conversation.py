@@ -373,7 +373,7 @@ class ConversationProducer:
         scores: Mapping[int, Score],
         generated_at: float,
     ) -> Group:
-        failed = Score("error")
+        failed = Score()  # the trajectory says why
         prompt = opened.first.prompt
         shown = [*(opened.opening.images if opened.opening else ()), *(i for t in trajectories for i in t.images)]
         sources = [np.full(trajectory.length, TokenSource.OBSERVATION, np.uint8) for trajectory in trajectories]

@@ -196,7 +196,7 @@ class GroupProducer:
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
         if group.scoring is None:
-            return completion.index, Score("ok", reward=0.0)
+            return completion.index, Score(reward=0.0)
         sample = sample_of(
             group.ticket.prompt,
             self._processor.decode(completion.token_ids),

@@ -94,7 +94,7 @@ class Trajectory:
         finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
         if self.failure is not None:
             status, (kind, message) = TrajectoryStatus.ERROR, self.failure
-            score = Score("error", kind, message)
+            score = Score(error_kind=kind, error_message=message)
         elif score.status != "ok":
             status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
         else:

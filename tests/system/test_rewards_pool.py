@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,12 @@ def test_a_failing_reward_is_an_error_of_its_own_sample_only() -> None:
     """Each faulty sample is followed by a healthy one, on its worker or the successor."""
 
     async def scenario(pool: RewardPool) -> None:
-        for number, (fault, kind, message) in enumerate(ERRORS, start=1):
+        for fault, kind, message in ERRORS:
             score, neighbour = await asyncio.gather(pool.score(sample_of(fault)), pool.score(sample_of("fine")))
             assert (score.status, score.error_kind, score.reward, score.components) == ("error", kind, None, {}), fault
             assert message in score.error_message, fault
             assert len(score.error_message) < 1000
             assert (neighbour.status, neighbour.reward) == ("ok", 1.0), fault
-            assert sum(pool.errors.values()) == number
         for kind, value in NUMBERS:  # prints, and every kind of number
             score = await pool.score(sample_of(kind))
             assert (score.status, score.reward, score.components) == ("ok", value, {"fault": value}), kind
@@ -191,7 +191,8 @@ def test_samples_are_spread_over_workers_and_only_the_one_being_scored_loses_its
         scores = await asyncio.gather(*(pool.score(sample_of(fault)) for fault in mixed))
         for fault, score in zip(mixed, scores, strict=True):
             assert (score.status == "ok") == (fault == "fine"), (fault, score)
-        assert pool.errors == {"reward_crash": 4, "reward_exception": 2, "reward_timeout": 2}
+        kinds = Counter(score.error_kind for score in scores if score.error_kind)
+        assert kinds == {"reward_crash": 4, "reward_exception": 2, "reward_timeout": 2}
         for fault in ("random", "set_order"):  # a score does not depend on the worker
             scores = await asyncio.gather(*(pool.score(sample_of(fault)) for _ in range(4)))
             assert len({score.reward for score in scores}) == 1
@@ -204,7 +205,6 @@ def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sa
     async def scenario(pool: RewardPool) -> None:
         words = ["count", "count", "raise", "count", "os_exit", "count", "memory", "count"]
         assert [(await pool.score(sample_of(word))).reward for word in words] == [1, 2, None, 3, None, 1, None, 1]
-        before = dict(pool.errors)
         assert (await pool.score(sample_of("die_later"))).status == "ok"
         await asyncio.sleep(0.4)
         assert (await pool.score(sample_of("fine"))).status == "ok"
@@ -213,7 +213,6 @@ def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sa
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.score(sample_of("sleep")), 0.1)
         assert (await pool.score(sample_of("fine"))).status == "ok", "a cancelled score does not block its worker"
-        assert pool.errors == before
 
     run_pool(config_of(), scenario)
 

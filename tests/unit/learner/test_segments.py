@@ -80,7 +80,7 @@ class OfLength:
         return self
 
     async def score(self, index: int, sample: Any) -> Score:
-        return Score("ok", components={"short": sample.num_tokens % 2}, reward=float(sample.num_tokens % 2))
+        return Score({"short": sample.num_tokens % 2}, reward=float(sample.num_tokens % 2))
 
 
 _MADE: dict[str, tuple[RunConfig, PromptProcessor, ReceivedGroup]] = {}
