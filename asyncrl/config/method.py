@@ -85,7 +85,7 @@ class Method:
     takes_from: str = "loss"
     """Selection: key of TAKES_FROM."""
     name: str = ""
-    """Its key in the dict, filled in where it is looked up."""
+    """Key in the dict, set at the look-up."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs))

@@ -29,7 +29,7 @@ class ArrivedWeights:
     """`module:function` that yields names and tensors in each process of the model, where a channel has left them on
     its device; empty: they are in host memory."""
     process: ModelProcess | None = None
-    """The one process of the model, if it is this one."""
+    """Process of the model, if it is this one alone."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views, not copies: the engine copies from them once."""

@@ -27,7 +27,7 @@ class ModelProcess:
 class ModelProcesses(Protocol):
     count: int
     own: ModelProcess | None
-    """The one process of the model, if it is this one."""
+    """Process of the model, if it is this one alone."""
 
     async def run(self, function: str, *arguments: Any) -> list[Any]:
         """Call `module:function` with a ModelProcess and the arguments in each process. Returns the results, by rank;

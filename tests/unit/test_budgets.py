@@ -1,0 +1,50 @@
+"""Budgets of the documentation, in words and lines: a page that grows past its budget is shortened first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTATION_WORDS = 40_000
+"""README.md, CHANGELOG.md and the pages of docs/, generated ones included; without lab log and decision records."""
+DECISIONS_WORDS, DECISION_WORDS = 15_000, 550
+RESULTS_WORDS = 1_500
+RELEASE_LINES, LINE_CHARACTERS = 60, 120
+"""One screen: the section of a release in CHANGELOG.md."""
+
+
+def words(path: Path) -> int:
+    return len(path.read_text().split())
+
+
+def test_the_documentation_is_short_enough_to_read() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")]
+    counts = {page.name: words(page) for page in pages}
+    assert sum(counts.values()) <= DOCUMENTATION_WORDS, sorted(counts.items(), key=lambda one: -one[1])
+
+
+def test_decision_records_are_short_enough_to_read() -> None:
+    assert sum(map(words, (DOCS / "decisions").glob("*.md"))) <= DECISIONS_WORDS
+
+
+@pytest.mark.parametrize("record", sorted((DOCS / "decisions").glob("*.md")), ids=lambda record: record.stem)
+def test_a_decision_record_is_one_screen(record: Path) -> None:
+    limit = 2 * DECISION_WORDS if record.stem.startswith("028") else DECISION_WORDS  # a table, one line per trial
+    assert words(record) <= limit
+
+
+def test_the_page_of_results_has_what_users_ask_for() -> None:
+    assert words(DOCS / "results.md") <= RESULTS_WORDS
+
+
+def test_a_release_is_one_screen_of_the_changelog() -> None:
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert releases
+    for release in releases:
+        lines = release.splitlines()
+        assert len(lines) <= RELEASE_LINES, lines[0]
+        assert max(map(len, lines)) <= LINE_CHARACTERS, max(lines, key=len)
