@@ -29,6 +29,8 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "selection": ("Selections", "algorithm.selections"),
     "group_filter": ("Group filters", "algorithm.filters"),
     "addition": ("Additions to any method", "algorithm.NAME, a section whose presence chooses it"),
+    "ticket_hook": ("Images of trajectories", "algorithm.NAME, a section whose presence chooses it"),
+    "loss_hook": ("Terms of the loss", "algorithm.NAME, a section whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
@@ -49,8 +51,9 @@ to the proximal policy. A method's own settings stand in a section of its name, 
 exists only where the method is chosen.
 
 These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
-[research methods](../asyncrl_plugins/methods/README.md) and
-[losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md). Your own is named as
+[research methods](../asyncrl_plugins/methods/README.md),
+[losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md), and
+[masked and distorted images](../asyncrl_plugins/perception/README.md). Your own is named as
 `file.py:function` ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py`."""
 PLUGINS = {
     "methods": """# Research methods
@@ -65,6 +68,13 @@ Policy losses that learn from `data.target_key` beside what the policy samples (
 explains the letters of the formulas). The rows' demonstrations are members of their groups, or completions begin with
 parts of them as hints (`algorithm.demonstrations.*`, in [configuration](../../docs/configuration.md#algorithm)); a
 group of a row without one is sampled alone. Written by `scripts/make_docs.py` from the rows in `plugin.py`.""",
+    "perception": """# Perception
+
+Methods for policies that see images; they go with any estimator and loss
+([algorithms](../../docs/algorithms.md)). NoisyRollout is a hook of tickets (`learner/tickets/ticket_hook.py`), PAPO a
+hook of the loss (`learner/training/loss_hook.py`): a method of your own may use either in the same way. metrics.jsonl
+has the mean reward of trajectories that saw other images as `other_images/reward`, and PAPO's KL as `kl_prcp`. Written
+by `scripts/make_docs.py` from the rows in `plugin.py`.""",
 }
 WORDS = """## Words
 
@@ -131,12 +141,12 @@ later state equals. Where an environment gives no `state_key` it is a digest of 
 BESIDE = """## Beside these
 
 Any method may have an entropy bonus, fixed or towards a target (`algorithm.entropy_coeff`,
-`algorithm.entropy_control`), masked images (`algorithm.papo`), distorted images (`algorithm.noisy_rollout`), weights
-and masks for stale samples (`algorithm.correction`), several updates of one batch (`algorithm.updates_per_batch`) and a
-choice of rows (`data.curriculum`); penalties of length and repetition are rewards ([rewards.md](rewards.md)). Their
-keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG METHOD --dry-run` prints what a
-run would have: below `# Algorithm` in one line, which `asyncrl train`, the panel, the learner's log and the report say,
-too, and a note for each schedule that the run is too short for.
+`algorithm.entropy_control`), masked or distorted images ([perception](../asyncrl_plugins/perception/README.md)),
+weights and masks for stale samples (`algorithm.correction`), several updates of one batch
+(`algorithm.updates_per_batch`) and a choice of rows (`data.curriculum`); penalties of length and repetition are rewards
+([rewards.md](rewards.md)). Their keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG
+METHOD --dry-run` prints what a run would have: below `# Algorithm` in one line, which `asyncrl train`, the panel, the
+learner's log and the report say, too, and a note for each schedule that the run is too short for.
 
 Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), OPMD, T-GRPO, VAPO's likelihood of right
 completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""

@@ -15,12 +15,10 @@ from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.method_settings import DppoConfig, PapoConfig, SapoConfig
+from asyncrl.config.method_settings import DppoConfig, SapoConfig
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
-LARGEST_PERCEPTION_KL = 10.0
-"""One token's KL to the policy with masked images is cut here: it is made larger, and would grow without end."""
 
 
 @dataclass(frozen=True)
@@ -112,32 +110,6 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     dropped = total_variation_exceeded(tokens, settings.delta_low, settings.delta_high)
     surrogate = torch.where(dropped, 0.0, -tokens.advantages * log_r.exp())
     return PolicyLoss(surrogate + settings.kl_tau * log_r**2, {"clip_fraction_dppo": dropped})
-
-
-@dataclass(frozen=True)
-class PerceptionLoss:
-    token_loss: torch.Tensor
-    """[n]"""
-    kl: torch.Tensor
-    """[n] k3 estimate of KL(policy || policy with masked images)."""
-
-
-def perception_loss(
-    logprobs: torch.Tensor,
-    masked_logprobs: torch.Tensor,
-    entropies: torch.Tensor | None,
-    masked_entropies: torch.Tensor | None,
-    config: PapoConfig,
-) -> PerceptionLoss:
-    """-kl_coef KL(policy || policy with masked images) + entropy_coeff (both entropies): PAPO (arXiv 2507.06448, eq. 4
-    and the double entropy loss). [n] each, with gradient on both sides, as in the paper's formula; the authors' code
-    detaches the masked side by default. A token's KL is cut at LARGEST_PERCEPTION_KL, where it gives no gradient."""
-    difference = masked_logprobs - logprobs
-    kl = (ratio(masked_logprobs, logprobs) - difference - 1).clamp(max=LARGEST_PERCEPTION_KL)
-    token_loss = -config.kl_coef * kl
-    if entropies is not None and masked_entropies is not None:
-        token_loss = token_loss + config.entropy_coeff * (entropies + masked_entropies)
-    return PerceptionLoss(token_loss, kl)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Provenance(Generic[Column]):
     """[N] uint8 `TokenSource` of each token."""
     role: Column
     """[B] uint8 place of each trajectory's role in `ROLES`."""
+    saw_other_images: Column
+    """[B] bool: trajectories that were sampled from other images than those that they are trained on."""
     row: Column
     """[N] int64 trajectory of each token."""
 
@@ -36,8 +38,10 @@ class Provenance(Generic[Column]):
         """Provenance of all tokens of these groups, one group after another."""
         lengths = np.concatenate([group.lengths for group in groups])
         roles = [ROLES.index(record.role) for group in groups for record in group.trajectories]
+        others = [bool(record.image_hashes) for group in groups for record in group.trajectories]
         source = np.concatenate([group.source for group in groups])
-        return Provenance(source, np.array(roles, np.uint8), np.repeat(np.arange(len(lengths)), lengths))
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        return Provenance(source, np.array(roles, np.uint8), np.array(others, bool), row)
 
     @property
     def is_sampled(self) -> Column:
@@ -64,10 +68,16 @@ class Provenance(Generic[Column]):
         """[B] bool: trajectories of which no token was sampled."""
         return self.role == ROLES.index(TrajectoryRole.DEMONSTRATION)
 
+    @property
+    def lacks_behaviour(self) -> Column:
+        """[N] bool: tokens whose log-probs of the engine are of another prompt. The proximal policy stands for the
+        behaviour's, so that nothing is corrected."""
+        return self.saw_other_images[self.row]
+
     def of_tokens(self, kept: Any) -> Provenance[Column]:
         """Provenance of these of the tokens: places, or [N] bool."""
-        return Provenance(self.source[kept], self.role, self.row[kept])
+        return Provenance(self.source[kept], self.role, self.saw_other_images, self.row[kept])
 
     def map(self, function: Callable[[Column], Other]) -> Provenance[Other]:
         """Provenance with each column converted."""
-        return Provenance(function(self.source), function(self.role), function(self.row))
+        return Provenance(*map(function, (self.source, self.role, self.saw_other_images, self.row)))

@@ -117,11 +117,6 @@ def proximal_problems(config: AlgorithmSettings) -> Iterator[str]:
                 f"{name} needs the {NEEDS[need]}, but algorithm.proximal is {config.proximal}. "
                 "Set algorithm.proximal=recompute"
             )
-    if config.noisy_rollout.share and config.proximal != "recompute":
-        yield (
-            f"algorithm.noisy_rollout.share is {config.noisy_rollout.share:g}, and algorithm.proximal "
-            f"{config.proximal} uses log-probs of the engine, which saw other images. Set algorithm.proximal=recompute"
-        )
     loss = method_of("policy_loss", config.policy_loss)
     if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):
         yield (

@@ -16,8 +16,6 @@ from asyncrl.config.method_settings import (
     EntropyControlConfig,
     KlControlConfig,
     KlEstimator,
-    NoisyRolloutConfig,
-    PapoConfig,
 )
 from asyncrl.config.open_section import OpenSection, S
 from asyncrl.config.sections import Section
@@ -130,14 +128,6 @@ class AlgorithmSettings(OpenSection):
     @property
     def entropy_control(self) -> EntropyControlConfig:
         return self._settings_or_off(EntropyControlConfig())
-
-    @property
-    def papo(self) -> PapoConfig:
-        return self._settings_or_off(PapoConfig())
-
-    @property
-    def noisy_rollout(self) -> NoisyRolloutConfig:
-        return self._settings_or_off(NoisyRolloutConfig())
 
     def _settings_or_off(self, off: S) -> S:
         """The section of this class, or its defaults, which do nothing, where it is not there."""

@@ -75,5 +75,3 @@ def environment_problems(config: RunSections) -> Iterator[str]:
         yield from description("environments", environment.name).problems(config)
     if algorithm.demonstrations.are_used:
         yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"
-    if algorithm.noisy_rollout.share:
-        yield "algorithm.noisy_rollout.share: an environment does not know of other images. Set it to 0"

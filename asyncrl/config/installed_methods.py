@@ -11,8 +11,9 @@ from typing import Any
 
 from asyncrl import plugins, user_functions
 from asyncrl.config.demonstrations import DemonstrationConfig
-from asyncrl.config.method import KINDS, NEEDS, TAKES_FROM, Kind, Method, MethodSet
+from asyncrl.config.method import BY_SECTION, KINDS, NEEDS, TAKES_FROM, Kind, Method, MethodSet
 from asyncrl.config.methods import METHODS
+from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
 from asyncrl.errors import UserError
 from asyncrl.suggest import did_you_mean
@@ -74,7 +75,7 @@ def chosen_methods(given: Mapping[str, Any]) -> tuple[Method, ...]:
         loss,
         *(method_of("selection", name) for name in selections),
         *(method_of("group_filter", name) for name in _names(filled.get("filters"))),
-        *(method for name, method in methods("addition").items() if name in filled),
+        *(method for kind in BY_SECTION for name, method in methods(kind).items() if name in filled),
     )
     return tuple(method for method in found if method)
 
@@ -92,6 +93,12 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in method.defaults.items():
             filled[key] = _merged(value, filled[key]) if key in filled else value
     return filled
+
+
+def chosen_hooks(kind: Kind, algorithm: OpenSection) -> dict[str, tuple[Method, Section]]:
+    """Hooks of a kind that an `algorithm` section chooses, by name, each with its settings."""
+    given = algorithm.model_extra or {}
+    return {name: (method, given[name]) for name, method in methods(kind).items() if name in given}
 
 
 def sections_of(method: Method) -> Mapping[str, type[Section]]:

@@ -14,8 +14,12 @@ from typing import Any, Literal
 from asyncrl.config.sections import Section
 from asyncrl.plugins import no_problems
 
-Kind = Literal["advantage", "policy_loss", "selection", "group_filter", "addition"]
-KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection", "group_filter", "addition")
+Kind = Literal["advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook"]
+KINDS: tuple[Kind, ...] = (
+    "advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook",
+)  # fmt: skip
+BY_SECTION: tuple[Kind, ...] = ("addition", "ticket_hook", "loss_hook")
+"""Kinds whose methods go with any other, each chosen by its section `algorithm.NAME`."""
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
     "entropies": "entropies of the policy at the start of the step, over the whole batch",
@@ -46,7 +50,7 @@ def no_notes(config: Any, total_steps: int) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Method:
-    """An advantage estimator, policy loss, selection, group filter, or an addition to any of them."""
+    """An advantage estimator, policy loss, selection, group filter, or an addition to any of them, such as a hook."""
 
     implementation: str
     """`module:function`, imported when the method is used; the function has the method's name."""
@@ -106,10 +110,17 @@ class MethodSet:
     group_filters: Mapping[str, Method] = field(default_factory=dict)
     """`f(group, config) -> reason or None`, names in `algorithm.filters`."""
     additions: Mapping[str, Method] = field(default_factory=dict)
-    """Parts that go with any method, each chosen by its section `algorithm.NAME`."""
+    """Parts of the core that go with any method, each chosen by its section `algorithm.NAME`."""
+    ticket_hooks: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `TicketHook` (learner/tickets/ticket_hook.py), each chosen by its section `algorithm.NAME`."""
+    loss_hooks: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `LossHook` (learner/training/loss_hook.py), each chosen by its section `algorithm.NAME`."""
     overlays: Path | None = None
     """Folder of YAML files `NAME.yaml`, each the word for a whole method."""
 
     def rows(self, kind: Kind) -> Mapping[str, Method]:
-        by_kind = (self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions)
+        by_kind = (
+            self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions,
+            self.ticket_hooks, self.loss_hooks,
+        )  # fmt: skip
         return by_kind[KINDS.index(kind)]

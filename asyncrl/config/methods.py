@@ -14,8 +14,6 @@ from asyncrl.config.method_settings import (
     DppoConfig,
     EntropyControlConfig,
     GaeConfig,
-    NoisyRolloutConfig,
-    PapoConfig,
     SapoConfig,
     TopEntropyConfig,
     ZeroVarianceConfig,
@@ -175,18 +173,6 @@ ADDITIONS = {
         formula="coefficient + delta after a step of entropy <= target, else - delta and no bonus",
         paper="2505.22312",
         settings=EntropyControlConfig,
-    ),
-    "papo": Method(
-        "asyncrl.algorithms.losses:perception_loss",
-        formula="-kl_coef KL(policy || policy with masked images) + entropy_coeff (both entropies)",
-        paper="2507.06448",
-        settings=PapoConfig,
-    ),
-    "noisy_rollout": Method(
-        "asyncrl.data.noisy_images:noisy_images",
-        formula="share of a group that sees images after t steps of diffusion",
-        paper="2504.13055",
-        settings=NoisyRolloutConfig,
     ),
 }
 METHODS = MethodSet(

@@ -99,12 +99,6 @@ def number_problems(config: RunSections) -> list[str]:
             f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
             f"batch.group_size ({batch.group_size})" + f" and {algorithm.adv_estimator}'s greedy completion" * greedy
         )
-    if algorithm.noisy_rollout.share and not algorithm.noisy_rollout.number_of(left):
-        problems.append(
-            f"algorithm.noisy_rollout.share is {algorithm.noisy_rollout.share:g}, which is none of the {left} "
-            "completions of a group that are sampled (batch.group_size without algorithm.demonstrations.rows). Set it "
-            "to 0.5, and batch.group_size so that two are sampled at least"
-        )
     return problems
 
 

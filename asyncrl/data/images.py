@@ -9,7 +9,6 @@ import base64
 import errno
 import hashlib
 import io
-import random
 import re
 import struct
 import zlib
@@ -112,19 +111,6 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         layers = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers)
     return image.convert("RGB")
-
-
-def blacken_patches(image: Image.Image, patch: int, share: float, seed: int) -> Image.Image:
-    """A copy of which each square of `patch` pixels is black with probability `share`: the same ones for a seed."""
-    width, height = image.size
-    columns, rows = -(-width // patch), -(-height // patch)
-    draws = random.Random(seed)
-    masked = image.copy()
-    for place in range(columns * rows):
-        if draws.random() < share:
-            left, top = place % columns * patch, place // columns * patch
-            masked.paste((0, 0, 0), (left, top, min(left + patch, width), min(top + patch, height)))
-    return masked
 
 
 def load_image_bytes(value: Any, base_dir: Path, where: str) -> bytes:

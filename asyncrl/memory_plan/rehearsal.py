@@ -21,6 +21,7 @@ from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
 from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.learner_engines import learner_engine, learner_engines
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
@@ -37,6 +38,7 @@ from asyncrl.models.parts import freeze_parts
 from asyncrl.models.published import published_tensors
 from asyncrl.models.quantized_weights import SCALE_BYTES, quantizable
 from asyncrl.models.value_head import add_value_head
+from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 
 logger = logging.getLogger(__name__)
@@ -285,17 +287,19 @@ def train_pass(
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
     head = OutputHead(model, temperature=config.rollout.temperature, banned=banned)
-    papo = config.algorithm.papo if config.algorithm.papo.kl_coef else None
-    entropy = "gradient" if config.algorithm.entropy_coeff or (papo and papo.entropy_coeff) else "value"
+    found = chosen_hooks("loss_hook", config.algorithm).values()
+    hooks = [implementation(method.implementation)(settings) for method, settings in found]
+    trains_entropy = config.algorithm.entropy_coeff or any(hook.trains_entropy for hook in hooks)
+    entropy = "gradient" if trains_entropy else "value"
     outputs = head(chosen_from, torch.zeros_like(packed), entropy=entropy)
     assert outputs.entropies is not None
     loss = outputs.logprobs.sum() - outputs.entropies.sum()
-    if papo:  # the pass with masked images is there at the same time
-        masked = _hidden(model, layout, image_tokens)[0, packed]
+    for hook in hooks:  # its pass is there at the same time
+        again = _hidden(model, layout, image_tokens)[0, packed]
         if head_is_done:
-            masked.register_hook(head_is_done)
-        found = head(masked, torch.zeros_like(packed), entropy="gradient" if papo.entropy_coeff else "none")
-        loss = loss + found.logprobs.sum() + (0.0 if found.entropies is None else found.entropies.sum())
+            again.register_hook(head_is_done)
+        more = head(again, torch.zeros_like(packed), entropy="gradient" if hook.trains_entropy else "none")
+        loss = loss + more.logprobs.sum() + (0.0 if more.entropies is None else more.entropies.sum())
     loss.backward()
 
 

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from PIL.Image import Image
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.images import blacken_patches, content_hash, decode_image, image_size
+from asyncrl.data.images import content_hash, decode_image, image_size
 from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
@@ -86,8 +86,6 @@ class EncodedPrompt(MeasuredPrompt):
     """[patches, features] of all images, or None without images."""
     video_pixel_values: torch.Tensor | None = None
     """[patches, features] of all videos, or None without videos."""
-    masked_pixel_values: torch.Tensor | None = None
-    """[patches, features] of the images with parts of them black; None without images, or where nothing asks."""
 
     @classmethod
     def of(cls, prompt: MeasuredPrompt) -> EncodedPrompt:
@@ -198,30 +196,12 @@ class PromptProcessor:
         mine.set_result(encoded)
         return encoded
 
-    def with_masked_images(
-        self, encoded: EncodedPrompt, blobs: Mapping[str, bytes | memoryview], *, patch: int, share: float, seed: int
-    ) -> EncodedPrompt:
-        """Add the pixels of the same images with squares of `patch` pixels black, each with probability `share`.
-
-        They are drawn by the seed, before the processor sees the image: its size and its tokens stay what they are.
-        """
-        if encoded.pixel_values is None:
-            return encoded
-        images = [
-            blacken_patches(decode_image(bytes(blobs[digest]), f"row {encoded.row_id}"), patch, share, seed + number)
-            for number, digest in enumerate(encoded.image_hashes)
-        ]
+    def pixels(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        """[patches, features] of decoded images, as `encode` makes them."""
         if self._grids is not None:
-            masked, _ = self._grids.process(images)
-        else:
-            with self._lock:
-                masked = self.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        if masked.shape != encoded.pixel_values.shape:
-            raise BadStateError(
-                f"row {encoded.row_id}: the processor makes pixels {tuple(masked.shape)} of the masked images and "
-                f"{tuple(encoded.pixel_values.shape)} of the images as they are, though their sizes are the same"
-            )
-        return replace(encoded, masked_pixel_values=masked)
+            return self._grids.process(images)[0]
+        with self._lock:
+            return self.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
 
     def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> MeasuredPrompt:
         """Everything of `encode` but pixels, of which none is decoded where `ImageGrids` knows the processor.

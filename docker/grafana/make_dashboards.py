@@ -151,12 +151,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
             ),
             "Policy": (
                 chart("Entropy per token", "short", (f"{L}entropy", "nats"), least=alert("EntropyCollapse")),
-                chart(
-                    "KL to the reference, and to the policy with masked images",
-                    "short",
-                    (f"{L}reference_kl", "reference"),
-                    (f"{L}perception_kl", "masked images"),
-                ),
+                chart("KL to the reference", "short", (f"{L}reference_kl", "reference")),
                 chart("Loss", "short", (f"{L}loss", "loss")),
                 chart(
                     "Critic",

@@ -141,12 +141,6 @@ class ReceivedGroup:
         """Provenance of the group's tokens."""
         return Provenance.of([self.group])
 
-    @cached_property
-    def is_noisy(self) -> np.ndarray:
-        """[group_size] bool: trajectories that were sampled from other images than the prompt's."""
-        orders = self.ticket.orders
-        return np.array([bool(order.images) for order in orders]) if orders else np.zeros(len(self.group.lengths), bool)
-
     @property
     def lacks_baseline(self) -> bool:
         """Whether its greedy trajectory has no score, so that nothing can be said about the others."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.run_sections import TrainerConfig
@@ -241,8 +242,8 @@ def lasting_settings(
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,
     }
-    if config.algorithm.noisy_rollout.share:  # these decide which images a ticket's trajectories see
-        settings |= {f"algorithm.noisy_rollout.{key}": value for key, value in config.algorithm.noisy_rollout}
+    for name, (_, hook) in chosen_hooks("ticket_hook", config.algorithm).items():  # which images trajectories see
+        settings |= {f"algorithm.{name}.{key}": value for key, value in hook}
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
     if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's orders put in place
         names = [key for key in all_keys() if key.startswith("algorithm.demonstrations.")]

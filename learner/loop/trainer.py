@@ -131,7 +131,6 @@ class Trainer:
             groups,
             self.processor,
             demonstrations="demonstrations" in algorithm.needs,
-            papo=algorithm.papo if algorithm.papo.kl_coef else None,
             defers_pixels=self.ranks.size > 1,  # a rank needs those of its share alone
         )
         version = self.progress.version

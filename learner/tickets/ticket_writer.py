@@ -14,7 +14,7 @@ import xxhash
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
-from asyncrl.data.noisy_images import noisy_images
+from asyncrl.data.images import content_hash
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
@@ -25,6 +25,7 @@ from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
 from learner.groups.ticket import PreparedTicket, PromptFacts
 from learner.tickets.demonstrations import Demonstrations, check_targets
+from learner.tickets.ticket_hook import TicketRow, ticket_hooks
 from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
 
 FINGERPRINTED_ROWS = 64
@@ -48,6 +49,7 @@ class TicketWriter:
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
         self._bridge = TurnBridge(processor, stop_token_ids) if config.environment.is_used else None
+        self._hooks = ticket_hooks(config.algorithm)
         self._demonstrations = Demonstrations(config, processor, stop_token_ids)
         self.train_survey = usable_rows(self.train, self.renderer, processor, config, "training")
         self.held_out_survey: RowSurvey | None = None
@@ -119,29 +121,36 @@ class TicketWriter:
         """Write the training ticket of a position in the data order."""
         prompt = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
         rendered, measured = prompt
-        noisy = noisy_images(
-            rendered,
-            self.config.algorithm.noisy_rollout,
-            seed=(self.config.trainer.seed, slot.ticket_id),
-            done=slot.version / self.config.total_steps(self.num_train_rows),
-        )
-        if noisy:
-            rendered = replace(rendered, blobs={**rendered.blobs, **noisy})
+        others = self._other_images(rendered, slot)
+        if others:
+            made = {content_hash(data): data for images in others.values() for data in images}
+            rendered = replace(rendered, blobs={**rendered.blobs, **made})
             check_message(rendered, self.config.network.max_message_mib)
-        size, orders = self.config.trajectories_per_group, self._orders(rendered.target, slot, tuple(noisy))
+        size, orders = self.config.trajectories_per_group, self._orders(rendered.target, slot, others)
         return self._prepare(
             (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders
         )
 
-    def _orders(self, target: str, slot: TicketSlot, noisy: tuple[str, ...]) -> tuple[TrajectoryOrder, ...]:
-        """Wishes for the trajectories of a training group, none where all are sampled. The last ones that are sampled
-        see the images with these hashes; behind them are the demonstrations, and a greedy one."""
+    def _other_images(self, rendered: RenderedPrompt, slot: TicketSlot) -> dict[int, Sequence[bytes]]:
+        """Images that hooks show to some trajectories in place of the row's."""
+        row = TicketRow(
+            where=f"row {rendered.prompt.row_id}",
+            images=[rendered.blobs[digest] for digest in rendered.prompt.image_hashes],
+            trajectories=self.config.batch.group_size - self.config.algorithm.demonstrations.rows,
+            done=slot.version / self.config.total_steps(self.num_train_rows),
+            seed=(self.config.trainer.seed, slot.ticket_id),
+        )
+        return {index: images for hook in self._hooks for index, images in hook(row).items()}
+
+    def _orders(
+        self, target: str, slot: TicketSlot, others: Mapping[int, Sequence[bytes]]
+    ) -> tuple[TrajectoryOrder, ...]:
+        """Wishes for the trajectories of a training group, none where all are sampled. Behind the sampled ones are the
+        demonstrations, and a greedy one. `others`: images that trajectories see in place of the row's."""
         size = self.config.batch.group_size
         orders = [*(self._demonstrations.orders(target, slot, size) or [NO_ORDER] * size)]
-        if noisy:
-            end = size - self.config.algorithm.demonstrations.rows
-            for index in range(end - self.config.algorithm.noisy_rollout.number_of(end), end):
-                orders[index] = orders[index].model_copy(update={"images": noisy})
+        for index, images in others.items():
+            orders[index] = orders[index].model_copy(update={"images": tuple(map(content_hash, images))})
         if self.config.trajectories_per_group > size:
             orders.append(TrajectoryOrder(greedy=True))
         return tuple(orders) if any(order != NO_ORDER for order in orders) else ()

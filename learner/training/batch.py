@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.provenance import Provenance
-from asyncrl.config.method_settings import PapoConfig
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.environments.recording import observation_of
 from asyncrl.environments.tool_environment import key_of
@@ -67,16 +66,14 @@ class Batch:
     """[B] fp32 each: the values that the reward is the weighted sum of."""
     groups: torch.Tensor
     """[B] int64 group of each row."""
-    is_noisy: torch.Tensor
-    """[B] bool: rows that were sampled from other images than those that they are trained on."""
     row_start: np.ndarray
     """[B] where each row's tokens begin in the [M] columns."""
     behaviour_logprobs: torch.Tensor
     """[M] fp32"""
     versions: np.ndarray
     """[M] int32"""
-    has_masked_images: bool
-    """Some prompts have masked images beside their own."""
+    processor: PromptProcessor
+    """Processor that has encoded the prompts."""
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
@@ -150,12 +147,6 @@ class Batch:
         """Provenance of the N trained tokens and of the B rows."""
         return self.provenance.of_tokens(self.trained.flat.numpy()).map(torch.from_numpy)
 
-    @cached_property
-    def noisy(self) -> torch.Tensor:
-        """[N] bool: tokens of noisy rows. What the engine reports of them is of another prompt: the proximal policy
-        stands for the behaviour's, so that nothing is corrected."""
-        return self.is_noisy[self.trained.row]
-
     def places(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Places among the `N` trained tokens of those of a micro-batch."""
         return self.trained.place[self.flat_index(row, column)]
@@ -189,14 +180,12 @@ def make_batch(
     processor: PromptProcessor,
     *,
     demonstrations: bool = False,
-    papo: PapoConfig | None = None,
     defers_pixels: bool = False,
 ) -> Batch:
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one; none
     of a group that lacks its baseline.
 
-    With `demonstrations`, tokens that the tickets' orders put in place are trained, too . With `papo`,
-    prompts have masked images beside their own, drawn by the ticket's seed: the same when a step is made again.
+    With `demonstrations`, tokens that the tickets put in place are trained, too.
 
     Images have stayed encoded until here; the processor's cache spares most of them a second decoding. With
     `defers_pixels` those of a prompt are decoded when its group is packed.
@@ -219,7 +208,7 @@ def make_batch(
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
-            encode = partial(_encode, item, processor, papo)
+            encode = partial(_encode, item, processor)
             prompt = _measure(item, processor) if defers_pixels else encode()
             train_groups.append(TrainGroup(prompt, tuple(completions), encode if defers_pixels else None))
     lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
@@ -229,21 +218,15 @@ def make_batch(
         scores=torch.tensor(scores, dtype=torch.float32),
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
-        is_noisy=torch.from_numpy(np.concatenate([item.is_noisy for item in received])),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
-        has_masked_images=papo is not None and any(len(group.prompt.image_grids) for group in train_groups),
+        processor=processor,
     )
 
 
-def _encode(item: ReceivedGroup, processor: PromptProcessor, papo: PapoConfig | None) -> EncodedPrompt:
-    blobs = item.blobs
-    prompt = processor.encode(item.prompt, blobs)
-    if papo is None:
-        return prompt
-    how = {"patch": papo.patch_pixels, "share": papo.mask_ratio, "seed": item.ticket.seed}
-    return processor.with_masked_images(prompt, blobs, **how)
+def _encode(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
+    return processor.encode(item.prompt, item.blobs)
 
 
 def _measure(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
@@ -290,8 +273,8 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         described["accuracy"] = described[f"reward/{accuracy_component or 'mean'}"]
-    if batch.is_noisy.any():
-        described["noisy/reward"] = float(batch.scores[batch.is_noisy].nanmean())
+    if provenance.saw_other_images.any():
+        described["other_images/reward"] = float(batch.scores[provenance.saw_other_images].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
     for number, record, is_out in zip(batch.groups.tolist(), everyone, provenance.is_baseline, strict=True):
         if record.reward is not None and not is_out:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -11,14 +12,13 @@ from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.kl import reference_kl
 from asyncrl.algorithms.loading import load_method
-from asyncrl.algorithms.losses import LossFunction, PerceptionLoss, PolicyLoss, perception_loss
+from asyncrl.algorithms.losses import LossFunction, PolicyLoss
 from asyncrl.algorithms.provenance import Provenance
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.models.output_head import TokenOutputs
 from learner.training.batch import Batch
-from learner.training.engine import TorchEngine
+from learner.training.loss_hook import PolicyPass, loss_hooks
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored
 
@@ -82,8 +82,8 @@ class MicroLoss:
     correction: Correction
     reference_kl: torch.Tensor | None
     """[n], where algorithm.kl_loss_coef asks for it."""
-    perception_kl: torch.Tensor | None = None
-    """[n] KL to the policy with masked images, where algorithm.papo asks for it; 0 where there is no image."""
+    additional: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[n] each: columns of the hooks, by name."""
 
     def describe_bad_tokens(self, batch: Batch) -> str:
         """Name the first value, in the order in which they are computed, that is not finite, and its rows."""
@@ -98,8 +98,7 @@ class MicroLoss:
         }
         if self.reference_kl is not None:
             values["the KL to the reference"] = self.reference_kl
-        if self.perception_kl is not None:
-            values["the KL to the policy with masked images"] = self.perception_kl
+        values |= self.additional
         row = self.tokens.row.cpu()
         for name, value in values.items():
             bad = ~torch.isfinite(value.detach()).cpu()
@@ -114,26 +113,28 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
+        self._hooks = loss_hooks(algorithm)
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
     def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor) -> MicroLoss:
         """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
         algorithm, device, selected = self._algorithm, roles.actor.device, decided.selected
         is_exact = bool(algorithm.kl_loss_coef) and algorithm.loss_kl_estimator == "full"
-        trains_entropy = decided.coefficients.entropy_coeff or (algorithm.papo.kl_coef and algorithm.papo.entropy_coeff)
+        trains_entropy = decided.coefficients.entropy_coeff or any(h.trains_entropy for h in self._hooks.values())
         outputs = roles.actor.forward(
             micro_batch,
             entropy="gradient" if trains_entropy else "value",
             other=roles.reference.other_states(micro_batch) if is_exact else None,
         )
         assert outputs.entropies is not None
+        provenance = decided.batch.trained_provenance
         place = decided.batch.places(micro_batch.row, micro_batch.column)
         behaviour = decided.batch.behaviour_logprobs[decided.batch.trained.flat[place]].to(device)
         proximal = self._proximal(outputs.logprobs, behaviour, place, decided)
         tokens = PolicyTokens(
             logprobs=outputs.logprobs,
             proximal_logprobs=proximal,
-            behaviour_logprobs=torch.where(decided.batch.noisy[place].to(device), proximal, behaviour),
+            behaviour_logprobs=torch.where(provenance.lacks_behaviour[place].to(device), proximal, behaviour),
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
             marked=None if selected.marked is None else selected.marked[place].to(device),
@@ -157,9 +158,11 @@ class Objective:
             kl = reference_kl(algorithm.loss_kl_estimator, outputs.logprobs, reference, behaviour)
         if kl is not None:
             of_policy = of_policy + decided.coefficients.kl_loss_coef * kl
-        perception = self._perception(roles.actor, micro_batch, outputs)
-        if perception is not None:
-            of_policy = of_policy + perception.token_loss
+        seen = PolicyPass(roles.actor, decided.batch, micro_batch.groups, micro_batch.row, outputs)
+        additional: dict[str, torch.Tensor] = {}
+        for found in filter(None, (hook(seen) for hook in self._hooks.values())):
+            of_policy = of_policy + found.token_loss
+            additional |= found.columns
         if tokens.provenance is not None:
             of_policy = torch.where(tokens.provenance.is_inserted, 0.0, of_policy)
         token_loss = token_loss + of_policy
@@ -167,19 +170,7 @@ class Objective:
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
         weights = weights[place].to(device)
         loss = (weights * torch.where(correction.masked, 0.0, token_loss)).sum()
-        perception_kl = None if perception is None else perception.kl
-        return MicroLoss(loss, place, weights, tokens, outputs.entropies, policy, correction, kl, perception_kl)
-
-    def _perception(self, actor: TorchEngine, micro_batch: MicroBatch, outputs: TokenOutputs) -> PerceptionLoss | None:
-        """PAPO's term, 0 at tokens after prompts without images; None where there is none."""
-        papo = self._algorithm.papo
-        if not papo.kl_coef or micro_batch.masked_pixels is None:
-            return None
-        masked = actor.forward(micro_batch.masked, entropy="gradient" if papo.entropy_coeff else "none")
-        found = perception_loss(outputs.logprobs, masked.logprobs, outputs.entropies, masked.entropies, papo)
-        assert micro_batch.sees_masked is not None
-        sees = micro_batch.sees_masked.to(actor.device)
-        return PerceptionLoss(torch.where(sees, found.token_loss, 0.0), torch.where(sees, found.kl, 0.0))
+        return MicroLoss(loss, place, weights, tokens, outputs.entropies, policy, correction, kl, additional)
 
     def _provenance(self, batch: Batch, place: torch.Tensor, device: torch.device) -> Provenance[torch.Tensor] | None:
         """Provenance of a micro-batch's tokens, where the method learns from inserted ones."""

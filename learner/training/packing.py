@@ -94,18 +94,10 @@ class MicroBatch:
     """[N] the batch's row of each."""
     column: torch.Tensor
     """[N] its place in the row's completion."""
-    masked_pixels: torch.Tensor | None = None
-    """Replacement of `inputs["pixel_values"]` where images are masked; None without masking."""
-    sees_masked: torch.Tensor | None = None
-    """[N] bool: the token's prompt has images that are masked then."""
+    groups: tuple[TrainGroup, ...] = ()
+    """The packed groups."""
     is_idle: bool = False
     """True for a placeholder that keeps collectives aligned: it belongs to another rank and counts nowhere."""
-
-    @property
-    def masked(self) -> MicroBatch:
-        """Micro-batch of the same tokens after masked images."""
-        assert self.masked_pixels is not None
-        return replace(self, inputs={**self.inputs, "pixel_values": self.masked_pixels})
 
     @property
     def num_tokens(self) -> int:
@@ -197,7 +189,6 @@ def build_micro_batch(
         for piece in (prompt, *(observed for c in group.completions for observed in c.observed))
     ]
     media, media_on = media_inputs(model, seen, types), media_on or device
-    is_masked = torch.tensor([prompt.masked_pixel_values is not None for prompt in prompts])
     return MicroBatch(
         inputs={
             "input_ids": ids[None].to(device),
@@ -216,8 +207,7 @@ def build_micro_batch(
         targets=torch.from_numpy(tokens[kept]).long().to(device),
         row=torch.from_numpy(rows[owner[kept]]),
         column=torch.from_numpy(column[kept]),
-        masked_pixels=_masked_pixels(model, seen, types).to(media_on) if is_masked.any() else None,
-        sees_masked=is_masked[torch.from_numpy(group_of[kept])],
+        groups=tuple(groups),
     )
 
 
@@ -226,9 +216,3 @@ def _packed(is_prompt: np.ndarray, prompts: np.ndarray, inputs: np.ndarray) -> t
     packed = np.empty((*prompts.shape[:-1], len(is_prompt)), np.int64)
     packed[..., is_prompt], packed[..., ~is_prompt] = prompts, inputs
     return torch.from_numpy(packed)
-
-
-def _masked_pixels(model: Any, pieces: Sequence[EncodedPrompt], types: torch.Tensor) -> torch.Tensor:
-    """Pixels of all pieces in their order, as the model takes them, masked where a piece has such."""
-    masked = [p if p.masked_pixel_values is None else replace(p, pixel_values=p.masked_pixel_values) for p in pieces]
-    return media_inputs(model, masked, types)["pixel_values"]

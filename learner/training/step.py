@@ -140,7 +140,7 @@ class LearnerStep:
         scored = self.budget.run(score, batch.train_groups, f"step {version + 1}, scores before its updates")
         behaviour = batch.behaviour_logprobs[batch.trained.flat]
         if scored.proximal_logprobs is not None:
-            behaviour = torch.where(batch.noisy, scored.proximal_logprobs, behaviour)
+            behaviour = torch.where(batch.trained_provenance.lacks_behaviour, scored.proximal_logprobs, behaviour)
         trajectories = Trajectories(
             scores=batch.scores,
             components=batch.components,
@@ -274,7 +274,7 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
     moved = decided.scored.proximal_logprobs is None
     columns: dict[str, torch.Tensor] = {
         "place": part.place,
-        "noisy": decided.batch.noisy[part.place],
+        "lacks_behaviour": decided.batch.trained_provenance.lacks_behaviour[part.place],
         "learner": part.tokens.logprobs.detach() if moved else part.tokens.proximal_logprobs,
         "behaviour": part.tokens.behaviour_logprobs,
         "staleness": decided.version - decided.versions(part.place),
@@ -288,10 +288,7 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
         columns["reference_kl"] = part.reference_kl.detach()
     elif decided.reward_kl is not None:
         columns["reference_kl"] = decided.reward_kl[part.place]
-    if decided.batch.has_masked_images:
-        columns["kl_prcp"] = torch.zeros_like(columns["entropy"])
-        if part.perception_kl is not None:
-            columns["kl_prcp"] = part.perception_kl.detach()
+    columns |= part.additional
     if part.tokens.provenance is not None:
         columns["inserted"] = part.tokens.provenance.is_inserted
         columns["loss/supervised"] = part.weights * part.policy.token_loss.detach()
@@ -346,14 +343,15 @@ def _report(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Means of the columns, and the off-policyness of the step. `columns` is used up."""
     if not columns or not len(columns["learner"]):
         return {}
-    names = ("noisy", "learner", "behaviour", "staleness")
-    noisy, learner, behaviour, staleness = (columns.pop(name) for name in names)
+    names = ("lacks_behaviour", "learner", "behaviour", "staleness")
+    lacks_behaviour, learner, behaviour, staleness = (columns.pop(name) for name in names)
+    sampled_so = ~lacks_behaviour
     del columns["place"]
     clipped = [values for name, values in columns.items() if name.startswith("clip_fraction")]
     columns["clip_fraction"] = np.sum(clipped, axis=0) if clipped else np.zeros_like(learner)
-    fractions = {name: columns[name][~noisy] for name in FRACTIONS}
+    fractions = {name: columns[name][sampled_so] for name in FRACTIONS}
     means = {name: float(values.mean()) for name, values in columns.items()}
-    return means | off_policy_report(learner[~noisy], behaviour[~noisy], staleness[~noisy], fractions)
+    return means | off_policy_report(learner[sampled_so], behaviour[sampled_so], staleness[sampled_so], fractions)
 
 
 def _split_evenly(groups: Sequence[TrainGroup], parts: int) -> list[Sequence[TrainGroup]]:

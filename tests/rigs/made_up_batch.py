@@ -78,9 +78,10 @@ def _ordered(group: Group, ticket: Ticket, stop: int) -> Group:
         )
         made.append([np.append(a, b[:room]).astype(b.dtype) for a, b in zip(put_in, row, strict=True)])
     columns = {name: np.concatenate(parts) for name, parts in zip(names, zip(*made, strict=True), strict=True)}
-    roles = [record.model_copy(update={"role": ticket.role(i)}) for i, record in enumerate(group.trajectories)]
+    facts = [{"role": ticket.role(i), "image_hashes": ticket.order(i).images} for i in range(ticket.group_size)]
+    records = (record.model_copy(update=each) for record, each in zip(group.trajectories, facts, strict=True))
     lengths = np.asarray([len(row[0]) for row in made], np.int32)
-    return group.model_copy(update=columns | {"lengths": lengths, "trajectories": tuple(roles)})
+    return group.model_copy(update=columns | {"lengths": lengths, "trajectories": tuple(records)})
 
 
 class KeepGradients(TorchEngine):

@@ -19,4 +19,4 @@ def provenance_of(
     role = torch.full((rows,), ROLES.index(TrajectoryRole.TRAIN), dtype=torch.uint8)
     if baseline is not None:
         role[baseline] = ROLES.index(TrajectoryRole.BASELINE)
-    return Provenance(source, role, row)
+    return Provenance(source, role, torch.zeros(rows, dtype=torch.bool), row)

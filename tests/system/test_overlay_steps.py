@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from asyncrl.config import yaml_text
-from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
-from learner.training.batch import make_batch
 from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
@@ -31,7 +29,7 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
     engine.prepare()
     start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     processor = PromptProcessor(base.model)
-    made = make_batch(made_up_batch(base, processor).received, processor, papo=PapoConfig())
+    made = made_up_batch(base, processor)
     for name, file in OVERLAYS.items():
         sections = {k: v for k, v in yaml_text.parse(file.read_text(), name)[0].items() if k != "reward"}
         environment = {"environment": ENVIRONMENT} if name in OF_TURNS else {}

@@ -44,10 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "learner": {"gradient_checkpointing": True},
     },
     "critic and reference, bf16": {"algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1}, "model": BF16},
-    "masked images, moving reference": {
-        "algorithm": {"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1},
-        "reference": {"ema": 0.9},
-    },
+    "moving reference": {"algorithm": {"kl_loss_coef": 0.1}, "reference": {"ema": 0.9}},
     "exact KL": {"algorithm": {"kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "kl_estimator": "full"}},
     "adapter, exact KL": {
         "model": {"lora": {"rank": 4}},

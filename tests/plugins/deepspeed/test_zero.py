@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "critic and moving reference, bf16": {
         "batch": {"tokens_per_microbatch": 1640},
-        "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1, "papo": {"kl_coef": 0.01}},
+        "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1},
         "reference": {"ema": 0.9},
         "model": BF16,
     },

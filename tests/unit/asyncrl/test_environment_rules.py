@@ -119,7 +119,6 @@ def test_what_asks_for_components_is_refused_where_the_environment_alone_rewards
     [
         ({"environment": {**LAMP, "workers": 1}}, "the 4 trajectories of a group"),
         ({"learner": {"wait_timeout_s": 500.0, "max_staleness": 0}}, "more than half of learner.wait_timeout_s"),
-        ({"algorithm": {"noisy_rollout": {"share": 0.5}}}, "algorithm.noisy_rollout.share"),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(

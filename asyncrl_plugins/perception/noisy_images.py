@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from asyncrl.config.method_settings import NoisyRolloutConfig
-from asyncrl.data.images import content_hash, decode_image
-from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.images import decode_image
+from asyncrl_plugins.perception.settings import NoisyRolloutConfig
+
+if TYPE_CHECKING:
+    from learner.tickets.ticket_hook import TicketRow
 
 DIFFUSION_STEPS = 1000
 
@@ -27,23 +30,19 @@ def annealing(settings: NoisyRolloutConfig, done: float) -> float:
     return 1.0 - 1.0 / (1.0 + math.exp(-settings.steepness * (done - settings.midpoint)))
 
 
-def noisy_images(
-    rendered: RenderedPrompt, settings: NoisyRolloutConfig, seed: tuple[int, int], done: float
-) -> Mapping[str, bytes]:
-    """Distort the images of a prompt, in order; by content hash. Nothing without images, or where no noise is left.
+class NoisyRollout:
+    """Hook of tickets: the last sampled trajectories of a group see its images distorted."""
 
-    `seed`: of the run, and the ticket's number. `done`: share of the run that was over when the ticket was written. The
-    same for the same arguments.
-    """
-    steps = int(settings.steps * annealing(settings, done))
-    if not (settings.share and steps):
-        return {}
-    prompt = rendered.prompt
-    made = [
-        noisy_image(rendered.blobs[digest], steps, (*seed, number), f"row {prompt.row_id}")
-        for number, digest in enumerate(prompt.image_hashes)
-    ]
-    return {content_hash(data): data for data in made}
+    def __init__(self, settings: NoisyRolloutConfig):
+        self._settings = settings
+
+    def __call__(self, row: TicketRow) -> dict[int, list[bytes]]:
+        steps = int(self._settings.steps * annealing(self._settings, row.done))
+        if not steps or not row.images:
+            return {}
+        made = [noisy_image(data, steps, (*row.seed, number), row.where) for number, data in enumerate(row.images)]
+        end = row.trajectories
+        return dict.fromkeys(range(end - self._settings.number_of(end), end), made)
 
 
 def noisy_image(data: bytes, steps: int, seed: Sequence[int], where: str) -> bytes:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.algorithms.losses import perception_loss
-from asyncrl.config.method_settings import PapoConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.images import blacken_patches
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.processing.processor import PromptProcessor
-from learner.training.batch import Batch, make_batch
+from asyncrl_plugins.perception.papo import blacken_patches, masked_prompt, perception_loss
+from asyncrl_plugins.perception.settings import PapoConfig
+from learner.training.batch import make_batch
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -53,41 +52,41 @@ def test_patches_are_black_by_the_seed_and_the_size_stays() -> None:
     assert not np.asarray(blacken_patches(image, 14, 1.0, seed=3)).any()
 
 
-def masked_batch(config: RunConfig) -> tuple[Batch, Batch]:
-    """A batch as it is, and with masked images."""
-    processor = PromptProcessor(config.model)
-    plain = made_up_batch(config, processor)
-    return plain, make_batch(plain.received, processor, papo=PapoConfig(kl_coef=0.5))
-
-
 def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Callable[..., RunConfig]) -> None:
-    def step(batch: Batch, kl_coef: float, entropy_coeff: float) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        papo = {"kl_coef": kl_coef, "entropy_coeff": entropy_coeff}
-        metrics = LearnerStep(Roles(engine), make_config(algorithm={"papo": papo}))(batch, 3)
+    def step(**algorithm: dict[str, float]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        metrics = LearnerStep(Roles(engine), make_config(algorithm=algorithm))(batch, 3)
         return metrics, engine.gradients
 
     config = make_config()
-    plain, masked = masked_batch(config)
+    batch = made_up_batch(config, PromptProcessor(config.model))
     engine = KeepGradients(config, config.learner.optim, 1)
     engine.prepare()
-    before, plain_gradients = step(plain, 0.0, 0.0)
+    before, plain_gradients = step()
     assert "kl_prcp" not in before
-    with_kl, gradients = step(masked, 0.5, 0.0)
+    with_kl, gradients = step(papo={"kl_coef": 0.5, "entropy_coeff": 0.0})
     assert with_kl["kl_prcp"] > 0
     assert with_kl["loss"] == pytest.approx(before["loss"] - 0.5 * with_kl["kl_prcp"], rel=1e-4)
     assert any(not torch.equal(gradient, plain_gradients[name]) for name, gradient in gradients.items())
-    with_entropy, _ = step(masked, 0.5, 0.1)
+    with_entropy, _ = step(papo={"kl_coef": 0.5, "entropy_coeff": 0.1})
     extra = with_entropy["loss"] - with_kl["loss"]
     assert extra == pytest.approx(0.2 * with_kl["entropy"], rel=0.2), "both entropies, of which one is known"
 
-    again = make_batch(plain.received, PromptProcessor(config.model), papo=PapoConfig(kl_coef=0.5))
-    for group, same in zip(masked.train_groups, again.train_groups, strict=True):
-        ours, theirs = group.prompt.masked_pixel_values, same.prompt.masked_pixel_values
+
+def test_a_step_that_is_made_again_sees_the_same_patches(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    again = make_batch(batch.received, PromptProcessor(config.model))
+    for groups in zip(batch.train_groups, again.train_groups, strict=True):
+        ours, theirs = (
+            masked_prompt(group.prompt, item, made.processor, PapoConfig()).pixel_values
+            for group, made in zip(groups, (batch, again), strict=True)
+            for item in [made.received[int(made.groups[group.completions[0].row])]]
+        )
         assert ours is not None
         assert theirs is not None
-        assert torch.equal(ours, theirs), "a step that is made again sees the same patches"
-        assert group.prompt.pixel_values is not None
-        assert not torch.equal(ours, group.prompt.pixel_values)
+        assert torch.equal(ours, theirs)
+        assert groups[0].prompt.pixel_values is not None
+        assert not torch.equal(ours, groups[0].prompt.pixel_values)
 
 
 def test_the_memory_of_the_second_pass_is_planned(make_config: Callable[..., RunConfig]) -> None:

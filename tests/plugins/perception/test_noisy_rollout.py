@@ -15,14 +15,14 @@ import torch
 from PIL import Image
 
 from asyncrl.config.load import load_config
-from asyncrl.config.method_settings import NoisyRolloutConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.noisy_images import annealing, noisy_image
 from asyncrl.demo.prepare import GRPO
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.perception.noisy_images import annealing, noisy_image
+from asyncrl_plugins.perception.settings import NoisyRolloutConfig
 from benchmarks.staleness.workload import OneForAll
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import ReceivedGroup
@@ -122,11 +122,11 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     actor.prepare()
     batch = make_batch(received, processor)
     batch = replace(batch, scores=torch.rand(8, generator=torch.Generator().manual_seed(1)))
-    assert batch.is_noisy.tolist() == [False, False, True, True] * 2
+    assert batch.provenance.saw_other_images.tolist() == [False, False, True, True] * 2
     results = []
     for shift in (0.0, 3.0):  # what the engine says of noisy rows is of no account
         moved = batch.behaviour_logprobs.clone()
-        moved[batch.trained.flat[batch.noisy]] -= shift
+        moved[batch.trained.flat[batch.trained_provenance.lacks_behaviour]] -= shift
         metrics = LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0)
         results.append((metrics, {name: g.clone() for name, g in actor.gradients.items()}))
     (one, gradients), (two, same) = results
@@ -146,7 +146,8 @@ def test_noise_needs_the_learners_own_log_probs(make_config: MakeConfig) -> None
 def test_half_of_a_group_of_any_size_sees_noise_and_a_clean_one_is_always_left(
     size: int, make_config: MakeConfig
 ) -> None:
-    settings = load_config(GRPO, ["noisy_rollout", f"batch.group_size={size}"]).algorithm.noisy_rollout
+    config = load_config(GRPO, ["noisy_rollout", f"batch.group_size={size}"])
+    settings = config.algorithm.settings_of(NoisyRolloutConfig)
     assert settings.number_of(size) == size // 2
     assert NoisyRolloutConfig(share=0.99).number_of(size) < size
     with pytest.raises(ValueError, match="less than 1"):
@@ -167,14 +168,16 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
     assert [bool(order.images) for order in orders] == [False, True, True, False]
     assert [bool(order.prefix) for order in orders] == [False, False, False, True]
     batch = made_up_batch(config, processor)
-    assert batch.is_noisy.tolist() == [False, True, True, False] * 2
-    assert not (batch.noisy & batch.trained_provenance.is_inserted).any()
+    assert batch.provenance.saw_other_images.tolist() == [False, True, True, False] * 2
+    assert not (batch.trained_provenance.lacks_behaviour & batch.trained_provenance.is_inserted).any()
     actor = KeepGradients(config, config.learner.optim, 1)
     actor.prepare()
     results: list[dict[str, float]] = []
     for shift in (0.0, 3.0):
         moved = batch.behaviour_logprobs.clone()
-        moved[batch.trained.flat[batch.noisy | batch.trained_provenance.is_inserted]] -= shift
+        moved[batch.trained.flat[batch.trained_provenance.lacks_behaviour | batch.trained_provenance.is_inserted]] -= (
+            shift
+        )
         results.append(LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0))
     assert results[0] == results[1]
     assert results[0]["demonstrations/tokens"] > 0
