@@ -1,1 +1,1 @@
-"""A run directory read again: `run` its files, `findings` its problems, `learning` whether it learned."""
+"""A run directory read again: `run` its records, `findings` its problems, `learning` its scores at start and end."""

@@ -21,7 +21,6 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.ports import free_port
 from asyncrl.launch.train import train
-from asyncrl.recorded_run.run import read_run
 from asyncrl.run_folder.contents import CANDIDATE_FILE, next_attempt
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run
@@ -154,7 +153,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
         code, printed = resume(override)
         assert (code, says in printed) == (2, True), printed
         assert contents(run) == before
-        assert read_run(run).failure is None
+        assert read_failure(run) is None
         assert next_attempt(config) == "nothing"
 
     services = with_ports(config, free_port)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.recorded_run.run import read_run
 from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl_plugins.viewer.report.comparison import page_of_many
 from asyncrl_plugins.viewer.report.page import page_of
+from asyncrl_plugins.viewer.report.reading import read_run
 
 FILE = "report.html"
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.recorded_run.run import read_run
 from asyncrl.telemetry.host_versions import read_starts
 from asyncrl_plugins.viewer.report.activity import Lane, lanes
+from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.write import write_report
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start_command

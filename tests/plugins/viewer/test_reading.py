@@ -13,10 +13,10 @@ import pytest
 from asyncrl import cli
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.recorded_run.run import SIGNS, read_run
 from asyncrl_plugins.replay import replay
 from asyncrl_plugins.viewer.inspect import __main__ as inspect
 from asyncrl_plugins.viewer.report.page import page_of
+from asyncrl_plugins.viewer.report.reading import SIGNS, read_run
 from tests.plugins.viewer.made_up_samples import MadeUpStore
 from tests.rigs import made_up_run as made
 from tests.unit.asyncrl.test_panel import write_run

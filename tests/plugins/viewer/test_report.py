@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.recorded_run.run import read_run
 from asyncrl_plugins.viewer.report.embedded_images import LARGEST_SIDE, EmbeddedImages
 from asyncrl_plugins.viewer.report.page import page_of
+from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.sample_cards import choose
 from asyncrl_plugins.viewer.report.settings import differences
 from tests.rigs import made_up_run as made

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from asyncrl.panel.run_snapshot import RunSnapshot
-from asyncrl.recorded_run.run import read_run
 from asyncrl_plugins.viewer.report.activity import exclusive, lanes
 from asyncrl_plugins.viewer.report.chart import MAX_POINTS, Curve, line_chart, thin
+from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.timeline import _labelled, timeline
 from tests.rigs import made_up_run as made
 from tests.rigs.tiny import ROOT

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.recorded_run.run import RecordedRun, read_run
+from asyncrl.recorded_run.run import RecordedRun
 from asyncrl.telemetry.alert_thresholds import (
     FIRST_STEP_S,
     STANDARD_ERRORS,
@@ -20,6 +20,7 @@ from asyncrl.telemetry.alert_thresholds import (
     THRESHOLDS,
     USUAL_STEPS,
 )
+from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.verdict import all_findings, learned, verdict
 from tests.rigs import made_up_run as made
 
