@@ -1,4 +1,4 @@
-"""The memory plan: what each device holds while learner or engine works, and what the host holds."""
+"""The memory plan: memory of each device while learner or engine works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.config.weight_channels import weight_channel
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, Phase, allocator, count
-from asyncrl.memory_plan.rank_lines import host_lines_of_ranks, nccl_of_ranks, rank_lines
+from asyncrl.memory_plan.rank_lines import nccl_of_ranks, rank_lines
 from asyncrl.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.telemetry.numbers import GIB
 
@@ -33,8 +33,6 @@ SENT_VERSIONS = 2
 PUBLISHED_VERSIONS = 3
 """Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped. One
 that is evaluated beside training comes to them."""
-PIXELS = "pixels of prompts"
-"""Name of a line of host memory that is reached where all prompts are images."""
 SAMPLING_BYTES, TRUNCATION_BYTES = 28, 60
 """Per logit while tokens are drawn (fp32 log-probs, fp64 cumulative distribution), and with top-k, top-p or min-p."""
 
@@ -49,7 +47,6 @@ class MemoryPlan:
     sharing: Sharing
     phases: tuple[Phase, ...]
     """Each is of one device, and must fit the budget."""
-    host: tuple[MemoryItem, ...]
 
     @property
     def budget(self) -> int:
@@ -96,7 +93,7 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
                 Phase(name, (*lines, *(line for line in contexts if line not in lines), *left))
                 for name, lines, left in ((learning.name, learning.lines, asleep), (sampling.name, sampling.lines, []))
             ]
-    return MemoryPlan(config, model, sharing, tuple(phases), tuple(_host_lines(config, model)))
+    return MemoryPlan(config, model, sharing, tuple(phases))
 
 
 def device_sharing(config: RunConfig) -> Sharing:
@@ -129,14 +126,14 @@ def _graphs(config: RunConfig, copies: int = 1) -> list[MemoryItem]:
     ]
 
 
-def _offloads_graphs(config: RunConfig) -> bool:
+def offloads_graphs(config: RunConfig) -> bool:
     return bool(_graphs(config)) and config.rollout.engine_args.get(OFFLOADS_GRAPHS, True)
 
 
 def _graphs_left(config: RunConfig) -> list[MemoryItem]:
     """CUDA graphs that stay on the device while vLLM sleeps."""
     what = "CUDA graphs of the sleeping engine"
-    if _offloads_graphs(config):
+    if offloads_graphs(config):
         return [MemoryItem(what, GRAPHS_LEFT_BYTES, "an estimate of what CUDA keeps; the rest is in host memory")]
     return [
         MemoryItem(what, line.nbytes, f"an estimate; they stay without {OFFLOADS_GRAPHS}") for line in _graphs(config)
@@ -191,7 +188,7 @@ def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem
     channel = config.rollout.weights_channel
     if config.rollout.uses_device_channel:
         copies = servers_per_gpu(config)
-        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(copies)
+        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + servers_text(copies)
         yield MemoryItem("weights that arrive", copies * model.published, why)
         yield from _channel_lines(config, "rollout server", copies)
 
@@ -200,10 +197,10 @@ def _channel_lines(config: RunConfig, process: str, servers: int) -> list[Memory
     """Memory that the channel takes for itself, for each server."""
     name = config.rollout.weights_channel
     own = weight_channel(name).own_bytes
-    return [MemoryItem(f"{name} of the {process}", servers * own, "an estimate" + _servers(servers))] if own else []
+    return [MemoryItem(f"{name} of the {process}", servers * own, "an estimate" + servers_text(servers))] if own else []
 
 
-def _servers(count: int) -> str:
+def servers_text(count: int) -> str:
     return f", {count} servers" if count > 1 else ""
 
 
@@ -233,7 +230,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
     in_8_bits = rollout.engine == "vllm" and rollout.quantization != "none"
     weights = model.weights - (model.saved_in_8_bits if in_8_bits else 0)
     held = f"{config.model.dtype}, linear layers in {rollout.quantization}" if in_8_bits else config.model.dtype
-    yield MemoryItem("weights", copies * weights // parts, held + _servers(copies))
+    yield MemoryItem("weights", copies * weights // parts, held + servers_text(copies))
     yield MemoryItem("KV cache", copies * sequences * columns * model.cache_per_token // parts, why)
     yield MemoryItem(WORKING, most, working)
     yield allocator(most)
@@ -263,56 +260,6 @@ def prefilled_prompts(config: RunConfig) -> int:
     together = max(1, config.rollout.max_concurrent_sequences // smallest)
     rebuilds = config.trainer.mode == "async" and config.rollout.weight_update == "recompute"
     return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))
-
-
-def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
-    """Memory of servers for versions that come over ZeroMQ."""
-    relays, servers = bool(config.network.weights_fan_out) and config.trainer.mode == "async", config.rollout.servers
-    why = "a version that arrives" + relays * ", and the one before to send it on (network.weights_fan_out)"
-    return MemoryItem("weights over ZeroMQ", servers * (1 + relays) * model.published, why + _servers(servers))
-
-
-def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
-    beside = evaluates_beside_training(config)
-    why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
-    yield MemoryItem("published weights, in /dev/shm", published_versions(config) * model.published, why)
-    if config.rollout.weights_channel == "zmq":  # with auto the servers of this machine map what is published
-        yield _pulled_line(config, model)
-    if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
-        prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
-        yield MemoryItem(
-            PIXELS,
-            servers * prompts * model.pixels,
-            f"at most: {prompts} prompts all of images, of tickets that a server may hold"
-            f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
-        )
-    if config.learner.is_divided:
-        yield from host_lines_of_ranks(config, model)
-    if config.trainer.save_async:
-        trained = (model.published if config.model.lora.rank else model.weights) + model.masters + model.moments
-        saved = trained + (model.critic.kept if model.critic else 0) + model.reference * config.reference.moves
-        why = "weights and optimiser state, until they are written (trainer.save_async)"
-        yield MemoryItem("copy for a checkpoint", saved, why)
-    offloaded = model.reference if config.reference.offload else 0
-    if offloaded:
-        yield MemoryItem("reference policy, offloaded", offloaded, "weights, pinned (reference.offload)")
-    engines = (model, model.critic) if model.critic else (model,)
-    offloads = config.learner.offloads_masters
-    if offloads:
-        why = "master weights, gradients and AdamW's moments (learner.cpu_offload)"
-        yield MemoryItem("optimiser state, offloaded", sum(engine.offloaded for engine in engines), why)
-    if config.trainer.mode == "sync" and not config.learner.is_divided:
-        asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
-        yield MemoryItem("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
-    if config.trainer.mode == "sync" and rollout_engine(config.rollout.engine).has_model:
-        if config.rollout.sleep_level == 1:
-            yield MemoryItem("engine asleep", model.weights, "weights, pinned")
-        else:  # it forgets what is published to it again; the base of an adapter never is
-            why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
-            kept = max(0, model.weights - model.published)
-            yield MemoryItem("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
-        if _offloads_graphs(config):
-            yield MemoryItem("engine's CUDA graphs asleep", GRAPHS_BYTES, "an estimate, pinned")
 
 
 # --- what others need of a plan ------------------------------------------------------------------

@@ -50,7 +50,7 @@ def nccl_of_ranks(config: RunConfig) -> list[MemoryItem]:
 def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[MemoryItem]:
     ranks, offloads = config.learner.num_processes, offloads_parts(config)
     if not offloads:
-        yield from _part_lines(model, config, ranks)
+        yield from part_lines(model, config, ranks)
     passing = working = stepping = 0
     scored: list[DividedModel] = [model.divided_reference] if model.divided_reference else []
     for engine in (model, model.critic) if model.critic else (model,):
@@ -67,7 +67,7 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Mem
     yield allocator(max(working, stepping))
 
 
-def _part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[MemoryItem]:
+def part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[MemoryItem]:
     """Memory of one rank that outlasts a micro-batch."""
     assert model.divided is not None
     trained = model.divided.trained_part(ranks)
@@ -90,23 +90,8 @@ def offloads_parts(config: RunConfig) -> bool:
     return config.learner.cpu_offload and config.learner.device != "cpu"
 
 
-def host_lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
-    """Host memory of all ranks, as if they were on one machine."""
-    ranks = config.learner.num_processes
-    if offloads_parts(config):
-        kept = ranks * memory_of(config).offloaded(model, config)
-        yield MemoryItem("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
-    elif config.trainer.mode == "sync":
-        parts = (line.nbytes for line in _part_lines(model, config, ranks) if line.name != GRADIENTS)
-        yield MemoryItem("learner asleep", ranks * sum(parts), "weights and optimiser state of all ranks, pinned")
-    engines = (model, model.critic) if model.critic else (model,)
-    if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):
-        why = f"for a while, as each of {ranks} ranks loads one whose files have another dtype or layout"
-        yield MemoryItem("whole models", loading, why)
-
-
 def _fsdp_offloaded(model: ModelBytes, config: RunConfig) -> int:
-    return sum(line.nbytes for line in _part_lines(model, config, config.learner.num_processes))
+    return sum(line.nbytes for line in part_lines(model, config, config.learner.num_processes))
 
 
 FSDP_MEMORY = RankMemory(_fsdp_lines, _fsdp_offloaded)

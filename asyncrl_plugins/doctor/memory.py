@@ -16,13 +16,14 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.items import Phase
-from asyncrl.memory_plan.plan import PIXELS, MemoryPlan, make_plan
+from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.memory_plan.refusal import check_shared_memory
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.weight_files import check_weights
 from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
+from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.doctor.machine import Device, memory_limit
 
 
@@ -70,8 +71,8 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
             continue
         for number in numbers:
             yield _on_gpu(plan, phase, devices[number], number)
-    asleep = sum(line.nbytes for line in plan.host)
-    pixels = sum(line.nbytes for line in plan.host if line.name == PIXELS)
+    asleep = sum(line.nbytes for line in host_items(plan))
+    pixels = sum(line.nbytes for line in host_items(plan) if line.name == PIXELS)
     needed = _host_need(plan, on_host)
     available = psutil.virtual_memory().available
     free = min(available, memory_limit() or available)
@@ -101,7 +102,8 @@ def _host_need(plan: MemoryPlan, on_host: Sequence[int]) -> int:
     phases = [plan.phases[place] for place in on_host]
     ranks = plan.config.learner.num_processes
     needs = [phase.nbytes * (1 if phase.name.startswith("engine") else ranks) for phase in phases]
-    return sum(line.nbytes for line in plan.host) + (sum(needs) if plan.sharing == "apart" else max(needs, default=0))
+    asleep = sum(item.nbytes for item in host_items(plan))
+    return asleep + (sum(needs) if plan.sharing == "apart" else max(needs, default=0))
 
 
 def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
@@ -109,7 +111,7 @@ def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
     ranks = plan.config.learner.num_processes // 2
     while ranks:
         fewer = make_plan(changed(plan.config, {"learner.num_processes": ranks}), plan.model)
-        pixels = sum(line.nbytes for line in fewer.host if line.name == PIXELS)
+        pixels = sum(line.nbytes for line in host_items(fewer) if line.name == PIXELS)
         if _host_need(fewer, on_host) - pixels <= free:
             break
         ranks //= 2

@@ -20,6 +20,7 @@ from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
 from asyncrl.model_files.folder import read_config
 from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.advice import advice
+from asyncrl_plugins.doctor.host_memory import host_items
 
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",
@@ -66,7 +67,7 @@ def describe(plan: MemoryPlan) -> str:
         f"; engine {config.rollout.engine}; {_devices(plan)}"
     ]
     unit, divisor = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
-    for part in (*plan.phases, Phase("host memory", plan.host)):
+    for part in (*plan.phases, Phase("host memory", tuple(host_items(plan)))):
         text += ["", f"  {part.name.upper():<36}{unit:>9}"]
         text += [f"  {line.name:<36}{line.nbytes / divisor:>9.2f}  {line.why}" for line in part.lines]
         if part in plan.phases:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from asyncrl.memory_plan.plan import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
     GRAPHS_LEFT_BYTES,
-    PIXELS,
     MemoryPlan,
     make_plan,
     prefilled_prompts,
@@ -47,7 +44,6 @@ from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest, Parking
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
-from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.full_micro_batch import full_micro_batch, image_prompt
 
 MakeConfig = Callable[..., RunConfig]
@@ -141,9 +137,6 @@ def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig
     device = {line.name: line.nbytes for line in plan.phases[0].lines}
     assert device.keys() == {"weights", "critic", "working memory", "allocator"}
     assert device["critic"] == plan.model.critic.weights
-    host = {line.name: line.nbytes for line in plan.host}
-    assert host["optimiser state, offloaded"] == plan.model.offloaded + plan.model.critic.offloaded
-    assert host["learner asleep"] == plan.model.weights + plan.model.critic.weights
 
 
 def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config: MakeConfig, small: Path) -> None:
@@ -247,7 +240,6 @@ def test_an_offloaded_reference_has_the_place_of_the_gradients(make_config: Make
         there, offloaded = make_plan(whole, model), make_plan(changed(whole, {"reference.offload": True}), model)
         saved = min(model.reference, model.gradients)
         assert there.phases[0].nbytes - offloaded.phases[0].nbytes == saved
-        assert sum(line.nbytes for line in offloaded.host) - sum(line.nbytes for line in there.host) == model.reference
 
 
 def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:
@@ -296,27 +288,6 @@ def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: 
     assert saved > 0
     assert weights("vllm", "none") - weights("vllm", "fp8") == saved
     assert weights("hf", "none") == weights("hf", "fp8")
-
-
-@pytest.mark.parametrize(("rank", "level"), [(0, 1), (0, 2), (4, 2)])
-def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
-    """With adapters the base weights are not published: they must be kept."""
-    config = planned(
-        make_config, small, trainer={"mode": "sync"}, model={"lora": {"rank": rank}}, rollout={"sleep_level": level}
-    )
-    (line,) = [line for line in make_plan(config).host if line.name == "engine asleep"]
-
-    async def keep() -> int:
-        bans_nothing: Any = SimpleNamespace(placeholder_ids=())
-        engine = HFEngine(config, bans_nothing)
-        await engine.start()
-        await engine.sleep()
-        kept = sum(item.what.nbytes for item in engine._sleeper._sleeping if item.offset >= 0)
-        await engine.close()
-        return kept
-
-    assert asyncio.run(keep()) == line.nbytes
-    assert ("not published" in line.why) == (level == 2 and rank > 0)
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: MakeConfig, small: Path) -> None:
@@ -445,8 +416,8 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
 def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, small: Path) -> None:
     """They stay on the device unless vLLM takes them to the host, which keeps only what CUDA itself has of them."""
 
-    def learner_awake(**engine_args: Any) -> tuple[int, int]:
-        """Bytes on the device beside the learner's, and asleep on the host."""
+    def learner_awake(**engine_args: Any) -> int:
+        """Bytes on the device beside the learner's."""
         rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
         device = {"learner": {"device": "auto"}, "rollout": rollout}
         plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **device))
@@ -454,11 +425,11 @@ def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, sma
         graphs = sum(line.nbytes for line in phase.lines if "graphs" in line.name)
         awake = sum(line.nbytes for line in plan.phases[1].lines if "graphs" in line.name)
         assert awake == (0 if engine_args.get("enforce_eager") else GRAPHS_BYTES)
-        return graphs, sum(line.nbytes for line in plan.host if "graphs" in line.name)
+        return graphs
 
-    assert learner_awake() == (GRAPHS_LEFT_BYTES, GRAPHS_BYTES)
-    assert learner_awake(sleep_mode_offload_cudagraph=False) == (GRAPHS_BYTES, 0)
-    assert learner_awake(enforce_eager=True) == (0, 0)
+    assert learner_awake() == GRAPHS_LEFT_BYTES
+    assert learner_awake(sleep_mode_offload_cudagraph=False) == GRAPHS_BYTES
+    assert learner_awake(enforce_eager=True) == 0
 
 
 # --- what the engine keeps to --------------------------------------------------------------------
@@ -478,10 +449,9 @@ def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_confi
     assert admitted == [256, 256, 88]
 
 
-def test_a_version_that_is_evaluated_and_the_pixels_of_its_rows_are_counted(
+def test_a_version_that_is_evaluated_and_the_pixels_of_a_prompt_are_counted(
     make_config: MakeConfig, small: Path
 ) -> None:
-    """Beside training: servers keep it, and hold held-out rows besides their training tickets."""
     base = {"data": {"max_prompt_length": PROMPT, "val_files": ["held_out.parquet"]}, "evaluation": {"every_steps": 5}}
     on_policy, beside = (
         make_plan(planned(make_config, small, **base, learner={"device": "cpu", "max_staleness": bound}))
@@ -489,22 +459,7 @@ def test_a_version_that_is_evaluated_and_the_pixels_of_its_rows_are_counted(
     )
     assert on_policy.publications == 3 * on_policy.model.published
     assert beside.publications == 4 * beside.model.published
-    pixels = [line.nbytes for plan in (on_policy, beside) for line in plan.host if line.name == PIXELS]
-    prompts = on_policy.config.batch.prompts_per_step
     one = on_policy.model.pixels
     full = image_prompt(load_model(on_policy.config.model, device=torch.device("cpu")), PROMPT)
     assert full.pixel_values is not None
     assert one == full.pixel_values.nbytes * PROMPT // (PROMPT - 5), "all but five tokens of that one are an image"
-    assert pixels == [prompts * one, 2 * 2 * prompts * one]
-
-
-@pytest.mark.parametrize(("fan_out", "versions"), [(0, 1), (2, 2)])
-def test_versions_that_servers_keep_are_counted(
-    make_config: MakeConfig, small: Path, fan_out: int, versions: int
-) -> None:
-    network, rollout = {"weights_fan_out": fan_out}, {"weights_channel": "zmq", "servers": 3}
-    plan = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network, rollout=rollout))
-    host = {line.name: line.nbytes for line in plan.host}
-    assert host["weights over ZeroMQ"] == 3 * versions * plan.model.published
-    mapped = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network))
-    assert "weights over ZeroMQ" not in {line.name for line in mapped.host}

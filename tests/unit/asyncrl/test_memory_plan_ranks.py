@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncrl.config import learner_engines
-from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
@@ -19,7 +18,6 @@ from benchmarks import random_models
 from benchmarks.random_models import make_model
 from tests.rigs.full_micro_batch import Shape
 from tests.rigs.rank_rig import run_ranks
-from tests.rigs.zero import HAS_ZERO, zero
 from tests.unit.asyncrl.test_memory_plan import SHAPE, planned
 
 MakeConfig = Callable[..., RunConfig]
@@ -93,27 +91,6 @@ def test_two_ranks_take_what_was_planned(
         assert parts == measured["weights"] + measured["gradients"] + measured["moments"], name
         passing = of_rank["gathered layers"] + of_rank["working memory"]
         assert measured["passing"] <= passing <= ABOVE * measured["passing"], name
-
-
-@pytest.mark.parametrize(
-    ("engine", "kinds"),
-    [({}, 3), *([(zero(2), 3), (zero(3), 4)] if HAS_ZERO else [])],
-    ids=["fsdp2", "ZeRO-2", "ZeRO-3"][: 3 if HAS_ZERO else 1],
-)
-def test_parts_in_host_memory_are_those_of_all_ranks(
-    make_config: MakeConfig, tmp_path: Path, engine: dict[str, Any], kinds: int
-) -> None:
-    small = make_model(tmp_path / "tiny", "tiny")
-    on_gpus = planned(make_config, small, learner={**RANKS, **engine})
-    on_gpus = changed(on_gpus, {"learner.device": "cuda", "rollout.device": "cuda:2"})
-    model = make_plan(on_gpus).model
-    there, offloaded = make_plan(on_gpus, model), make_plan(changed(on_gpus, {"learner.cpu_offload": True}), model)
-    parts = {name: nbytes for name, nbytes in lines(there).items() if name.startswith("parts of")}
-    assert len(parts) == kinds
-    assert not parts.keys() & lines(offloaded).keys()
-    (kept,) = (line.nbytes for line in offloaded.host if line.name == "parts, offloaded")
-    assert kept == 2 * sum(parts.values())
-    assert offloaded.phases[0].nbytes < there.phases[0].nbytes
 
 
 def test_an_engine_whose_placement_is_not_known_is_not_planned_as_another(
