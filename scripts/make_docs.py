@@ -28,9 +28,9 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "policy_loss": ("Policy losses", "algorithm.policy_loss"),
     "selection": ("Selections", "algorithm.selections"),
     "group_filter": ("Group filters", "algorithm.filters"),
-    "addition": ("Additions to any method", "algorithm.NAME, a section whose presence chooses it"),
-    "ticket_hook": ("Images of trajectories", "algorithm.NAME, a section whose presence chooses it"),
-    "loss_hook": ("Terms of the loss", "algorithm.NAME, a section whose presence chooses it"),
+    "addition": ("Additions to any method", "NAME, a section of `algorithm` whose presence chooses it"),
+    "ticket_hook": ("Images of trajectories", "NAME, a section of `algorithm` whose presence chooses it"),
+    "loss_hook": ("Terms of the loss", "NAME, a section of `algorithm` whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
@@ -161,9 +161,10 @@ def _tables(methods: MethodSet) -> Iterator[str]:
 
 def _methods(methods: MethodSet, kind: Kind, titles: tuple[str, str]) -> str:
     """A table of the methods of a kind."""
+    key, comma, rest = titles[1].partition(", ")
     own = "taken from" if kind == "selection" else "defaults of its own"
     lines = [
-        f"## {titles[0]}\n\n`{titles[1]}`\n",
+        f"## {titles[0]}\n\n`{key}`{comma}{rest}\n",
         *([f"{OF_ONE_UPDATE}\n"] if methods is method_sets()[""] and kind == "policy_loss" else []),
         f"| name | what it does | formula | needs | {own} | paper |",
         "|---|---|---|---|---|---|",
