@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from asyncrl import plugins
 from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import command
+from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -36,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to mend, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
     parser = _parser()
+    names = _command_names(parser)
+    word = next(iter(sys.argv[1:] if argv is None else argv), "-")
+    if not word.startswith("-") and word not in names:
+        parser.error(f"there is no command {word!r}.{did_you_mean(word, names)} {plugins.what_to_install('commands')}")
     # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
@@ -60,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_tools(commands)
     _add_plugins(commands)
     return parser
+
+
+def _command_names(parser: argparse.ArgumentParser) -> Collection[str]:
+    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:

@@ -59,6 +59,19 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
     assert "usage: asyncrl" in capsys.readouterr().err
 
 
+def test_an_unknown_command_is_refused_with_a_suggestion_and_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_whole, says in ((True, "entry point of asyncrl.commands"), (False, "pip install asyncrl")):
+        monkeypatch.setattr("asyncrl.plugins.find_spec", lambda name, is_whole=is_whole: is_whole or None)
+        with pytest.raises(SystemExit) as end:
+            main(["wach"])
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert "there is no command 'wach'. Did you mean 'watch'?" in said
+        assert says in said
+
+
 def test_an_existing_run_directory_is_never_written_into(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     check_run_dir(config, resume=False)
