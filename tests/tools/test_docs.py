@@ -31,6 +31,24 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_are_headings_or_ids_of_their_page(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()) if "://" not in link[0]]
+    missing = []
+    for target, anchor in links:
+        named = (page.parent / target).resolve() if target else page
+        if named.suffix == ".md" and named.exists() and anchor not in anchors(named):
+            missing.append(f"{target}#{anchor}")
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of headings as GitHub makes them, and ids."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    names = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.M))
+    return {name.strip().replace(" ", "-") for name in names} | set(re.findall(r'id="([^"]+)"', text))
+
+
 def test_every_picture_is_shown_somewhere() -> None:
     shown = "".join(page.read_text() for page in PAGES)
     for picture in (ROOT / "docs" / "images").iterdir():
