@@ -15,7 +15,7 @@ def check_hello(
     model_fingerprint: str,
     processor_fingerprint: str,
     base_fingerprint: str = "",
-    quantization: str = "none",
+    quantization: str = "",
     live_server_ids: Mapping[str, str],
 ) -> Refusal | None:
     """Refuse a server that does not fit a learner of these fingerprints; None if it fits.
@@ -44,8 +44,8 @@ def check_hello(
     if hello.quantization != quantization:
         return Refusal(
             code=ErrorCode.MODEL_MISMATCH,
-            reason=f"{server} samples with weights of rollout.quantization={hello.quantization}, the learner expects "
-            f"{quantization}: its check of log-probs and its correction are for that",
+            reason=f"{server} samples with weights of rollout.quantization={hello.quantization!r}, the learner "
+            f"expects {quantization!r}: its check of log-probs and its correction are for that",
             fix="Start both with the same rollout.quantization",
         )
     if hello.processor_fingerprint != processor_fingerprint:

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.run_sections import RunSections
 from asyncrl.plugins import description, installed
 
@@ -61,6 +62,8 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
     yield from _PROBLEMS.get(rollout.engine, engine.problems)(config)
+    if weights := rollout_weights(rollout.quantization):
+        yield from weights.problems(config)
 
 
 def training_engine_problems(config: RunSections) -> Iterator[str]:

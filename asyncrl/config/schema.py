@@ -11,7 +11,6 @@ from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems, training_engine_problems
 from asyncrl.config.environment_rules import environment_problems, imply_response_length
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.quantization_rules import quantization_problems
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.sections import component_name
@@ -36,7 +35,6 @@ class RunConfig(RunSections):
             training_engine_problems,
             environment_problems,
             sampling_problems,
-            quantization_problems,
             method_problems,
         )
         problems = [problem for rule in rules for problem in rule(self)]

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config import learner_engines, rollout_engines, weight_channels
+from asyncrl.config import learner_engines, rollout_engines, rollout_weights, weight_channels
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
 from asyncrl.plugins import find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
-Quantization = Literal["none", "fp8", "int8"]
 
 
 class RolloutConfig(OpenSection):
@@ -25,11 +24,9 @@ class RolloutConfig(OpenSection):
     plug-in's."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that an engine such as vllm spreads the model over."""
-    quantization: Quantization = "none"
-    """Weights that completions are sampled with: `fp8` (e4m3) or `int8`, a scale for each output channel, made anew
-    from every version, in the linear layers of the language model without its output layer. The policy that samples is
-    then this one, and algorithm.correction has to be on. `vllm` holds them in 8 bits, and rounds what goes into these
-    layers, too; `hf` holds the rounded values in model.dtype, and saves nothing."""
+    quantization: str = ""
+    """Weights of lower precision that completions are sampled with, a plug-in's name; empty: the learner's own. The
+    policy that samples is then this one, and algorithm.correction has to be on."""
     sleep_level: Literal[1, 2] = 1
     """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
     published (they are again before it is needed)."""
@@ -61,6 +58,12 @@ class RolloutConfig(OpenSection):
     @classmethod
     def _engine_is_there(cls, name: str) -> str:
         rollout_engines.rollout_engine(name)
+        return name
+
+    @field_validator("quantization")
+    @classmethod
+    def _quantization_is_there(cls, name: str) -> str:
+        rollout_weights.rollout_weights(name)
         return name
 
     @field_validator("weights_channel")

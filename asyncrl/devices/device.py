@@ -16,6 +16,7 @@ import torch
 
 from asyncrl.config.device_rules import meant_device, meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 
@@ -41,8 +42,6 @@ rounding makes of it (docs/decisions/012)."""
 TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
 """Limit for float32 with a GPU, where vLLM's attention in Triton multiplies float32 numbers in TF32. Its factors have
 three bits more than bfloat16's."""
-QUANTIZED_LOGPROB_DIFFERENCE = {"fp8": 3.0, "int8": 1.0}
-"""Limit by rollout.quantization, for every dtype: three times the largest difference in docs/lab-log/agreement.md."""
 QUANTIZED_MEAN_SHARE = 0.1
 """Share of that which the mean over tokens may have: of weights so coarse a single token says little."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -117,8 +116,8 @@ def max_logprob_difference(config: RunConfig) -> float:
     """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
     if config.alignment.max_logprob_difference:
         return config.alignment.max_logprob_difference
-    if config.rollout.quantization != "none":
-        return QUANTIZED_LOGPROB_DIFFERENCE[config.rollout.quantization]
+    if weights := rollout_weights(config.rollout.quantization):
+        return weights.max_logprob_difference
     cuda, dtype = torch.cuda.is_available(), resolve_dtype(config).model.dtype
     devices = {meant_device(name, cuda=cuda) for name in (config.learner.device, config.rollout.device)}
     return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
@@ -127,8 +126,7 @@ def max_logprob_difference(config: RunConfig) -> float:
 def max_mean_logprob_difference(config: RunConfig) -> float:
     """Accepted mean of the tokens' absolute differences: infinite where the engine has the learner's own weights, of
     which the largest one tells all."""
-    quantized = config.rollout.quantization != "none"
-    return QUANTIZED_MEAN_SHARE * max_logprob_difference(config) if quantized else inf
+    return QUANTIZED_MEAN_SHARE * max_logprob_difference(config) if config.rollout.quantization else inf
 
 
 def compute_in_full_float32() -> None:

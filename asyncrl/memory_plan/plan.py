@@ -227,7 +227,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
     most = copies * max(prefill, decode, sampling)
-    in_8_bits = rollout.engine == "vllm" and rollout.quantization != "none"
+    in_8_bits = rollout.engine == "vllm" and bool(rollout.quantization)
     weights = model.weights - (model.saved_in_8_bits if in_8_bits else 0)
     held = f"{config.model.dtype}, linear layers in {rollout.quantization}" if in_8_bits else config.model.dtype
     yield MemoryItem("weights", copies * weights // parts, held + servers_text(copies))

@@ -23,6 +23,7 @@ from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.learner_engines import learner_engine, learner_engines
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import Optimizer
@@ -36,7 +37,6 @@ from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.published import published_tensors
-from asyncrl.models.quantized_weights import SCALE_BYTES, quantizable
 from asyncrl.models.value_head import add_value_head
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
@@ -142,7 +142,8 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
-    in_8_bits = [model.get_parameter(name) for name in quantizable(model)]
+    weights = rollout_weights(config.rollout.quantization)
+    saved_in_8_bits = implementation(weights.saved_bytes)(model) if weights else 0
     loading = _loading(config.model, model)
     spec = resolve_adapter(config.model)
     if spec is not None:
@@ -197,7 +198,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
         pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
-        saved_in_8_bits=sum(w.nbytes - w.numel() - SCALE_BYTES * len(w) for w in in_8_bits),
+        saved_in_8_bits=saved_in_8_bits,
         in_layers=training.peak,
         loading=loading,
         divided=divided,

@@ -128,7 +128,7 @@ class Answers:
         yield self._row("policy", 2, ("version", str(status.get("version", MISSING))), *staleness)
         servers = status.get("servers") or []
         versions = ", ".join(str(server.get("version", MISSING)) for server in servers)
-        grids = {str(server["quantization"]) for server in servers if server.get("quantization", "none") != "none"}
+        grids = {str(server["quantization"]) for server in servers if server.get("quantization")}
         weights = [("weights", ", ".join(sorted(grids)))] if grids else []
         connected = self._row("servers", 1, (f"{len(servers)} at version", versions), *weights)
         yield connected if servers else PanelRow("servers", [Text("none connected", "yellow")], rank=1)

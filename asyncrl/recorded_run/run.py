@@ -74,7 +74,7 @@ class RecordedRun:
     @property
     def quantization(self) -> str:
         """rollout.quantization; empty where the policy sampled with the learner's own weights."""
-        return "" if (value := self.setting("rollout.quantization")) in (None, "none") else str(value)
+        return str(self.setting("rollout.quantization") or "")
 
     @cached_property
     def keys(self) -> list[str]:

@@ -36,7 +36,7 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     check_engine(config)
     kind = described.get("model_type", "of no stated type")
     yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
-    if (quantization := config.rollout.quantization) != "none":
+    if quantization := config.rollout.quantization:
         held = "held in 8 bits; vLLM has run so on a CPU, and is unproven on a GPU"
         if config.rollout.engine == "hf":
             held = f"rounded and held in {resolve_dtype(config).model.dtype}, so that no memory is saved"

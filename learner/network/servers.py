@@ -158,7 +158,7 @@ class Servers:
             return
         brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
-        weights = "" if hello.quantization == "none" else f", {hello.quantization} weights"
+        weights = f", {hello.quantization} weights" if hello.quantization else ""
         logger.info("%s is welcome%s (%s engine%s, pid %d)", hello.server_id, back, hello.engine, weights, hello.pid)
         if known is not None:
             self._by_identity.pop(known.identity, None)

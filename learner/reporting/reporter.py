@@ -222,7 +222,7 @@ class Reporter:
                 hello = server.hello
                 more = {"engine": hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
                 more["tokens"] = beat.tokens_generated - tokens
-                if hello.quantization != "none":
+                if hello.quantization:
                     more["quantization"] = hello.quantization
                 self._network.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)

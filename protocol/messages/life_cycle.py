@@ -40,7 +40,7 @@ class Hello(Wire):
     """Fingerprint of processor, tokenizer and chat template."""
     base_fingerprint: Fingerprint = ""
     """Fingerprint of the base weights' content; empty when whole models travel, not adapters."""
-    quantization: Fingerprint = "none"
+    quantization: Fingerprint = ""
     """Grid that its engine rounds every version to: the policy that samples is then that one."""
     max_groups: int = Field(gt=0)
     """Training groups that the server is willing to hold at once, running or queued, and rows of an evaluation."""

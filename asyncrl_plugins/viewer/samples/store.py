@@ -55,8 +55,7 @@ class SampleStore:
         self._group_size = size if isinstance(size, int) else None
         """Completions of a group before a greedy one; None: not known."""
         rollout = config.get("rollout")
-        found = str(rollout.get("quantization", "none")) if isinstance(rollout, dict) else "none"
-        self._quantization = "" if found == "none" else found
+        self._quantization = str(rollout.get("quantization") or "") if isinstance(rollout, dict) else ""
         self._lock = threading.RLock()
         self._journal = JournalReader(journal)
         self._texts = TokenTexts(self.run_dir, config)

@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import torch
 
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.service_sections import Quantization
 from asyncrl.devices.device import resolve_device
 from asyncrl.devices.sleeping import Sleeper, bit_sums
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
-from asyncrl.models.quantized_weights import on_grid, quantizable, rounded
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
@@ -35,6 +35,7 @@ from rollout_server.weights.model_processes import ModelProcesses, ThisProcess
 logger = logging.getLogger(__name__)
 
 OWNER = "the hf engine"
+Rounding = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class HFEngine:
@@ -49,9 +50,8 @@ class HFEngine:
         self.processes: ModelProcesses | None = ThisProcess(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
-        self._quantization: Quantization = config.rollout.quantization
-        self._on_grid: frozenset[str] = frozenset()
-        """Names of the model's weights that are rounded where there is a quantization."""
+        self._round: Rounding | None = None
+        """Function from published weights to those of lower precision (rollout.quantization)."""
         self._forgets = False
         """True from a sleep that keeps no weights until new ones have come."""
 
@@ -68,10 +68,8 @@ class HFEngine:
 
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
-        self._on_grid = quantizable(self._model)
-        for name in self._on_grid if self._quantization != "none" else ():
-            weight = self._model.get_parameter(name)
-            weight.copy_(on_grid(weight, self._quantization))
+        if weights := rollout_weights(self._config.rollout.quantization):
+            self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:
             add_adapter(self._model, self._adapter)
             self._model.requires_grad_(False)
@@ -167,8 +165,8 @@ class HFEngine:
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights into the model, rounded where they are quantised. After a sleep that kept none, compare bit sums
         of copies and originals."""
-        if self._quantization != "none":
-            tensors = rounded(tensors, self._on_grid, self._quantization)
+        if self._round is not None:
+            tensors = self._round(tensors)
         if not self._forgets:
             load_published(self._model, tensors)
             return

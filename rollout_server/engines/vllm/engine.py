@@ -90,7 +90,7 @@ class VLLMEngine:
         self.processes = WorkerProcesses(self._llm, self._at_rest)
 
     async def _take_version_0(self) -> None:
-        if self._config.rollout.quantization != "none" and 0 in await self._llm.collective_rpc("quantized_layers"):
+        if self._config.rollout.quantization and 0 in await self._llm.collective_rpc("quantized_layers"):
             raise UserError(
                 f"rollout.quantization is {self._config.rollout.quantization}, and vLLM quantises no layer of "
                 f"{self._config.model.path}: its names are not as expected. Set rollout.engine=hf"

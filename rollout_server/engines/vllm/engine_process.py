@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from importlib import import_module
 from pathlib import Path
 
 BACKEND = "asyncrl"
@@ -18,8 +19,16 @@ BANNED_KEY = "asyncrl_banned_token_ids"
 """Key of the ids that can never be sampled, in vLLM's `additional_config`."""
 OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Process id of the rollout server, in the environment of the processes that vLLM starts."""
+MODULES_VARIABLE = "ASYNCRL_ENGINE_MODULES"
+"""Modules that these processes import before they load the model, in the same environment."""
 LEASE_VARIABLE = "ASYNCRL_DEVICE_LEASE"
 """Folder of the device lease, in the same environment; only where the device is shared."""
+
+
+def import_modules() -> None:
+    """Import the modules of MODULES_VARIABLE, which add to vLLM's tables."""
+    for module in os.environ.get(MODULES_VARIABLE, "").split():
+        import_module(module)
 
 
 def belong_to_owner() -> None:

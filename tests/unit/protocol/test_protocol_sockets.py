@@ -137,7 +137,7 @@ def test_check_hello():
         ({"model_fingerprint": "mb"}, {}, ErrorCode.MODEL_MISMATCH, ("mb", HELLO.model_fingerprint), "model path"),
         ({"base_fingerprint": "b2"}, {}, ErrorCode.MODEL_MISMATCH, ("b2", "b1"), "*.safetensors"),
         ({"base_fingerprint": ""}, {}, ErrorCode.MODEL_MISMATCH, ("unknown", "b1"), "*.safetensors"),
-        ({"quantization": "fp8"}, {}, ErrorCode.MODEL_MISMATCH, ("fp8", "none"), "same rollout.quantization"),
+        ({"quantization": "fp8"}, {}, ErrorCode.MODEL_MISMATCH, ("'fp8'", "expects ''"), "same rollout.quantization"),
         ({"processor_fingerprint": "pb"}, {}, ErrorCode.PROCESSOR_MISMATCH, ("pb", content.PROCESSOR), "model files"),
         ({}, {"server-0": "untold"}, ErrorCode.DUPLICATE_SERVER, (HELLO.session, "pid 1"), "an id of its own"),
     ):

@@ -13,10 +13,9 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.service_sections import Quantization
 from asyncrl.models.loading import load_model
-from asyncrl.models.quantized_weights import on_grid, quantizable, rounded
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm import rules, start
 from tests.rigs.adapters import made_up_adapter, merged
@@ -53,7 +52,7 @@ def test_each_channel_is_rounded_by_a_scale_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_rounding_is_no_further_than_half_a_step_and_has_no_effect_twice(kind: Quantization) -> None:
+def test_rounding_is_no_further_than_half_a_step_and_has_no_effect_twice(kind: str) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     near = on_grid(weight, kind)
     largest = weight.abs().amax(-1, keepdim=True)
@@ -155,7 +154,7 @@ NOT_THE_LEARNERS = "the policy that samples is not the learner's"
         ({}, None),
         ({"rollout": {"engine": "vllm"}}, None),
         ({"rollout": {"engine": "scripted"}, "alignment": {"rows": 0}}, "scripted, which has no model"),
-        ({"rollout": {"quantization": "fp4"}}, "rollout.quantization"),
+        ({"rollout": {"quantization": "fp4"}}, r"rollout\.quantization is 'fp4', and there are fp8, int8\."),
         (
             {"algorithm": {"correction": {"kind": "none"}}},
             rf"{NOT_THE_LEARNERS}.*kind is none. Set algorithm.correction.kind=token_tis",

@@ -1,4 +1,4 @@
-"""Refuses quantised rollouts that an engine cannot give, or that the learner would take for its own policy.
+"""Descriptions of weights of 8 bits, and configurations that they refuse.
 
 With `rollout.quantization` the behaviour policy is another one than the learner's at every staleness, 0 included. The
 recorded log-probs are its own: pi_proximal / pi_behaviour is the importance ratio, and something has to weigh by it.
@@ -10,27 +10,24 @@ from collections.abc import Iterator
 
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.rollout_weights import RolloutWeights
 from asyncrl.config.run_sections import RunSections
 
-QUANTIZATIONS = {"hf": ("fp8", "int8"), "vllm": ("fp8", "int8")}
-"""Values of rollout.quantization besides none, by engine."""
+ENGINES = ("hf", "vllm")
+"""Engines that sample with such weights."""
 UNWEIGHED_PROXIMAL = ("behaviour", "linear", "loglinear")
 """Values of algorithm.proximal that are the behaviour policy itself for tokens of the learner's own version."""
 
 
-def quantization_problems(config: RunSections) -> Iterator[str]:
+def problems(config: RunSections) -> Iterator[str]:
     """Name each setting that quantised rollouts do not go with, with its fix."""
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.quantization == "none":
-        return
     setting = f"rollout.quantization is {rollout.quantization}"
-    if rollout.quantization not in QUANTIZATIONS.get(rollout.engine, ()):
-        others = [f"rollout.engine={name}" for name, kinds in QUANTIZATIONS.items() if rollout.quantization in kinds]
-        why_not = rollout_engine(rollout.engine).not_quantized
-        others = [f"rollout.quantization={kind}" for kind in QUANTIZATIONS.get(rollout.engine, ())] + others
+    if rollout.engine not in ENGINES:
+        others = " or ".join(f"rollout.engine={name}" for name in ENGINES)
         yield (
-            f"{setting}, and the engine is {rollout.engine}, {why_not}. Set {' or '.join(others)}, or "
-            "rollout.quantization=none"
+            f"{setting}, and the engine is {rollout.engine}, {rollout_engine(rollout.engine).not_quantized}. Set "
+            f"{others}, or leave rollout.quantization out"
         )
     loss = method_of("policy_loss", algorithm.policy_loss)
     if loss and loss.weighs_behaviour:
@@ -44,5 +41,26 @@ def quantization_problems(config: RunSections) -> Iterator[str]:
     elif algorithm.correction.kind == "none":
         yield (
             f"{sampled_by}, and algorithm.correction.kind is none. Set algorithm.correction.kind=token_tis (or another "
-            "one of docs/algorithms.md), or rollout.quantization=none"
+            "one of docs/algorithms.md), or leave rollout.quantization out"
         )
+
+
+# Limits are three times the largest difference in docs/lab-log/agreement.md, for every dtype. vLLM rounds a layer's
+# inputs, too, with a scale for each token; never the output layer, and by itself the vision tower.
+FP8 = RolloutWeights(
+    implementation="asyncrl_plugins.quantization.grid:fp8",
+    problems=problems,
+    max_logprob_difference=3.0,
+    vllm_scheme="fp8_per_channel_static",
+    vllm_problems="asyncrl_plugins.quantization.vllm_rules:problems",
+    saved_bytes="asyncrl_plugins.quantization.grid:saved_bytes",
+)
+INT8 = RolloutWeights(
+    implementation="asyncrl_plugins.quantization.grid:int8",
+    problems=problems,
+    max_logprob_difference=1.0,
+    vllm_scheme="int8_per_channel_static",
+    vllm_problems="asyncrl_plugins.quantization.vllm_rules:problems",
+    vllm_module="asyncrl_plugins.quantization.vllm_int8",
+    saved_bytes="asyncrl_plugins.quantization.grid:saved_bytes",
+)

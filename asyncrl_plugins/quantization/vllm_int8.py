@@ -1,7 +1,7 @@
 """int8 weights for vLLM's online quantisation, which has a kernel for them and no method that makes them.
 
 The layout is that of the checkpoints which that kernel is for: a scale for each output channel, and inputs that are
-rounded, too, with a scale for each token. vLLM's worker imports this file.
+rounded, too, with a scale for each token. vLLM's processes import this file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # pyrig
 )
 from vllm.model_executor.utils import replace_parameter  # pyright: ignore[reportMissingImports]
 
-from asyncrl.models.quantized_weights import channel_scales
+from asyncrl_plugins.quantization.grid import channel_scales
 
 MADE = "_already_called_process_weights_after_loading"
 """vLLM's mark of a layer that is quantised. A reload takes it away."""

@@ -1,0 +1,70 @@
+"""Device memory of versions that are sent and that arrive, in the memory plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.memory_plan.plan import make_plan, vllm_memory_utilization
+from asyncrl.memory_plan.rehearsal import rehearse
+from asyncrl.telemetry.numbers import GIB
+from tests.unit.asyncrl.test_memory_plan import MakeConfig, planned, small
+
+__all__ = ["small"]
+
+LEARNER_DEVICE = {"nccl": "cuda:2", "cuda_ipc": "cuda:0"}
+
+
+def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
+    """A configuration with the devices of channel `where`."""
+    rollout = {"device": "cuda:0", "weights_channel": channel, **sections.pop("rollout", {})}
+    return planned(make_config, folder, learner={"device": LEARNER_DEVICE[where]}, rollout=rollout, **sections)
+
+
+@pytest.mark.parametrize(
+    ("channel", "engine", "servers"),
+    [
+        ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}, 1),
+        ("cuda_ipc", {"engine": "vllm"}, 2),
+    ],
+    ids=str,
+)
+def test_versions_in_device_memory_are_planned(
+    make_config: MakeConfig, small: Path, channel: str, engine: dict[str, Any], servers: int
+) -> None:
+    rollout = {**engine, "servers": servers}
+    plan, other, auto = (
+        make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm", "auto")
+    )
+    assert auto.phases == other.phases
+    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
+    version = plan.model.published
+    wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
+    if channel == "nccl":
+        wanted |= {"nccl of the learner": servers * NCCL_BYTES, "nccl of the rollout server": servers * NCCL_BYTES}
+    assert {name: lines[name] for name in wanted} == wanted
+    more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
+    assert len(more) == (2 if channel == "nccl" else 1)
+    assert sum(more) == sum(wanted.values())
+    assert all(part > 0 for part in more)
+    assert f"rollout.weights_channel={channel}" in items(plan)
+    assert "weights that" not in items(other)
+
+
+def test_vllm_gets_what_the_budget_leaves_beside_versions_that_arrive(make_config: MakeConfig, small: Path) -> None:
+    sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
+    shm, nccl = (
+        vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
+        for channel in ("shm", "nccl")
+    )
+    beside = rehearse(planned(make_config, small)).published + NCCL_BYTES
+    assert (shm, nccl) == (0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3))
+    rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
+    config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
+    with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
+        vllm_memory_utilization(config, 80 * GIB)
