@@ -24,6 +24,7 @@ from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
+from rollout_server.engines.model_processes import ModelProcess
 from rollout_server.engines.vllm.start import await_or_engine_death
 from rollout_server.weights.arrived import ArrivedWeights
 
@@ -58,7 +59,7 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
 class WorkerProcesses:
     """vLLM's workers, each of which has the model or its part."""
 
-    own = None
+    own: ModelProcess | None = None
 
     def __init__(self, llm: Any, at_rest: Callable[[], AbstractAsyncContextManager[None]]):
         """`at_rest()` gives a block in which vLLM computes nothing."""
