@@ -11,7 +11,7 @@ are checked without it; the implementation is named as `module:name` and importe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -174,11 +174,14 @@ def require_part(group: Group, name: str, built_in: Mapping[str, P], key: str) -
     """Description of the part that a configuration key names. Raises ValueError with the names that there are."""
     part = find_part(group, name, built_in)
     if part is None:
-        names = [*built_in, *installed(group)]
-        raise ValueError(
-            f"{key} is {name!r}, and there are {', '.join(names)}.{did_you_mean(name, names)} {what_to_install(group)}"
-        )
+        raise ValueError(f"{key} is {name!r}, and {there_are([*built_in, *installed(group)], name, group)}")
     return part
+
+
+def there_are(names: Sequence[str], wanted: str, group: Group) -> str:
+    """The rest of a sentence about a part that is not there: names of the others, and what to install."""
+    there = f"there are {', '.join(names)}" if names else "there are none"
+    return f"{there}.{did_you_mean(wanted, names)} {what_to_install(group)}"
 
 
 def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:

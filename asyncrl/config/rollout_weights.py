@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.plugins import Part, descriptions, what_to_install
-from asyncrl.suggest import did_you_mean
+from asyncrl.plugins import Part, descriptions, there_are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,5 @@ def rollout_weights(name: str) -> RolloutWeights | None:
         return None
     parts = {each: part for each, part in descriptions("models").items() if isinstance(part, RolloutWeights)}
     if name not in parts:
-        there = f"there are {', '.join(parts)}" if parts else "there are none"
-        raise ValueError(
-            f"rollout.quantization is {name!r}, and {there}.{did_you_mean(name, parts)} {what_to_install('models')}"
-        )
+        raise ValueError(f"rollout.quantization is {name!r}, and {there_are(list(parts), name, 'models')}")
     return parts[name]
