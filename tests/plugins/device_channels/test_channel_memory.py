@@ -13,7 +13,7 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import make_plan, vllm_memory_utilization
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.telemetry.numbers import GIB
-from tests.unit.asyncrl.test_memory_plan import MakeConfig, planned, small
+from tests.unit.asyncrl.test_memory_plan import MakeConfig, items, planned, small
 
 __all__ = ["small"]
 
