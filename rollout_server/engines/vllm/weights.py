@@ -24,9 +24,9 @@ from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
-from rollout_server.engines.model_processes import ModelProcess
 from rollout_server.engines.vllm.start import await_or_engine_death
 from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.weights.model_processes import ModelProcess
 
 SLOT = 1
 """Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running
