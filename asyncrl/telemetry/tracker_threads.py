@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.errors import UserError
 from asyncrl.plugins import Part, description, implementation
@@ -50,7 +50,7 @@ def openers_of(telemetry: TelemetryConfig) -> dict[str, Opener]:
 
 
 def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
-    settings = telemetry.settings_of(part.section) if part.section else None
+    settings = telemetry.settings_of(cast(Any, part.section)) if part.section else None
     return implementation(part.implementation)(run, settings)
 
 

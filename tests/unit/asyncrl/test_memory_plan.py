@@ -271,8 +271,6 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
-
-
 def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: MakeConfig, small: Path) -> None:
     sections: dict[str, dict[str, Any]] = {
         "data": {"max_response_length": 512},
