@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
-from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.calls import call_group_reward, call_reward, check_call
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
+from asyncrl.rewards.spec import load_reward
 from asyncrl.user_functions import function_of, load_module, one_line, shorten
 
 
@@ -88,7 +88,7 @@ def _load(setup: dict[str, Any]) -> dict[str, Component]:
     for entry in setup["components"]:
         path = entry["path"]
         if not path:
-            function = BUILTIN_REWARDS[entry["function"]]
+            function = load_reward(entry["function"])
         else:
             if path not in modules:
                 modules[path] = load_module(Path(path), entry["source"], entry["package"])

@@ -1,0 +1,5 @@
+"""A reward."""
+
+
+def short(sample):
+    return -float(len(sample.completion))
