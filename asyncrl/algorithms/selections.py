@@ -18,10 +18,24 @@ from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.method_settings import TopEntropyConfig
+from asyncrl.config.method_settings import M2poConfig, TopEntropyConfig
 from asyncrl.errors import UserError
 
 Selection = Callable[[Trajectories, Credit, AlgorithmConfig], torch.Tensor]
+
+
+def m2po(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
+    squared log-ratio is below `algorithm.m2po.threshold` (M2PO, arXiv 2510.01161). One token always stays."""
+    assert t.proximal_logprobs is not None
+    squares = (t.proximal_logprobs - t.behaviour_logprobs).double() ** 2
+    ascending, order = torch.sort(squares, stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)
+    threshold = config.settings_of(M2poConfig).threshold
+    kept = max(int((means < threshold).sum()), 1)  # the running mean of ascending values never falls
+    dropped = torch.zeros_like(squares, dtype=torch.bool)
+    dropped[order[kept:]] = True
+    return dropped
 
 
 def top_entropy(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:

@@ -6,7 +6,7 @@ one up by its name: `installed_methods.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,7 @@ class Method:
     """One line."""
     paper: str = ""
     """arXiv number; empty where there is none."""
-    needs: Collection[str] = frozenset()
+    needs: Set[str] = frozenset()
     """Keys of NEEDS."""
     settings: type[Section] | None = None
     """The method's own settings: `algorithm.NAME`, a section that exists only where the method is chosen. An addition

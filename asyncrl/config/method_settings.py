@@ -24,6 +24,13 @@ class GaeConfig(Section):
     """Give the advantages of a batch mean 0 and variance 1."""
 
 
+class GigpoConfig(Section):
+    """`adv_estimator: gigpo` (arXiv 2505.10978)."""
+
+    turn_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the trajectory's."""
+
+
 class DppoConfig(Section):
     """`policy_loss: dppo` (arXiv 2602.04879)."""
 
@@ -42,6 +49,13 @@ class SapoConfig(Section):
     """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of the gate elsewhere."""
+
+
+class M2poConfig(Section):
+    """`selections: [m2po]` (arXiv 2510.01161)."""
+
+    threshold: float = Field(default=0.04, gt=0)
+    """Largest mean squared log-ratio of proximal and behaviour policy that is left."""
 
 
 class TopEntropyConfig(Section):

@@ -14,6 +14,8 @@ from asyncrl.config.method_settings import (
     DppoConfig,
     EntropyControlConfig,
     GaeConfig,
+    GigpoConfig,
+    M2poConfig,
     SapoConfig,
     TopEntropyConfig,
     ZeroVarianceConfig,
@@ -97,6 +99,16 @@ ADVANTAGES = {
         needs={"greedy_row"},
     ),
     "reinforce": Method("asyncrl.algorithms.token_advantages:reinforce", formula="sum_k gamma^k r_(t+k)"),
+    "gigpo": Method(
+        "asyncrl.algorithms.turn_advantages:gigpo",
+        formula="grpo + w (G - mean) / (std + 1e-6) over the group's turns from the same state, "
+        "G = sum_k gamma^k R_(turn+k)",
+        paper="2505.10978",
+        needs={"turns"},
+        settings=GigpoConfig,
+        defaults={"gamma": 0.95},
+        compares_rows=True,
+    ),
 }
 POLICY_LOSSES = {
     "ppo": Method(
@@ -143,6 +155,13 @@ POLICY_LOSSES = {
     ),
 }
 SELECTIONS = {
+    "m2po": Method(
+        "asyncrl.algorithms.selections:m2po",
+        formula="fewest tokens without which mean (log proximal - log behaviour)^2 < threshold",
+        paper="2510.01161",
+        needs={"proximal"},
+        settings=M2poConfig,
+    ),
     "overlong": Method(
         "asyncrl.algorithms.selections:overlong",
         formula="the tokens of trajectories without a stop token",

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 from asyncrl.config.method import Method, MethodSet
 from asyncrl_plugins.methods.settings import (
     CppoConfig,
-    GigpoConfig,
     GpgConfig,
     KimiConfig,
     KlCovConfig,
-    M2poConfig,
     MtGrpoConfig,
     PassKConfig,
     RandomCovarianceConfig,
@@ -97,16 +95,6 @@ ADVANTAGES = {
         needs={"turns"},
         compares_rows=True,
     ),
-    "gigpo": Method(
-        "asyncrl_plugins.methods.turn_advantages:gigpo",
-        formula="grpo + w (G - mean) / (std + 1e-6) over the group's turns from the same state, "
-        "G = sum_k gamma^k R_(turn+k)",
-        paper="2505.10978",
-        needs={"turns"},
-        settings=GigpoConfig,
-        defaults={"gamma": 0.95},
-        compares_rows=True,
-    ),
     "mt_grpo": Method(
         "asyncrl_plugins.methods.turn_advantages:mt_grpo",
         formula="grpo of the outcomes + w (R - mean) / (std + 1e-6) over the turns of that number in the group",
@@ -167,13 +155,6 @@ POLICY_LOSSES = {
     ),
 }
 SELECTIONS = {
-    "m2po": Method(
-        "asyncrl_plugins.methods.selections:m2po",
-        formula="fewest tokens without which mean (log proximal - log behaviour)^2 < threshold",
-        paper="2510.01161",
-        needs={"proximal"},
-        settings=M2poConfig,
-    ),
     "cppo": Method(
         "asyncrl_plugins.methods.selections:cppo",
         formula="all but the floor(n (1 - prune)) trajectories of largest |A| in each group of n",

@@ -6,21 +6,7 @@ import torch
 
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl_plugins.methods.settings import CppoConfig, M2poConfig, RandomCovarianceConfig, TopCovarianceConfig
-
-
-def m2po(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
-    """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
-    squared log-ratio is below `algorithm.m2po.threshold` (M2PO, arXiv 2510.01161). One token always stays."""
-    assert t.proximal_logprobs is not None
-    squares = (t.proximal_logprobs - t.behaviour_logprobs).double() ** 2
-    ascending, order = torch.sort(squares, stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)
-    threshold = config.settings_of(M2poConfig).threshold
-    kept = max(int((means < threshold).sum()), 1)  # the running mean of ascending values never falls
-    dropped = torch.zeros_like(squares, dtype=torch.bool)
-    dropped[order[kept:]] = True
-    return dropped
+from asyncrl_plugins.methods.settings import CppoConfig, RandomCovarianceConfig, TopCovarianceConfig
 
 
 def cppo(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:

@@ -26,13 +26,6 @@ class PassKConfig(Section):
     """Score from which a trajectory is taken for right."""
 
 
-class GigpoConfig(Section):
-    """`adv_estimator: gigpo` (arXiv 2505.10978)."""
-
-    turn_weight: float = Field(default=1.0, ge=0)
-    """Weight of a turn's own advantage beside the trajectory's."""
-
-
 class MtGrpoConfig(Section):
     """`adv_estimator: mt_grpo` (arXiv 2505.11821)."""
 
@@ -76,13 +69,6 @@ class RandomCovarianceConfig(CovarianceConfig):
     """Smallest covariance of advantage and log-prob that may be chosen."""
     upper: float = 5.0
     """Largest covariance of advantage and log-prob that may be chosen."""
-
-
-class M2poConfig(Section):
-    """`selections: [m2po]` (arXiv 2510.01161)."""
-
-    threshold: float = Field(default=0.04, gt=0)
-    """Largest mean squared log-ratio of proximal and behaviour policy that is left."""
 
 
 class CppoConfig(Section):

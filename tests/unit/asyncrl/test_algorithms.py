@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,13 @@ from asyncrl.algorithms.ratios import (
     ratio,
     sequence_ratio,
 )
+from asyncrl.algorithms.selections import m2po
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.method import BY_SECTION, NEEDS
 from asyncrl.config.method import KINDS as METHOD_KINDS
-from asyncrl_plugins.methods.selections import m2po
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,6 +80,22 @@ def test_rows_of_methods_name_their_functions_and_say_what_they_are() -> None:
             assert function.__doc__, name
             assert method.formula, name
             assert method.needs <= NEEDS.keys(), name
+
+
+def test_estimators_losses_and_corrections_are_combined_freely_but_for_three_rules() -> None:
+    for (estimator, advantage), (name, loss), kind in product(
+        methods("advantage").items(), methods("policy_loss").items(), KINDS
+    ):
+        weighs_twice = loss.weighs_behaviour and kind != "none"
+        has_no_values = "critic" in advantage.needs and "demonstrations" in loss.needs
+        has_no_logprobs = "proximal" in advantage.needs and loss.defaults.get("proximal") == "target"
+        section = {"adv_estimator": estimator, "policy_loss": name, "correction": {"kind": kind}}
+        try:
+            AlgorithmConfig.model_validate(section)
+            is_refused = False
+        except ValidationError:
+            is_refused = True
+        assert is_refused == (weighs_twice or has_no_values or has_no_logprobs), section
 
 
 def test_published_advantages(estimator: Any) -> None:
@@ -364,7 +381,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
     ({"proximal": "linear", "selections": ["m2po"]}, "m2po needs .*Set algorithm.proximal=recompute"),
-    ({"policy_loss": "topr", "correction": {"kind": "icepop"}}, "topr already weighs by pi_target / pi_behaviour"),
+    ({"policy_loss": "dppo", "correction": {"kind": "icepop"}}, "dppo already weighs by pi_target / pi_behaviour"),
     (
         {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},
         "leave the dppo_tv mask out",

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.checks.inputs import check_inputs
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.survey.held_out import conversation_limits, evaluation_ticket
 from asyncrl.errors import UserError
@@ -70,7 +71,7 @@ def test_held_out_rows_may_have_limits_of_their_own(make_config: MakeConfig) -> 
         make_config(evaluation={"limits": {"turns": 12}})
 
 
-@pytest.mark.parametrize("name", ["turn_return", "gigpo", "mt_grpo"])
+@pytest.mark.parametrize("name", [name for name, method in methods("advantage").items() if "turns" in method.needs])
 def test_credit_over_turns_needs_several(make_config: MakeConfig, name: str) -> None:
     sections: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
     sections["algorithm"] = {"adv_estimator": name}

@@ -46,12 +46,6 @@ def test_a_section_of_another_version_has_no_line() -> None:
     ("sections", "steps", "key"),
     [
         ({"algorithm": {"adv_estimator": "gae"}, "critic": {"warmup_steps": 10}}, 10, "critic.warmup_steps is 10"),
-        (
-            {"algorithm": {"policy_loss": "chord_mu"}},
-            600,
-            "chord_mu.warmup_steps (200) and decay_steps (400)",
-        ),
-        ({"algorithm": {"policy_loss": "uft"}}, 300, "algorithm.demonstrations.hints.steps is 300"),
         ({"learner": {"optim": {"lr_warmup_steps": 20}}}, 20, "learner.optim.lr_warmup_steps is 20"),
         (
             {

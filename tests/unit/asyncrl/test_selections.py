@@ -15,7 +15,6 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
 from asyncrl.errors import UserError
-from asyncrl_plugins.methods.selections import cppo
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT
 
@@ -66,25 +65,6 @@ def test_top_entropy_keeps_the_share_of_highest_entropy_of_the_whole_batch() -> 
     ).any()
     equal = trajectories([3], [0], [0.5, 0.5, 0.5])
     assert not top_entropy(equal, Credit(torch.zeros(3)), TOP_ENTROPY).any(), "at the threshold is above it"
-
-
-def pruning(prune: float) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate({"selections": ["cppo"], "cppo": {"prune": prune}})
-
-
-def test_cppo_keeps_the_trajectories_of_largest_advantage_of_each_group() -> None:
-    given = VECTORS["cppo"]
-    advantages = torch.tensor(given["adv"])
-    t = trajectories([1, 2, 3, 1], [0, 0, 0, 0])
-    pruned = cppo(t, Credit(advantages[t.row]), pruning(given["prune"]))
-    assert sorted(set(t.row[~pruned].tolist())) == given["kept"]
-    # Of each group its own share, one at least; rows that train nothing are not counted.
-    t = trajectories([1, 1, 1, 2, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0])
-    credit = Credit(torch.tensor([0.1, -0.4, 0.3, 0.2, 0.2, 0.0, 5.0, -1.0, 0.0])[: len(t.row)])
-    kept = t.row[~cppo(t, credit, pruning(0.5))].tolist()
-    assert kept == [1, 2, 6]
-    assert t.row[~cppo(t, credit, pruning(0.9))].tolist() == [1, 6]
-    assert not cppo(t, credit, pruning(0.0)).any()
 
 
 def test_overlong_takes_trajectories_without_a_stop_token_out_of_the_batch() -> None:

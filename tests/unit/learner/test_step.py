@@ -208,13 +208,6 @@ def test_a_selection_takes_its_tokens_from_what_its_method_says(make_config: Mak
     assert metrics["mask_fraction_top_entropy"] == pytest.approx(float((of_forks == 0).float().mean()), abs=0.02)
     assert metrics["mask_fraction"] == 0, "it leaves entropy bonus and KL as they are"
     torch.testing.assert_close(of_forks[~silent], plain[~silent])
-    metrics, of_best = step("cppo")
-    kept = 1 - metrics["mask_fraction_cppo"]
-    assert len(of_best) == round(kept * len(plain)) < len(plain), "what is pruned is not even computed"
-    batch = prepared(make_config())[1]
-    rows = sum(max(len(group.completions) // 2, 1) for group in batch.train_groups)
-    weight = 1 / (rows * max(batch.trained.row.bincount()).item())
-    assert float(of_best.abs().min()) == 0 or float(of_best.abs().max()) > weight, "denominators are those that stay"
 
 
 @pytest.mark.parametrize(
@@ -236,11 +229,6 @@ def test_only_recomputing_costs_a_forward_pass(
     assert engine.passes.count(False) == passes
     assert engine.passes.count(True) == updates
     assert engine.with_entropy == engine.passes, "entropies are for the report, which reads those of the training pass"
-
-
-def test_a_token_baseline_costs_one_forward_pass(make_config: MakeConfig) -> None:
-    _, engine, _ = one_step(make_config(batch=WHOLE, algorithm={"adv_estimator": "optimal_token_baseline"}))
-    assert engine.passes == [False, True]
 
 
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:

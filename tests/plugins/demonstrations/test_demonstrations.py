@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config.installed_methods import methods
+from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
@@ -121,6 +122,22 @@ def test_a_resumed_run_must_make_the_same_orders(make_config: MakeConfig) -> Non
     assert (luffy["algorithm.demonstrations.rows"], uft["algorithm.demonstrations.rows"]) == (1, 0)
     assert uft["algorithm.demonstrations.hints.segments"] == 5
     assert plain["fingerprint of the training rows"] != luffy["fingerprint of the training rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "key"),
+    [
+        ("chord_mu", 600, "algorithm.chord_mu.warmup_steps (200) and decay_steps (400)"),
+        ("uft", 300, "algorithm.demonstrations.hints.steps is 300"),
+    ],
+)
+def test_a_schedule_that_the_run_is_too_short_for_is_named(
+    make_config: MakeConfig, name: str, steps: int, key: str
+) -> None:
+    config = make_config(algorithm={"policy_loss": name})
+    (note,) = schedule_notes(config, steps)
+    assert key in note
+    assert not list(schedule_notes(config, steps + 1))
 
 
 # --- the step ----------------------------------------------------------------------------------------------

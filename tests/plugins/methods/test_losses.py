@@ -1,0 +1,91 @@
+"""Policy losses of the plug-in against the published values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.algorithms.selections import Selections
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl_plugins.methods.selections import token_covariance
+from tests.rigs.policy_tokens import GIVEN, ROW, VECTORS, close, flat, gradient, loss_of, tokens, total
+from tests.unit.asyncrl.test_policy_losses import test_a_single_update_is_the_corrected_policy_gradient as single_update
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_luspo_is_gspo_times_the_length() -> None:
+    given = VECTORS["gspo"]
+    length_weighted, config = loss_of("luspo", tokens(), clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    close(total(length_weighted, config.loss_agg_mode), (4 * given["seq_loss"][0] + 3 * given["seq_loss"][1]) / 2)
+
+
+@pytest.mark.parametrize("name", ["luspo", "aspo"])
+def test_a_single_update_is_the_corrected_policy_gradient(name: str) -> None:
+    single_update(name)
+
+
+def test_aspo_flips_the_weight_of_good_tokens() -> None:
+    """By gradients: the value of 1/r has the wrong sign of it."""
+    found = gradient("aspo", clip_ratio_high=0.2)
+    close(found[:4], -torch.tensor(VECTORS["aspo_effective_weight_on_dlogpi"]["positive_row"]))
+    close(found[4:], gradient("ppo", clip_ratio_high=0.2)[4:])
+
+
+def test_vespo_and_topr_weigh_by_the_behaviour_policy() -> None:
+    given = VECTORS["vespo_gate"]
+    for sign, advantage in (("pos", 1.0), ("neg", -1.0)):
+        for log_ratio, gate in given[sign].items():
+            one = tokens(
+                torch.tensor([float(log_ratio)], requires_grad=True),
+                behaviour_logprobs=torch.zeros(1),
+                advantages=torch.tensor([advantage]),
+                row=torch.zeros(1, dtype=torch.long),
+            )
+            close(gradient("vespo", one), [-gate * advantage])
+    close(
+        gradient("topr"),
+        -flat(GIVEN["adv"]) * torch.where(flat(GIVEN["adv"]) > 0, 1.0, flat(GIVEN["ratio"]).clamp(max=1)),
+    )
+
+
+def test_topr_reports_the_weights_that_it_cut() -> None:
+    """Of bad tokens above 1: good ones have no weight to cut."""
+    loss, _ = loss_of("topr", tokens())
+    cut = (flat(GIVEN["adv"]) < 0) & (flat(GIVEN["ratio"]) > 1)
+    assert 0 < int(cut.sum()) < len(cut)
+    assert torch.equal(loss.indicators["clip_fraction"], cut)
+
+
+def test_kimi_pulls_back_to_the_behaviour_policy() -> None:
+    difference = flat(GIVEN["logp"]) - flat(GIVEN["old_logp"])
+    close(gradient("kimi", kimi={"tau": 0.5}), -flat(GIVEN["adv"]) + 0.5 * difference)
+
+
+def test_covariance_losses() -> None:
+    logprobs = flat(GIVEN["logp"])
+    t = Trajectories(torch.zeros(2), torch.zeros(2), ROW, torch.zeros(7), proximal_logprobs=logprobs)
+    credit = Credit(flat(GIVEN["adv"]))
+    close(token_covariance(t, credit), flat(VECTORS["token_cov"]["cov"]))
+    given = VECTORS["kl_cov_ratio.2_coef1"]
+    config = AlgorithmConfig.model_validate({"policy_loss": "kl_cov", "top_covariance": {"fraction": 0.2}})
+    marked = Selections(config)(t, credit).marked
+    assert marked is not None
+    assert marked.nonzero()[:, 0].tolist() == given["topk_index"]
+    loss, _ = loss_of("kl_cov", tokens(marked=marked))
+    close(total(loss, "token-mean"), given["token_mean"])
+
+    bounds = {"fraction": 0.3, "lower": 0.0, "upper": 1.0}
+    config = AlgorithmConfig.model_validate({"policy_loss": "clip_cov", "random_covariance": bounds})
+    marked = Selections(config)(t, credit).marked
+    assert marked is not None
+    assert int(marked.sum()) == 2, "of the three whose covariance is within the bounds"
+    assert ((token_covariance(t, credit) > 0) | ~marked).all()
+    again = Selections(config)(t, credit).marked
+    assert again is not None
+    assert torch.equal(marked, again), "the same tokens when a step is made again"
+    moved = tokens(logprobs.clone().requires_grad_(), marked=marked)
+    found = gradient("clip_cov", moved)
+    assert ((found == 0) | ~marked).all()
+    assert Selections(AlgorithmConfig())(t, credit).marked is None
