@@ -45,7 +45,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
     """Assign `count` GPUs. The learner's comes first; servers that find too few of the others share GPUs evenly.
 
     A device that is named with its number is taken as it is, by all servers. In sync mode, and for a channel within
-    one GPU, all processes are on the learner's GPUs. The GPU of a reward model is left to it where there are others.
+    one GPU, all processes are on the learner's GPUs. The GPU of a reward's model is left to it where there are others.
     """
     rollout, kept = config.rollout, reward_gpus(config)
     learner_works, servers_work = (
@@ -74,7 +74,7 @@ def assign_gpus(config: RunSections, count: int) -> GpuAssignment:
 
 
 def reward_gpus(config: RunSections) -> dict[int, str]:
-    """GPUs that reward models name with their number, and the name of the component."""
+    """GPUs that rewards name for models of their own, with their number, and the name of the component."""
     plugins = (part for part in config.reward.functions if part.function in installed("rewards"))
     named = ((_number(description("rewards", part.function).model(part)[1]), component_name(part)) for part in plugins)
     return {gpu: name for gpu, name in named if gpu is not None}
@@ -100,9 +100,9 @@ def check_assignment(config: RunSections, gpus: Sequence[str]) -> GpuAssignment:
     for gpu, name in reward_gpus(config).items():
         if gpu in in_use and not config.gpu_memory.budget_gib:
             raise UserError(
-                f"the reward model {name} is on GPU {gpu}, which the run works on, too "
+                f"the model of reward {name} is on GPU {gpu}, which the run works on, too "
                 f"({describe_assignment(assigned, gpus)}), and gpu_memory.budget_gib is 0: the others would take all "
-                "of its memory. Set gpu_memory.budget_gib to what the reward model leaves, or its device to another GPU"
+                "of its memory. Set gpu_memory.budget_gib to what that model leaves, or its device to another GPU"
                 " or cpu"
             )
     together = assigned.is_shared_with_learner or assigned.servers_per_gpu > 1

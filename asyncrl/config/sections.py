@@ -195,8 +195,7 @@ class RewardFunctionConfig(Section):
 class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = ()
     """Components; their weighted sum is the reward, beside what the turns of an environment earn. One that another one
-    shapes is only shown. May be empty where an environment rewards by itself (a class or an adapter; tools and MCP
-    servers do not)."""
+    shapes is only shown. May be empty where an environment rewards by itself (tools only answer)."""
     accuracy: str = ""
     """Component reported as held-out accuracy; empty means the first, or the whole reward where there is none."""
     timeout_s: float = Field(default=15.0, gt=0)

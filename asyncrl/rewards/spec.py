@@ -56,7 +56,7 @@ def check_rewarded(config: RunConfig) -> None:
         return
     named = "reward.functions is empty"
     if environment.is_used:
-        what = "an MCP server" if environment.name else "environment.tools"
+        what = f"the environment {environment.name}" if environment.name else "environment.tools"
         named += f", and {what} answers calls without rewarding a turn"
     raise UserError(
         f"{named}: no trajectory would have a reward. Name a function, such as reward.functions=[{{function: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from asyncrl.environments.settings import override
 
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool
@@ -42,3 +43,7 @@ def test_gymnasiums_frozen_lake_is_played_by_its_pictures() -> None:
     run_pool({"name": "gymnasium", "config": LAKE | {"actions": WORDS}, "instances_per_worker": 2}, scenario)
     with pytest.raises(UserError, match="actions has 3 words, but FrozenLake-v1 has a space of 4 actions"):
         run_pool({"name": "gymnasium", "config": LAKE | {"actions": WORDS[:3]}}, scenario)
+
+
+def test_the_environment_rewards_its_turns() -> None:
+    assert override({"name": "gymnasium"}, []).may_reward

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.environments.settings import override
 
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool, Episode
@@ -68,3 +69,7 @@ def test_an_mcp_server_that_does_not_start_or_lacks_a_tool_is_named() -> None:
         run_pool({"name": "mcp", "config": {"command": ["no-such-program"]}}, nothing)
     with pytest.raises(UserError, match="give either a command or a url"):
         run_pool({"name": "mcp"}, nothing)
+
+
+def test_a_server_only_answers_so_that_a_reward_function_is_needed() -> None:
+    assert not override({"name": "mcp", "config": {"command": ["x"]}}, []).may_reward

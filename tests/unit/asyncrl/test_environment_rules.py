@@ -91,9 +91,7 @@ ROOM: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_
     [
         ({}, "reward.functions is empty: no trajectory would have a reward. Name a function"),
         ({"tools": ["calculator"]}, "environment.tools answers calls without rewarding a turn"),
-        ({"name": "mcp", "config": {"command": ["x"]}}, "an MCP server answers calls without rewarding a turn"),
         (LAMP, ""),
-        ({"name": "gymnasium"}, ""),
     ],
 )
 def test_a_run_has_a_reward_function_or_an_environment_that_rewards(
