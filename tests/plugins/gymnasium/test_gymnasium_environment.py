@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from asyncrl.environments.settings import override
 
+from asyncrl.config.environment import override
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError

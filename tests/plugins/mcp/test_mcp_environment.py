@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.environments.settings import override
 
+from asyncrl.config.environment import override
 from asyncrl.environments.interface import Start
 from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.environments.worker_host import EnvironmentFailed
