@@ -139,13 +139,9 @@ class WorkerProcess:
                 raise WorkerDied(await self._how_it_ended())
 
     @property
-    def pid(self) -> int:
-        """Process id of the reaper, the worker's parent."""
-        return self._process.pid
-
-    @property
     def name(self) -> str:
-        return str(self.pid)
+        """Process id of the reaper, the worker's parent."""
+        return str(self._process.pid)
 
     @property
     def alive(self) -> bool:
