@@ -124,7 +124,7 @@ class Run:
         for request in requests:
             completions = [sampled[request.request_id, index] for index in range(config.batch.group_size)]
             rewards = [self.reward(rows[request.request_id], completion) for completion in completions]
-            groups.append(Group(request.prompt, completions, rewards))
+            groups.append(Group(request.encoded_prompt(0), completions, rewards))
         return groups
 
     def reward(self, row: RenderedPrompt, completion: Sampled) -> float:
@@ -159,7 +159,7 @@ class Run:
                 now = self.trainer.forward(batch).logprobs  # [n] with gradient
                 place = start[batch.row] + batch.column
                 known = [column.to(now.device) for column in (before[place], sampled[place], advantage[batch.row])]
-                loss = (token_losses(now, *known, self.config.algorithm) * (1 / num_tokens)).sum()
+                loss = (token_losses(now, *known, algorithm=self.config.algorithm) * (1 / num_tokens)).sum()
                 self.trainer.backward(loss)
                 metrics["loss"][-1] += float(loss.detach())
             metrics["grad_norm"].append(self.trainer.optimizer_step()["grad_norm"])
