@@ -10,11 +10,9 @@ def in_one_process(config: RunConfig) -> RunConfig:
     learner = config.learner
     if not learner.is_divided:
         return config
-    stage = type(learner).model_fields["zero_stage"].default
     alone = {
         "engine": "torch",
         "num_processes": 1,
-        "zero_stage": stage,
         "cpu_offload": False,
         "checkpoint_format": "portable",
     }

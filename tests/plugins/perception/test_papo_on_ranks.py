@@ -22,7 +22,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "engine",
-    [{"engine": "fsdp2"}, pytest.param({"engine": "deepspeed", "zero_stage": 2}, marks=NEEDS_DEEPSPEED)],
+    [{"engine": "fsdp2"}, pytest.param({"engine": "deepspeed"}, marks=NEEDS_DEEPSPEED)],
     ids=["fsdp2", "deepspeed"],
 )
 def test_steps_with_masked_images_on_two_ranks_are_the_steps_of_one(
