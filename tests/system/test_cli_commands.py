@@ -113,7 +113,6 @@ def test_dry_run_imports_half_of_what_a_run_does_and_encodes_the_same(config_fil
         ("algorithm.policy_loss={folder}/mine.py:los", "has no function 'los'. Did you mean 'loss'?"),
         ("algorithm.policy_loss=dapo", "Write the word `dapo` behind the configuration"),
         ("algorithm.policy_loss={folder}/mine.py", "mine.py:FUNCTION; it has loss"),
-        ("luffy data.target_key=digts", "has a column 'digts' (data.target_key). Did you mean 'digits'"),
         ("reward.functions.0.function=exact_mach", "Did you mean 'exact_match'?"),
         ("reward.functions.0.function={folder}/mine.py:reward", "No module named 'not_installed'"),
     ],

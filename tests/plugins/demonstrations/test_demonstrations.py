@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.checks.inputs import check_demonstrations
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
@@ -102,6 +104,12 @@ def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) 
     with pytest.raises(UserError, match=r"none of 64 training rows has one: column 'nothing' \(data\.target_key\)"):
         TicketWriter(nothing, processor, (stop,))
     TicketWriter(make_config(data={"target_key": "nothing"}), processor, (stop,))
+
+
+def test_a_column_that_no_row_has_is_refused(make_config: MakeConfig) -> None:
+    config = make_config(algorithm={"policy_loss": "luffy"}, data={"target_key": "digts"})
+    with pytest.raises(UserError, match=r"has a column 'digts' \(data.target_key\). Did you mean 'digits'"):
+        check_demonstrations(config, open_train(config.data))
 
 
 def test_a_group_needs_room_for_what_is_sampled(make_config: MakeConfig) -> None:

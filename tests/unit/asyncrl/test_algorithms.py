@@ -73,7 +73,7 @@ def estimator(request: pytest.FixtureRequest) -> Any:
 
 def test_rows_of_methods_name_their_functions_and_say_what_they_are() -> None:
     for kind in METHOD_KINDS:
-        assert methods(kind)
+        assert methods(kind) or kind in BY_SECTION
         for name, method in methods(kind).items():
             function = load_method(kind, name, kind)
             assert function.__name__ == name or kind in BY_SECTION
