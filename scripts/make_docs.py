@@ -13,9 +13,8 @@ import yaml
 
 from asyncrl import plugins
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.explain import REFERENCE, key_tables
+from asyncrl.config.explain import core_reference, key_tables, keys_of
 from asyncrl.config.installed_methods import method_sets
-from asyncrl.config.keys import Key, all_keys
 from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
@@ -215,14 +214,10 @@ def _overlays(methods: MethodSet, folder: str) -> str:
 def _plugin_page(name: str) -> str:
     methods = method_sets()[name]
     words = "\n".join([WORDS, _overlays(methods, "overlays")])
-    keys = "\n".join(key_tables(_keys_of(f"asyncrl_plugins.{name}.")))
+    keys = "\n".join(key_tables(keys_of(f"asyncrl_plugins.{name}")))
     keys = "## Settings\n\n" + keys[keys.index("| key |") :]
     turns = [TURNS] if any("turns" in method.needs for method in methods.advantages.values()) else []
     return "\n\n".join([PLUGINS[name], words, *_tables(methods), *turns, keys.strip()]) + "\n"
-
-
-def _keys_of(package: str) -> list[Key]:
-    return [key for key in all_keys().values() if f"{key.section.__module__}.".startswith(package)]
 
 
 def pages() -> dict[str, str]:
@@ -237,10 +232,9 @@ def pages() -> dict[str, str]:
     core = method_sets()[""]
     overlays = "\n".join([OVERLAYS, _overlays(core, "../configs/algorithms")])
     algorithms = "\n\n".join([ALGORITHMS, overlays, *_tables(core), KL, BESIDE])
-    configuration = "\n".join([REFERENCE, *key_tables(_keys_of("asyncrl."))])
     return {
         "docs/algorithms.md": algorithms + "\n",
-        "docs/configuration.md": configuration.strip() + "\n",
+        "docs/configuration.md": core_reference().strip() + "\n",
         "docs/metrics.md": metrics,
         **{f"asyncrl_plugins/{name}/README.md": _plugin_page(name) for name in PLUGINS},
     }

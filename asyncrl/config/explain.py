@@ -53,24 +53,53 @@ def explain(config: RunConfig, num_rows: int) -> str:
     return "\n".join(["# Configuration", dump_config(config), *algorithm, "# Batches", *table])
 
 
+REPEATED = {
+    "critic.optim": "`critic.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
+    "sft.optim": "`sft.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
+    "evaluation.limits": "`evaluation.limits` may have `turns`, `tokens`, `tokens_per_turn` and `images` of "
+    "[`environment.limits`](#environment), for held-out rows. Engines make room for the larger number of tokens.",
+}
+"""Sections whose keys are listed elsewhere: a sentence in their place."""
+INTERNAL = ("replaced",)
+"""Keys that asyncrl itself writes."""
+
+
+def core_reference() -> str:
+    """Markdown: every key of the core, one table per section of the file, whatever plug-ins are installed."""
+    return "\n".join([REFERENCE, *key_tables(keys_of(""))])
+
+
 def config_reference() -> str:
-    """Markdown: every key of the core and the installed plug-ins, one table per section of the file."""
-    return "\n".join([REFERENCE, *key_tables(all_keys().values())])
+    """Markdown: every key of the core, then those of each installed plug-in."""
+    plugins = {key.plugin: None for key in all_keys().values() if key.plugin}
+    lines = (line for plugin in plugins for line in ("# Plug-in " + plugin + "\n", *key_tables(keys_of(plugin))))
+    return "\n".join([core_reference(), *lines])
+
+
+def keys_of(plugin: str) -> list[Key]:
+    """Keys of a plug-in's own sections, by its package; of the core for an empty name."""
+    return [key for key in all_keys().values() if key.plugin == plugin and key.path not in INTERNAL]
 
 
 def key_tables(keys: Iterable[Key]) -> Iterator[str]:
     """Yield lines of Markdown: keys with type, default and meaning, one table per section of the file."""
     for section, group in groupby(keys, key=lambda key: key.path.partition(".")[0]):
+        repeated = {each: text for each, text in REPEATED.items() if each.startswith(f"{section}.")}
         section_class = section_of(RunConfig.model_fields[section].annotation)
         introduction = section_class.__dict__.get("__doc__") if section_class else None
         yield f"## {section}\n"
         yield from [introduction.strip() + "\n"] if introduction else []
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")
         for key in group:
+            if key.path.rpartition(".")[0] in repeated:
+                continue
             default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
             cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
+        for each, text in repeated.items():
+            lr = all_keys().get(f"{each}.lr")
+            yield text.format(lr=lr and lr.default) + "\n"
 
 
 def _default_text(default: object) -> str:

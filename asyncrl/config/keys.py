@@ -32,8 +32,8 @@ class Key:
 
     path: str
     field: FieldInfo
-    section: type[BaseModel]
-    """The class that has the field."""
+    plugin: str = ""
+    """Package of the plug-in whose section has the key; empty for the core."""
 
     @property
     def default(self) -> Any:
@@ -82,19 +82,26 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _keys_below(section: type[BaseModel], prefix: str, plugin: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
         path = prefix + name
         inner = section_of(field.annotation)
         if inner:
-            yield from _keys_below(inner, path + ".")
+            yield from _keys_below(inner, path + ".", plugin)
             continue
-        yield Key(path, field, section)
+        yield Key(path, field, plugin)
         item = section_of(get_args(field.annotation)[0]) if get_origin(field.annotation) is tuple else None
         if item:
-            yield from _keys_below(item, f"{path}.N.")
+            yield from _keys_below(item, f"{path}.N.", plugin)
     for name, inner in section.possible_sections().items() if issubclass(section, OpenSection) else ():
-        yield from _keys_below(inner, f"{prefix}{name}.")
+        yield from _keys_below(inner, f"{prefix}{name}.", plugin or _plugin_of(inner))
+
+
+def _plugin_of(section: type[BaseModel]) -> str:
+    """Package that brings the section: `asyncrl_plugins.NAME`, or a third party's; empty for the core."""
+    package, _, below = section.__module__.partition(".")
+    own = f"{package}.{below.partition('.')[0]}" if package == "asyncrl_plugins" else package
+    return "" if package == "asyncrl" else own
 
 
 def _in_words(annotation: Any) -> str:

@@ -13,6 +13,8 @@ DOCUMENTATION_WORDS = 40_000
 """README.md, CHANGELOG.md and the pages of docs/, generated ones included; without lab log and decision records."""
 DECISIONS_WORDS, DECISION_WORDS = 15_000, 550
 RESULTS_WORDS = 1_500
+CONFIGURATION_KEYS = 226
+"""Keys of the core in docs/configuration.md."""
 RELEASE_LINES, LINE_CHARACTERS = 60, 120
 """One screen: the section of a release in CHANGELOG.md."""
 
@@ -48,3 +50,7 @@ def test_a_release_is_one_screen_of_the_changelog() -> None:
         lines = release.splitlines()
         assert len(lines) <= RELEASE_LINES, lines[0]
         assert max(map(len, lines)) <= LINE_CHARACTERS, max(lines, key=len)
+
+
+def test_a_user_meets_few_keys() -> None:
+    assert (DOCS / "configuration.md").read_text().count("\n| `") <= CONFIGURATION_KEYS
