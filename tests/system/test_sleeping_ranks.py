@@ -14,12 +14,12 @@ from asyncrl.config.schema import RunConfig
 from learner.network.device_turns import HOLDER
 from protocol.device_lock import USERS_FILE, read_tenure
 from tests.conftest import small_config
+from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, FULL, check_same_checkpoint, rows_of_sizes
 from tests.rigs.rank_rig import run_ranks
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.system.test_ranks import STEPS, check_run_with_a_killed_rank
 from tests.system.test_resume import assert_same_run, resume_config
-from tests.system.test_zero import ADAPTER, CASES, CRITIC, FULL, check_same_checkpoint, rows_of_sizes
 
 pytestmark = pytest.mark.slow
 SLEEPING = (FULL, CRITIC, ADAPTER)

@@ -21,16 +21,8 @@ from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
 from learner.training.state_file import OWN_FORMAT, OWN_SUFFIX, check_portable, is_portable
 from tests.conftest import small_config
-from tests.plugins.deepspeed.test_zero import (
-    ADAPTER,
-    CASES,
-    CRITIC,
-    FULL,
-    OFFLOAD,
-    check_same_checkpoint,
-    rows_of_sizes,
-)
 from tests.rigs.made_again import is_made_again
+from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.zero import zero
 from tests.system.test_ranks import STEPS, check_run_with_a_killed_rank

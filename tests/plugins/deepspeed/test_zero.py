@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
 from learner.checkpoint.storage import complete_checkpoints
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
-from learner.training.reference import AVERAGES_FILE
-from learner.training.state_file import named_values, read_whole_state
+from learner.training.state_file import named_values
 from protocol.faults import SLOW_VARIABLE
 from tests.conftest import small_config
+from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, EXACT, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.zero import zero
-from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_ranks import (
     STEPS,
     TOLERANCE,
@@ -35,38 +33,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
-BF16 = {"dtype": "bfloat16"}
-SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
-"""Height and width of the images: two rows have none and are the first update, then one has one, and one has three."""
-CASES: dict[str, dict[str, Any]] = {
-    "text and images, two updates": {
-        "batch": {"tokens_per_microbatch": 410},
-        "algorithm": {"updates_per_batch": 2, "kl_loss_coef": 0.1},
-        "reference": {"reset_every_steps": 1, "reset_optimizer": True},
-        "learner": {"gradient_checkpointing": True},
-    },
-    "critic and moving reference, bf16": {
-        "batch": {"tokens_per_microbatch": 1640},
-        "algorithm": {"adv_estimator": "gae", "kl_loss_coef": 0.1},
-        "reference": {"ema": 0.9},
-        "model": BF16,
-    },
-    "adapter, bf16": {
-        "batch": {"tokens_per_microbatch": 410},
-        "model": {**BF16, "lora": {"rank": 4}},
-        "algorithm": {"kl_loss_coef": 0.1},
-    },
-    "exact KL": {
-        "batch": {"tokens_per_microbatch": 410},
-        "algorithm": {"kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "kl_estimator": "full"},
-    },
-    "offload": {
-        "batch": {"tokens_per_microbatch": 410},
-        "algorithm": {"updates_per_batch": 2},
-        "learner": {"cpu_offload": True},
-    },
-}
-FULL, CRITIC, ADAPTER, EXACT, OFFLOAD = CASES
 PLACED = {
     1: [(FULL, 1), (FULL, 2), (FULL, 3)],
     2: [
@@ -84,12 +50,6 @@ POISONED = {
     f"poisoned, {dtype}, stage {stage}": (dtype, stage)
     for dtype, stage in (("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 3))
 }
-
-
-def rows_of_sizes(folder: Path) -> dict[str, Any]:
-    """The section `data` of rows with images of SIZES, in their order."""
-    rows = image_rows(folder, SIZES)
-    return {**write_rows(folder, [rows[0], *rows]), "max_prompt_length": 400, "shuffle": False}
 
 
 @dataclass(frozen=True)
@@ -210,21 +170,6 @@ def test_any_engine_on_any_number_of_ranks_continues_with_the_same_bits(compared
     for name, start in {"a": one / "a", "b": three / "b", "c": one / "c"}.items():
         take_steps(alone, none / name, ALONE, STEPS, start, idle=True)
         check_same_checkpoint(third if name == "c" else second, none / name)
-
-
-def check_same_checkpoint(one: Path, other: Path) -> None:
-    """Compare models and states of all roles that the first has."""
-    states = [file.relative_to(one) for file in one.rglob("*.pt") if file.name in (ENGINE_FILE, AVERAGES_FILE)]
-    assert Path(ENGINE_FILE) in states
-    for file in states:
-        mine, theirs = (dict(named_values(read_whole_state(folder / file))) for folder in (one, other))
-        for name, value in mine.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, theirs[name]), name
-        assert mine.get("schedule.last_epoch") == theirs.get("schedule.last_epoch")
-    mine, theirs = (load_file(folder / "model/model.safetensors") for folder in (one, other))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 def test_a_rank_that_is_killed_while_it_writes_costs_nothing(
