@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import plugins
-from asyncrl.environments.command import add_commands as add_environment_commands
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import command
 from asyncrl.suggest import did_you_mean
@@ -29,7 +28,6 @@ NO_WORD = (
     "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "
     "sides and a mean over trajectories"
 )
-EVAL = "score a model folder on data.val_files: with plain transformers, or the run's engine and environment"
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
@@ -123,17 +121,7 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_models(commands: argparse._SubParsersAction) -> None:
-    """Add the commands around a model: scores, environments, the demo's, and a run's as a folder."""
-    evaluate = _command(
-        commands, "eval", _eval, "score a model folder on data.val_files: plain transformers, or the run's environment"
-    )
-    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
-    evaluate.add_argument(
-        "--out", type=Path, metavar="FILE", help="write each completion with its scores, as JSON lines"
-    )
-    evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
-
-    add_environment_commands(commands)
+    """Add the commands around a model: the demo's, and a run's as a folder."""
     demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
     demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. {NO_WORD}")
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
@@ -226,26 +214,6 @@ def _learn(arguments: argparse.Namespace) -> int:
 
     learn(arguments.config, arguments.overrides, resume=arguments.resume, unattended=arguments.unattended)
     return ExitCode.FINISHED
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.evaluation.scoring import describe_scores, score_held_out, write_scored
-
-    config = _load(arguments)
-    if arguments.out and not arguments.out.absolute().parent.is_dir():
-        raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
-    if config.environment.is_used:
-        if arguments.prefix:
-            raise UserError("--prefix begins completions of one turn, and an environment answers: leave --prefix out")
-        from rollout_server.evaluation import play_held_out
-
-        scored = play_held_out(config, arguments.model)
-    else:
-        scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
-    if arguments.out:
-        write_scored(scored, arguments.out)
-    print(describe_scores(config, scored))
-    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from asyncrl.config.environment import override
-from asyncrl.environments import play
+from asyncrl_plugins.evaluation import play
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "images" / "agents.png"

@@ -1,9 +1,10 @@
 """Held-out accuracy of the warm start by each way of decoding. A run has learnt what it gains on the best of them.
 
-    python -m asyncrl.demo.baselines --folder FOLDER [key=value ...]
+    python -m asyncrl.demo.baselines --folder FOLDER [--export] [key=value ...]
 
 Greedy, sampled as in training, and greedy with each first word that a demonstration has: a policy that has only changed
 its first word looks better by greedy decoding, and has learnt nothing else. Writes FOLDER/baselines.json.
+`--export` scores the model that the run has exported, by greedy decoding alone, and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ def first_words(rows: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="as asyncrl.demo.prepare has left it")
+    parser.add_argument("--export", action="store_true", help="score FOLDER/grpo/export")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
     arguments = parser.parse_intermixed_args(argv)
     folder: Path = arguments.folder
     # Not before --help: they take seconds.
     from transformers.utils.logging import disable_progress_bar
 
-    from asyncrl.evaluation.scoring import evaluate
+    from asyncrl.demo.scoring import evaluate, scores_line
 
     disable_progress_bar()
+    if arguments.export:
+        run = folder / "grpo"
+        config = load_config(run / "config.yaml", arguments.overrides)
+        print(scores_line(config, evaluate(config, run / "export")))
+        return 0
     config = load_config(folder / "config.yaml", arguments.overrides)
     temperature = config.rollout.temperature
     decodings = [("greedy", 0.0, ""), (f"sampled at temperature {temperature:g}", temperature, "")]

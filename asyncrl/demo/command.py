@@ -38,8 +38,8 @@ def demo(
     seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
     seconds["grpo"] = run("asynchronous reinforcement learning (asyncrl train)", *train)
-    score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
-    seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *score)
+    score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), "--export"]
+    seconds["check"] = run("the exported folder with plain transformers", *score)
     summary = summarise(folder, seed, seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     print(f"\n{table(summary)}\nmodel {grpo / 'export'}")

@@ -7,12 +7,10 @@ Reading order:
 3. `tool_schema.py`       from a typed function to a tool; `call_formats.py` from a text to calls of tools
 4. `tool_environment.py`  an environment made of tools, and the base of those whose actions are calls
 5. `image_rule.py`        one rule for the size of every image that is shown
-6. `settings.py`          the section `environment`; `loading.py` makes a class of it, ready to begin episodes
+6. `loading.py`           from the section `environment` to a class that is ready to begin episodes
 7. `pool.py`              `EnvironmentPool.begin(start) -> Episode`, the part that a rollout server uses
 8. `worker_host.py`       a worker process seen from the pool; `worker.py` inside of it
-9. `play.py`              episodes in this process, by `played_history.py`; `terminal.py` shows them, and
-   `command.py` is `asyncrl env`
-10. `builtin_tools.py`     tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
+9. `builtin_tools.py`      tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
 
 What fails of an environment (an exception, a hang, a lost worker) is an `EnvironmentFailed` of its trajectory:
 counted, without a score, never a 0. What a policy does wrong is text that it reads.

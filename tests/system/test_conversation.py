@@ -283,6 +283,12 @@ def test_an_environment_plays_held_out_rows_and_rewards_alone(
     assert step["accuracy"] == step["reward/mean"] == 0.5
     assert (step["env/turns"], step["env/ends/turns"]) == (2, 16)
 
+    if "eval" in installed("commands"):
+        check_played_again(tmp_path)
+
+
+def check_played_again(tmp_path: Path) -> None:
+    """Assert that `asyncrl eval` scores the run's held-out rows as the run did."""
     run, log, out = tmp_path / "run", tmp_path / "eval.log", tmp_path / "scores.jsonl"
     evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
     assert start_command(*evaluate, log=log).wait(timeout=120) == 0, log.read_text()

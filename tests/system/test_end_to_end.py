@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.evaluation.scoring import evaluate
+from asyncrl.demo.scoring import evaluate
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.rigs.zero import HAS_ZERO, zero

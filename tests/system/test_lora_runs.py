@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
-from asyncrl.evaluation.scoring import evaluate
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder

@@ -14,8 +14,8 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
-from asyncrl.evaluation.scoring import evaluate
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.model_inputs import prompt_positions

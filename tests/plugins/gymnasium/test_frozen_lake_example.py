@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from asyncrl.config.load import load_config
-from asyncrl.environments import play
 from asyncrl.environments.interface import Start
+from asyncrl_plugins.evaluation import play
 from tests.rigs.tiny import ROOT
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed (the extra `gymnasium`)")

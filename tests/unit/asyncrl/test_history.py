@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.config.environment import read_environment
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.demo.model import build_tokenizer
 from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Part, PastTurn, without_images
-from asyncrl.environments.played_history import PlayedHistory
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History, without_thinking
@@ -109,34 +107,6 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
         assert row.pixel_values is not None
         assert whole.pixel_values is not None
         assert row.pixel_values.equal(whole.pixel_values)
-
-
-def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcessor) -> None:
-    """`asyncrl env try` makes it of texts: new segments begin where a run's do, with the same texts and images."""
-    bridge, draw = TurnBridge(processor, (processor.tokenizer.eos_token_id,)), np.random.default_rng(0)
-    begun = 0
-    for _ in range(60):
-        settings = {"history": draw.choice(["whole", "strip_thinking"]), "keep_images": int(draw.integers(0, 3))}
-        run, terminal = History(bridge, rule(**settings), pixels=False), PlayedHistory(read_environment(settings))
-        for turn in range(4):
-            text = str(draw.choice(["answer 1", "<think>a</think>read 2", "a</think>answer 3"]))
-            observation = tool("see", *[FIRST, SECOND, THIRD][: draw.integers(0, 4)])
-            edited = [PastTurn(None, "read 4", tool("left"))] if turn and draw.random() < 0.3 else []
-            edited += [PastTurn(turn)] if edited or draw.random() < 0.2 else []
-            run.add_turn(sampled(processor, text))
-            before = list(run.images)
-            shown = run.after(observation, edited)
-            run.show(observation, shown)
-            rewritten = terminal.follow(text, observation, edited)
-            assert bool(rewritten) == shown.begins_segment
-            begun += bool(rewritten)
-            if rewritten:
-                before = [image for _, each in rewritten for image in each.images]
-            assert [*before, *observation.images] == run.images
-            said, place = processor.tokenizer.decode(joined_ids(run)), 0
-            for past in (past for past, _ in rewritten):
-                place = said.index(f"{past}{processor.tokenizer.eos_token}", place)
-    assert begun > 50
 
 
 def joined_ids(history: History) -> list[int]:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
-from asyncrl.evaluation.scoring import evaluate
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder

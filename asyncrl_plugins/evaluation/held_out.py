@@ -17,12 +17,12 @@ from asyncrl.checks.inputs import check_engine, check_lengths
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
+from asyncrl.demo.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.conversations import EnvironmentHealth
 from asyncrl.environments.recording import Decode, described_turns
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.evaluation.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import stop_token_ids
@@ -116,7 +116,7 @@ async def _playing(
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
     pool = make_pool(config, processor)
-    assert pool is not None, "rows of one turn are scored by asyncrl/evaluation/scoring.py"
+    assert pool is not None, "rows of one turn are scored by plain transformers"
     engine, rewards = create_engine(config, processor), RewardPool(config.reward)
     try:
         await rewards.start()

@@ -1,19 +1,16 @@
-"""Score a model folder on the held-out rows with nothing but transformers: `asyncrl eval CONFIG --model FOLDER`.
+"""Scores of a model folder on the held-out rows, with nothing but transformers.
 
-Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards. Rows that an
-environment answers are played as in a run (rollout_server/evaluation.py); what is said of the scores is the same.
+Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +19,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import held_out_prompts
 from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
-from asyncrl.environments.conversations import describe_conversations
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
@@ -36,7 +32,6 @@ from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded
-from asyncrl.telemetry.jsonl import write_atomically
 from protocol.messages import TrajectoryRecord
 
 BATCH_COMPLETIONS = 64
@@ -105,57 +100,11 @@ def summarise(config: RunConfig, scored: Sequence[EvaluatedRow]) -> EvaluationSc
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
 
 
-def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
-    """Text that `asyncrl eval` prints. Raises as `summarise` does."""
-    scores, size = summarise(config, scored), config.evaluation.group_size
+def scores_line(config: RunConfig, scores: EvaluationScores) -> str:
+    size = config.evaluation.group_size
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
-    lines = ["   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])]
-    if means := _component_means(scored):
-        lines.append("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
-    return "\n".join([*lines, *_conversation_lines(scored)])
-
-
-def _component_means(scored: Sequence[EvaluatedRow]) -> dict[str, float]:
-    """Mean of each component over the completions that have a score."""
-    known = [item.score.components for item in scored if item.score.reward is not None]
-    return {name: fmean(components[name] for components in known) for name in (known[0] if known else ())}
-
-
-def _conversation_lines(scored: Sequence[EvaluatedRow]) -> list[str]:
-    """Means of turns and calls, and counts of ends and errors, for people; none where nothing was a conversation."""
-    records = [item.record for item in scored if item.record is not None]
-    if not records:
-        return []
-    found = {name.removeprefix("env/"): value for name, value in describe_conversations(records).items()}
-    names = ("turns", "segments", "calls", "call_error_rate", "reward_with_calls", "reward_without_calls")
-    ends = {name.removeprefix("ends/"): int(value) for name, value in found.items() if name.startswith("ends/")}
-    errors = Counter(item.score.error_kind for item in scored if item.score.error_kind)
-    lines = ["conversations   " + "   ".join(f"{name} {found[name]:.4f}" for name in names if name in found)]
-    lines.append("ends   " + "   ".join(f"{name} {count}" for name, count in ends.items() if count))
-    if errors:
-        lines.append("without a score   " + "   ".join(f"{kind} {count}" for kind, count in errors.most_common()))
-    return lines
-
-
-def write_scored(scored: Sequence[EvaluatedRow], file: Path) -> None:
-    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null); of a
-    conversation its turns, too, and how it ended."""
-    lines = (
-        {
-            "row_id": sample.row_id,
-            "answer": sample.answer,
-            "columns": sample.columns,
-            "completion": sample.completion,
-            "components": None if score.reward is None else score.components,
-            "reward": score.reward,
-            "error": score.error_message,
-            **({"error_kind": score.error_kind, "end": record.end, "turns": list(turns)} if record else {}),
-        }
-        for sample, score, record, turns in scored
-    )
-    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
-    write_atomically(file, text.encode("utf-8", "surrogatepass"))
+    return "   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])
 
 
 def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list[RewardSample]:

@@ -14,12 +14,12 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.prompts import PromptRenderer
-from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
-from asyncrl.environments.terminal import Terminal
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_folder
-from rollout_server.evaluation import play_row
+from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.held_out import play_row
+from asyncrl_plugins.evaluation.terminal import Terminal
 
 
 def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loaded: LoadedEnvironment) -> int:

@@ -18,9 +18,9 @@ from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.cli import main
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, override
-from asyncrl.environments import play
 from asyncrl.environments.loading import LoadedEnvironment
-from asyncrl.environments.terminal import typed_turns
+from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.terminal import typed_turns
 from tests.rigs.tiny import ROOT
 
 pytest.importorskip("sklearn", reason="the scans of digits come with scikit-learn")

@@ -1,65 +1,34 @@
-"""`asyncrl env`: play an episode, estimate what a policy gets, write the rows of a data set.
-
-Handlers import what they need: `asyncrl --help` is instant.
-"""
+"""`asyncrl env`: play an episode, estimate the reward of a policy, write the rows of a data set."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from asyncrl.config.environment import EnvironmentConfig, is_file, load_data, load_environment, override
+from asyncrl.environments.call_formats import example_call
+from asyncrl.environments.interface import Start
+from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
-
-if TYPE_CHECKING:
-    from asyncrl.config.environment import EnvironmentConfig
-    from asyncrl.environments.interface import Start
-    from asyncrl.environments.loading import LoadedEnvironment
+from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.terminal import Terminal, typed_turns
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    """Add `env` with its three commands."""
-    env = commands.add_parser("env", help="environments of several turns: play one, estimate a baseline, write rows")
-    kinds = env.add_subparsers(required=True, metavar="COMMAND")
-    for name, handler, help in (
-        ("try", _try, "play one episode in the terminal: by hand, --policy oracle, or --model FOLDER"),
-        ("baseline", _baseline, "mean reward of one of the environment's own policies over many episodes"),
-        ("rows", _rows, "write a data set of the environment's rows, as Parquet"),
-    ):
-        one = kinds.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        one.add_argument("name", metavar="FILE:CLASS", help="or a YAML file with the section `environment`")
-        one.add_argument("overrides", nargs="*", metavar="key=value", help="of the section, such as limits.turns=3")
-        one.add_argument("--seed", type=int, default=0, help="of rows, episodes and policy")
-        one.add_argument("--split", default="train", help="part of the environment's rows; default: train")
-        one.set_defaults(handler=handler)
-        if name == "rows":
-            one.add_argument("--count", type=int, default=1000)
-            one.add_argument("--out", type=Path, required=True, metavar="FILE")
-            continue
-        one.add_argument("--policy", default="" if name == "try" else "random", help="oracle, random, ...")
-        one.add_argument("--unit", type=int, default=28, help="pixels at the side of an image token")
-        if name == "try":
-            row = "row of the YAML file's data.train_files, from 0; it is row 0 where the environment makes none"
-            one.add_argument("--row", type=int, metavar="N", help=row)
-            model = "a Hugging Face or PEFT folder plays, by the engine and limits of a run and evaluation.temperature"
-            one.add_argument("--model", type=Path, metavar="FOLDER", help=model)
-        if name == "baseline":
-            one.add_argument("--episodes", type=int, default=400)
+def run_env(arguments: argparse.Namespace) -> int:
+    """Run `try`, `baseline` or `rows`."""
+    return {"try": _try, "baseline": _baseline, "rows": _rows}[arguments.kind](arguments)
 
 
 def _config(arguments: argparse.Namespace) -> EnvironmentConfig:
-    from asyncrl.config.environment import is_file, load_environment, override
-
     if is_file(arguments.name):
         return load_environment(Path(arguments.name), arguments.overrides)
     return override({"name": arguments.name}, arguments.overrides)
 
 
 def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
-    from asyncrl.config.environment import is_file, load_data
-    from asyncrl.environments import play
-
     data = load_data(Path(arguments.name)) if is_file(arguments.name) else None
     if arguments.row is not None and data is None:
         raise UserError(
@@ -72,17 +41,10 @@ def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
 
 
 def _try(arguments: argparse.Namespace) -> int:
-    import asyncio
-    import tempfile
-
-    from asyncrl.environments import play
-    from asyncrl.environments.call_formats import example_call
-    from asyncrl.environments.terminal import Terminal, typed_turns
-
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
     if arguments.model is not None:
-        from asyncrl.launch.played_by_model import try_model
+        from asyncrl_plugins.evaluation.played_by_model import try_model
 
         return try_model(arguments, config, loaded)
     start = _start(arguments, loaded)
@@ -112,8 +74,6 @@ def _try(arguments: argparse.Namespace) -> int:
 
 
 def _baseline(arguments: argparse.Namespace) -> int:
-    from asyncrl.environments import play
-
     config = _config(arguments)
     loaded = play.open_environment(config, arguments.unit)
     policy = play.policy_of(loaded, arguments.policy)
@@ -123,8 +83,6 @@ def _baseline(arguments: argparse.Namespace) -> int:
 
 
 def _rows(arguments: argparse.Namespace) -> int:
-    from asyncrl.environments import play
-
     if arguments.count < 1:
         raise UserError(f"--count is {arguments.count}, expected at least 1")
     if arguments.out.suffix.lower() != ".parquet":  # a run reads a file by its ending

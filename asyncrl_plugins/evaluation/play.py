@@ -20,12 +20,12 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.played_history import Past, PlayedHistory
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError
 from asyncrl.suggest import did_you_mean
 from asyncrl.user_functions import one_line
+from asyncrl_plugins.evaluation.played_history import Past, PlayedHistory
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RenderedPrompt

@@ -1,1 +1,0 @@
-"""Scores of a model folder on held-out rows, without the services."""

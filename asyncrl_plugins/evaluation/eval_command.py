@@ -1,0 +1,85 @@
+"""`asyncrl eval`: scores of a model folder on the held-out rows, as text and as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.demo.scoring import EvaluatedRow, score_held_out, scores_line, summarise
+from asyncrl.environments.conversations import describe_conversations
+from asyncrl.errors import UserError
+from asyncrl.telemetry.jsonl import write_atomically
+
+
+def run_eval(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.out and not arguments.out.absolute().parent.is_dir():
+        raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
+    if config.environment.is_used:
+        if arguments.prefix:
+            raise UserError("--prefix begins completions of one turn, and an environment answers: leave --prefix out")
+        from asyncrl_plugins.evaluation.held_out import play_held_out
+
+        scored = play_held_out(config, arguments.model)
+    else:
+        scored = score_held_out(config, arguments.model, prefix=arguments.prefix)
+    if arguments.out:
+        write_scored(scored, arguments.out)
+    print(describe_scores(config, scored))
+    return 0
+
+
+def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
+    """Text that `asyncrl eval` prints. Raises as `summarise` does."""
+    lines = [scores_line(config, summarise(config, scored))]
+    if means := _component_means(scored):
+        lines.append("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+    return "\n".join([*lines, *_conversation_lines(scored)])
+
+
+def _component_means(scored: Sequence[EvaluatedRow]) -> dict[str, float]:
+    """Mean of each component over the completions that have a score."""
+    known = [item.score.components for item in scored if item.score.reward is not None]
+    return {name: fmean(components[name] for components in known) for name in (known[0] if known else ())}
+
+
+def _conversation_lines(scored: Sequence[EvaluatedRow]) -> list[str]:
+    """Means of turns and calls, and counts of ends and errors, for people; none where nothing was a conversation."""
+    records = [item.record for item in scored if item.record is not None]
+    if not records:
+        return []
+    found = {name.removeprefix("env/"): value for name, value in describe_conversations(records).items()}
+    names = ("turns", "segments", "calls", "call_error_rate", "reward_with_calls", "reward_without_calls")
+    ends = {name.removeprefix("ends/"): int(value) for name, value in found.items() if name.startswith("ends/")}
+    errors = Counter(item.score.error_kind for item in scored if item.score.error_kind)
+    lines = ["conversations   " + "   ".join(f"{name} {found[name]:.4f}" for name in names if name in found)]
+    lines.append("ends   " + "   ".join(f"{name} {count}" for name, count in ends.items() if count))
+    if errors:
+        lines.append("without a score   " + "   ".join(f"{kind} {count}" for kind, count in errors.most_common()))
+    return lines
+
+
+def write_scored(scored: Sequence[EvaluatedRow], file: Path) -> None:
+    """A line of JSON for each completion: its row with answer and columns, its text, and its components (or null); of a
+    conversation its turns, too, and how it ended."""
+    lines = (
+        {
+            "row_id": sample.row_id,
+            "answer": sample.answer,
+            "columns": sample.columns,
+            "completion": sample.completion,
+            "components": None if score.reward is None else score.components,
+            "reward": score.reward,
+            "error": score.error_message,
+            **({"error_kind": score.error_kind, "end": record.end, "turns": list(turns)} if record else {}),
+        }
+        for sample, score, record, turns in scored
+    )
+    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    write_atomically(file, text.encode("utf-8", "surrogatepass"))
