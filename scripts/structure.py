@@ -2,8 +2,8 @@
 
     python scripts/structure.py [ROOT]
 
-A room is a folder below a package. Imports are those between files of the four packages, as `from a.b import c` says
-them, those for type checkers included.
+A room is a folder below a package; a file directly in a package is a room of its own. Imports are those between files
+of the four packages, as `from a.b import c` says them, those for type checkers included.
 """
 
 from __future__ import annotations
@@ -56,6 +56,19 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     looped = [name for name in graph if name in reachable(name)]
     groups = {frozenset(o for o in looped if o in reachable(name) and name in reachable(o)) for name in looped}
     return sorted(sorted(group) for group in groups)
+
+
+def rooms(graph: Mapping[str, set[str]], root: Path) -> dict[str, set[str]]:
+    """Rooms, and the rooms that each imports."""
+
+    def room(module: str) -> str:
+        parent = module.rpartition(".")[0]
+        return module if (root / module.replace(".", "/")).is_dir() or "." not in parent else parent
+
+    between: dict[str, set[str]] = {room(name): set() for name in graph}
+    for name, others in graph.items():
+        between[room(name)] |= {room(other) for other in others} - {room(name)}
+    return between
 
 
 def longest_chain(graph: Mapping[str, set[str]], package: str) -> list[str]:

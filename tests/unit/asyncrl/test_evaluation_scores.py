@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from asyncrl.evaluation import scoring as module
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.demo import scoring as module
 from asyncrl.demo.scoring import evaluate
 from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.rewards.sample import RewardSample

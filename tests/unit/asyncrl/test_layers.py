@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.structure import cycles, import_graph
+from scripts.structure import cycles, import_graph, rooms
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("protocol", "asyncrl", "learner", "rollout_server")
@@ -82,6 +82,11 @@ def test_layers(package: str) -> None:
 
 def test_no_file_imports_itself_through_others() -> None:
     found = cycles(import_graph(ROOT))
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+def test_rooms_form_a_dag() -> None:
+    found = cycles(rooms(import_graph(ROOT), ROOT))
     assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 
