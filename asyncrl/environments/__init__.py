@@ -10,7 +10,7 @@ Reading order:
 6. `loading.py`           from the section `environment` to a class that is ready to begin episodes
 7. `pool.py`              `EnvironmentPool.begin(start) -> Episode`, the part that a rollout server uses
 8. `worker_host.py`       a worker process seen from the pool; `worker.py` inside of it
-9. `builtin_tools.py`      tools that come with asyncrl; `sandbox.py` is `python`, whose process is `sandbox_child.py`
+9. `calculator.py`        a tool by the name that `environment.tools` takes; plug-ins bring others
 
 What fails of an environment (an exception, a hang, a lost worker) is an `EnvironmentFailed` of its trajectory:
 counted, without a score, never a 0. What a policy does wrong is text that it reads.

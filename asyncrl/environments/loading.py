@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl import plugins, user_functions
 from asyncrl.config.environment import EnvironmentConfig
-from asyncrl.environments import sandbox
-from asyncrl.environments.builtin_tools import TOOLS
 from asyncrl.environments.call_formats import check_format
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError
@@ -32,6 +30,8 @@ from asyncrl.errors import UserError
 from asyncrl.rewards import channel
 from asyncrl.suggest import did_you_mean, field_problem
 
+TOOLS = {"calculator": "asyncrl.environments.calculator:calculator"}
+"""Built-in tools by the name that `environment.tools` takes; plug-ins bring others."""
 Source = dict[str, Any]
 """Name, path, package and bytes of a user's file as it was when the run began; of an installed part `module:name` as
 its name, and an empty path."""
@@ -55,9 +55,11 @@ def _environment_source(name: str) -> Source:
 
 
 def _tool_source(name: str) -> Source:
-    located = user_functions.locate(name, TOOLS, "a tool in environment.tools")
+    names = [*TOOLS, *plugins.installed("tools")]
+    located = user_functions.locate(name, names, "a tool in environment.tools", "tools")
     if located is None:
-        return {"name": f"{TOOLS[name].__module__}:{name}", "path": ""}
+        built_in = TOOLS.get(name)
+        return {"name": built_in or plugins.description("tools", name).implementation, "path": ""}
     return _read(located)
 
 
@@ -159,8 +161,9 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
         functions = tuple(_attribute(sources[name], modules) for name in config.tools)
         file = next((source["path"] for source in sources.values() if source["path"]), "")
         cls = type("Tools", (ToolEnvironment,), {"functions": functions})
-    if sandbox.python in getattr(cls, "functions", ()):
-        await sandbox.check_sandbox()
+    for function in getattr(cls, "functions", ()):
+        if hasattr(function, "check_machine"):
+            await function.check_machine()
     settings = _settings(cls, config.config)
     wish = "" if config.call_format == "auto" else config.call_format
     if issubclass(cls, ToolEnvironment):

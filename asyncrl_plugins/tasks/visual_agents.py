@@ -15,11 +15,11 @@ from pydantic import BaseModel, Field
 
 from asyncrl.environments.interface import Action, Start, ToolError
 from asyncrl.environments.observation import StepResult
-from asyncrl.environments.sandbox import python
 from asyncrl.environments.tool_environment import ToolEnvironment, tool
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.python_tool.sandbox import python
 from asyncrl_plugins.tasks.completions import answer_text
 from asyncrl_plugins.tasks.text_match import F1, exact, token_f1
 
@@ -166,7 +166,7 @@ def _passage(found: Any) -> str:
 
 
 class Code(VisualAgent):
-    """Fenced Python over the images so far, each call a confined process (asyncrl/environments/sandbox.py)."""
+    """Fenced Python over the images so far, each call a confined process (asyncrl_plugins/python_tool/sandbox.py)."""
 
     call_format: ClassVar[str] = "python"
     functions: ClassVar[Sequence[Callable[..., Any] | type[Any]]] = (python,)

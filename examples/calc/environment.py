@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from pydantic import BaseModel
 
 from asyncrl.demo.data import Layout, draw_digit, load_scans
-from asyncrl.environments.builtin_tools import calculator
+from asyncrl.environments.calculator import calculator
 from asyncrl.environments.interface import EpisodeOver, Start, ToolError, observe
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment, tool

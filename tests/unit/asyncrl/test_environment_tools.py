@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel
 
-from asyncrl.environments.builtin_tools import calculator
+from asyncrl.environments.calculator import calculator
 from asyncrl.environments.call_formats import check_format, example_call, parse_calls
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Call, EpisodeOver, Start, ToolError, observe, png_bytes

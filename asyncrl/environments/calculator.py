@@ -1,4 +1,4 @@
-"""Tools that come with asyncrl, by the names that `environment.tools` takes."""
+"""The tool `calculator` of `environment.tools`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environments.interface import ToolError
-from asyncrl.environments.sandbox import python
 
 MAX_BITS = 4096
 """Limit of bits of a result; `9 ** 9 ** 9` would else fill the memory."""
@@ -61,7 +60,3 @@ def _bounded(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolError("calculator: the result is too large")
     return value
-
-
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-"""Tools by the name that `environment.tools` takes."""

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from asyncrl.environments import sandbox
 from asyncrl.environments.interface import Start, ToolError, png_bytes
-from asyncrl.environments.sandbox import SandboxLimits, python, run_python
 from asyncrl.environments.tool_environment import ShownImage, ToolContext
 from asyncrl.environments.tool_schema import tool_of
 from asyncrl.errors import UserError
+from asyncrl_plugins.python_tool import sandbox
+from asyncrl_plugins.python_tool.sandbox import SandboxLimits, python, run_python
 
 SECRET = Path(__file__).parents[3] / "pyproject.toml"
 RED = png_bytes(Image.new("RGB", (8, 4), "red"))
