@@ -63,7 +63,7 @@ class EnvironmentConfig(Section):
     """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or the name of a plug-in, such as
     `gymnasium`. Empty: one that is made of `tools`."""
     tools: tuple[str, ...] = ()
-    """Functions or classes with `@tool` methods, `path/to/file.py:name`, `calculator`, or a plug-in's such as `python`."""
+    """Functions or classes with `@tool` methods, `path/to/file.py:name`, `calculator`, or a plug-in's, as `python`."""
     call_format: str = "auto"
     """How calls are written: hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own, or hermes."""
     show_tools: ShowTools = "auto"
