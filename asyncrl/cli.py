@@ -186,7 +186,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.train import train
     from asyncrl.run_folder.contents import is_to_resume
 
-    resume = is_to_resume(config, arguments.config, resume=arguments.resume, unattended=arguments.unattended)
+    resume = is_to_resume(
+        config.run_path,
+        config.trainer.max_steps,
+        arguments.config,
+        resume=arguments.resume,
+        unattended=arguments.unattended,
+    )
     return ExitCode.FINISHED if resume is None else train(config, resume=resume)
 
 

@@ -29,7 +29,7 @@ def prepare(config: RunConfig, start: Start) -> Learner:
     from learner.service import Learner
 
     require_fixed_ports(config)
-    set_up_training(config)
+    set_up_training(config.learner, config.trainer)
     return Learner(config, resume=start.resume, unattended=start.unattended)
 
 
@@ -38,7 +38,7 @@ def _follow(config: RunConfig) -> None:
     from asyncrl.devices.device import set_up_training
     from learner.loop.follower import follow, trainer
 
-    set_up_training(config)
+    set_up_training(config.learner, config.trainer)
     follow(config, trainer)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from asyncrl.config.method_line import method_line
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import check_device_channel
+from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.prompt_processor import prompt_processor
@@ -69,11 +69,11 @@ class Learner:
         environment = rank_environment(config)
         with ExitStack() as self._resources:
             given = self._resources.enter_context(telling_given_ranks(config, environment))
-            check_device_channel(config, "learner.device", config.learner.device)
+            check_device_channel(config.rollout, "learner.device", config.learner.device)
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
             self._was_finished = is_finished(config.run_path)
-            self.processor = prompt_processor(config)
+            self.processor = prompt_processor(config.model, config.environment)
             self._lease = self._take_lease(start)
             divided = config.learner.is_divided
             self._leader = self._resources.enter_context(leading(config, environment, given)) if divided else None
@@ -176,7 +176,11 @@ class Learner:
         self.reporter = Reporter(config, network, self.ledger, self.processor, self.exporter, total_steps)
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(
-            self.training.config,
+            config.algorithm,
+            config.rollout,
+            config.alignment,
+            max_logprob_difference(config.model, config.learner, config.rollout, config.alignment),
+            self.training.config.batch.microbatch_tokens,
             network.parity,
             network.call_soon,
             self.engine,

@@ -36,6 +36,7 @@ from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.tracker import TrackedRun
 from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
@@ -142,15 +143,26 @@ class SupervisedRun:
         self.config = config
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
-        self.processor = prompt_processor(config, cache_mib=CACHE_MIB)
-        survey = usable_rows(self.rows, self.renderer, self.processor, config, "training", self._target_ids)
+        self.processor = prompt_processor(config.model, config.environment, cache_mib=CACHE_MIB)
+        survey = usable_rows(
+            self.rows,
+            self.renderer,
+            self.processor,
+            config.data,
+            "training",
+            config.network.max_message_mib,
+            self._target_ids,
+        )
         bad_rows = [vars(row) for row in survey.bad]
         self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         ranks = leader.begin(steps=self.steps) if leader else ALONE
         self.trainer = SupervisedTrainer(config, self.processor, self.steps, ranks)
-        self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
+        self.recorder = RunRecorder(
+            config.run_path,
+            open_trackers(config.telemetry, TrackedRun(config.run_path, config.model_dump(mode="json")), Counter()),
+        )
         self.recorder.bad_rows(bad_rows)
 
     def run(self) -> None:
@@ -219,7 +231,7 @@ def _following(
 
 def main(config: RunConfig, start: Start) -> None:
     config = with_given_ranks(config)
-    set_up_training(config)
+    set_up_training(config.learner, config.trainer)
     if rank_of_service() > 0:
         follow(config, _following)
         return

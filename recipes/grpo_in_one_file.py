@@ -68,7 +68,7 @@ class Run:
         if config.algorithm != plain or special or not config.trainer.max_steps:
             need = "trainer.max_steps, one turn, rewards of single completions and the defaults of `algorithm`"
             raise UserError(f"this page needs {need} (but updates_per_batch). Use `asyncrl train` for all else")
-        set_up_training(config)
+        set_up_training(config.learner, config.trainer)
         self.config = config = resolve_dtype(config)
         self.rows, self.renderer = open_train(config.data), PromptRenderer(config.data)
         self.rewards = [(part, load_reward(part.function)) for part in config.reward.functions]

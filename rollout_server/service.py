@@ -81,7 +81,7 @@ class RolloutServer:
 
     async def run(self) -> None:
         """Serve until the run is finished; raises LearnerLeftError or the failure."""
-        check_device_channel(self.config, "rollout.device", self.config.rollout.device)
+        check_device_channel(self.config.rollout, "rollout.device", self.config.rollout.device)
         self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)

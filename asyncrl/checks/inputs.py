@@ -65,7 +65,7 @@ def dry_run(config: RunConfig) -> None:
         asyncio.run(try_loading(config.reward))
         check_budget(config)  # before processors are imported without the models that a plan needs
         import_processors()
-        from asyncrl.data.survey.prompt_rows import preview_rows
+        from asyncrl.checks.prompt_rows import preview_rows
 
         seen, num_rows = preview_rows(config)
         print(explain(config, num_rows))
@@ -88,7 +88,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
     """
     described = check_model(config)
     check_lengths(config, described)
-    check_rewarded(config)
+    check_rewarded(config.reward, config.environment)
     if "learner" in sides:
         check_trackers(config.telemetry)
         check_algorithm(config.algorithm)
@@ -203,7 +203,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     keys: dict[Side, str] = {"learner": "learner.device", "rollout_server": "rollout.device"}
     for side in sides:
         resolve_device(names[side], keys[side])
-        check_device_channel(config, keys[side], names[side])
+        check_device_channel(config.rollout, keys[side], names[side])
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
     if len(sides) == 2:

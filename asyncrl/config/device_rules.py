@@ -6,7 +6,7 @@ These are names only: what a machine has is asked where torch is loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncrl.config.run_sections import RunSections
@@ -25,13 +25,12 @@ def meant_device(name: str, *, cuda: bool) -> str:
     return "cuda:0" if name in ("auto", "cuda") else name
 
 
-def meant_dtype(config: RunSections, *, cuda: bool) -> str:
+def meant_dtype(dtype: str, devices: Iterable[str], *, cuda: bool) -> str:
     """Resolve model.dtype: `auto` is bfloat16 where both sides are on GPUs, which compute it several times as fast as
     float32 and exactly enough on fp32 master weights; few CPUs have it at all."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    names = (config.learner.device, config.rollout.device)
-    return "float32" if "cpu" in (meant_device(name, cuda=cuda) for name in names) else "bfloat16"
+    if dtype != "auto":
+        return dtype
+    return "float32" if "cpu" in (meant_device(name, cuda=cuda) for name in devices) else "bfloat16"
 
 
 def same_device(config: RunSections, *, cuda: bool) -> bool:

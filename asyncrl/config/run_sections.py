@@ -76,6 +76,10 @@ class EvaluationLimits(Section):
         """Values that are not null."""
         return self.model_dump(exclude_none=True)
 
+    def over(self, limits: LimitsConfig) -> LimitsConfig:
+        """These limits, with those of `environment.limits` in the place of nulls."""
+        return limits.model_copy(update=self.given)
+
 
 class EvaluationConfig(Section):
     """Scores of held-out rows, each evaluation by one policy version. Servers keep that version meanwhile, and training
@@ -340,7 +344,7 @@ class RunSections(Section):
     @property
     def evaluation_limits(self) -> LimitsConfig:
         """Limits of held-out rows that the environment plays."""
-        return self.environment.limits.model_copy(update=self.evaluation.limits.given)
+        return self.evaluation.limits.over(self.environment.limits)
 
     @property
     def longest_completion(self) -> int:

@@ -115,11 +115,11 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
             "the configuration has an environment that answers, and this samples one turn: the scores would not be the "
             "run's. `asyncrl eval` plays the turns"
         )
-    check_rewarded(config)
+    check_rewarded(config.reward, config.environment)
     is_adapter = is_adapter_folder(folder)
     whole = model_folder(config.model) if is_adapter else folder
     processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
-    rows = list(held_out_prompts(config, processor)[1])
+    rows = list(held_out_prompts(config.data, processor, config.network.max_message_mib)[1])
     hf_config = describe_model(whole)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from math import inf, nan
 
@@ -17,7 +18,10 @@ import torch
 from asyncrl.config.device_rules import meant_device, meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.run_sections import AlignmentConfig, TrainerConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
+from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
 from asyncrl.errors import UserError
 
 PEAK_FLOPS = {
@@ -103,30 +107,39 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(map(str, range(count))) if visible is None else listed_gpus(visible)[:count]
 
 
-def resolve_dtype(config: RunConfig) -> RunConfig:
-    """The configuration with model.dtype as it is meant on this machine. A GPU older than Ampere has no bfloat16."""
+def dtype_here(dtype: str, devices: Sequence[str]) -> str:
+    """model.dtype as it is meant on this machine, for learner.device and rollout.device. A GPU older than Ampere has no
+    bfloat16."""
     cuda = torch.cuda.is_available()
-    dtype = meant_dtype(config, cuda=cuda)
-    if config.model.dtype == "auto" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype = "float32"
+    if dtype == "auto" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "float32"
+    return meant_dtype(dtype, devices, cuda=cuda)
+
+
+def resolve_dtype(config: RunConfig) -> RunConfig:
+    """Configuration with model.dtype as it is meant on this machine."""
+    dtype = dtype_here(config.model.dtype, (config.learner.device, config.rollout.device))
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
-def max_logprob_difference(config: RunConfig) -> float:
+def max_logprob_difference(
+    model: ModelConfig, learner: LearnerConfig, rollout: RolloutConfig, alignment: AlignmentConfig
+) -> float:
     """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
-    if config.alignment.max_logprob_difference:
-        return config.alignment.max_logprob_difference
-    if weights := rollout_weights(config.rollout.quantization):
+    if alignment.max_logprob_difference:
+        return alignment.max_logprob_difference
+    if weights := rollout_weights(rollout.quantization):
         return weights.max_logprob_difference
-    cuda, dtype = torch.cuda.is_available(), resolve_dtype(config).model.dtype
-    devices = {meant_device(name, cuda=cuda) for name in (config.learner.device, config.rollout.device)}
+    names = (learner.device, rollout.device)
+    dtype = dtype_here(model.dtype, names)
+    devices = {meant_device(name, cuda=torch.cuda.is_available()) for name in names}
     return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
 
 
-def max_mean_logprob_difference(config: RunConfig) -> float:
-    """Accepted mean of the tokens' absolute differences: infinite where the engine has the learner's own weights, of
-    which the largest one tells all."""
-    return QUANTIZED_MEAN_SHARE * max_logprob_difference(config) if config.rollout.quantization else inf
+def max_mean_logprob_difference(limit: float, rollout: RolloutConfig) -> float:
+    """Accepted mean of the tokens' absolute differences, from the limit of a single one. Infinite where the engine has
+    the learner's own weights: the largest difference tells all."""
+    return QUANTIZED_MEAN_SHARE * limit if rollout.quantization else inf
 
 
 def compute_in_full_float32() -> None:
@@ -139,10 +152,10 @@ def compute_in_full_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def check_device_channel(config: RunConfig, key: str, device: str) -> None:
+def check_device_channel(rollout: RolloutConfig, key: str, device: str) -> None:
     """Check one side of a channel between devices on its own machine; `key` is the setting that names its device."""
-    channel = config.rollout.weights_channel
-    if config.rollout.uses_device_channel and resolve_device(device, key).type != "cuda":
+    channel = rollout.weights_channel
+    if rollout.uses_device_channel and resolve_device(device, key).type != "cuda":
         raise UserError(
             f"rollout.weights_channel is {channel}, which needs a CUDA device on both sides, but {key} is {device} and "
             f"torch {torch.__version__} sees none here. Use a machine with a GPU, or set rollout.weights_channel=auto"
@@ -192,15 +205,15 @@ def free_caches(device: torch.device) -> None:
         _LIBC.malloc_trim(0)
 
 
-def set_up_training(config: RunConfig) -> None:
+def set_up_training(learner: LearnerConfig, trainer: TrainerConfig) -> None:
     """Threads, heap and seed of a process that trains."""
-    if config.learner.cpu_threads:
-        torch.set_num_threads(config.learner.cpu_threads)
-    elif config.learner.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.learner.num_processes))
-    if config.trainer.mode == "async" and meant_device(config.learner.device, cuda=torch.cuda.is_available()) == "cpu":
+    if learner.cpu_threads:
+        torch.set_num_threads(learner.cpu_threads)
+    elif learner.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // learner.num_processes))
+    if trainer.mode == "async" and meant_device(learner.device, cuda=torch.cuda.is_available()) == "cpu":
         keep_freed_memory()
-    torch.manual_seed(config.trainer.seed)
+    torch.manual_seed(trainer.seed)
 
 
 def keep_freed_memory() -> None:

@@ -24,7 +24,7 @@ def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: boo
             check_inputs(with_given_ranks(config), "learner")
     from asyncrl.run_folder.contents import is_to_resume
 
-    resumes = is_to_resume(config, file, resume=resume, unattended=unattended)
+    resumes = is_to_resume(config.run_path, config.trainer.max_steps, file, resume=resume, unattended=unattended)
     if resumes is not None:
         flags = [*(["--resume"] if resumes else []), *(["--unattended"] if unattended else [])]
         become("learner", "--config", str(file), *flags, *overrides)
@@ -49,7 +49,7 @@ def sft(file: Path, overrides: Sequence[str]) -> NoReturn:
             from asyncrl.run_folder.lock import refuse_busy
 
             refuse_busy(config.run_path)
-            check_run_dir(config, resume=False)
+            check_run_dir(config.run_path, resume=False)
             check_sft_inputs(config)
     become("learner.sft", "--config", str(file), *overrides)
 

@@ -37,12 +37,12 @@ LOST = [status for status in TrajectoryStatus if not status.is_scored]
 def train(config: RunConfig, *, resume: bool) -> int:
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
     refuse_busy(config.run_path)
-    check_run_dir(config, resume=resume)
+    check_run_dir(config.run_path, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     try:
         with reserve_ports(config) as resolved, holding(config.run_path, LAUNCHER_LOCK):
             refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
-            check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
+            check_run_dir(config.run_path, resume=resume)  # another launcher may have been here meanwhile
             try:
                 return _launch(resolved, resume=resume)
             finally:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.shown_tools import shown_tools
 from asyncrl.processing.image_grids import PatchGrids
 from asyncrl.processing.processor import PromptProcessor
 
 
-def prompt_processor(config: RunConfig, *, cache_mib: int = 256) -> PromptProcessor:
+def prompt_processor(model: ModelConfig, environment: EnvironmentConfig, *, cache_mib: int = 256) -> PromptProcessor:
     """The processor of a run's policy, whose prompts tell of the environment's tools. Raises UserError."""
-    processor = PromptProcessor(config.model, cache_mib=cache_mib)
-    processor.show_tools(shown_tools(config.environment))
+    processor = PromptProcessor(model, cache_mib=cache_mib)
+    processor.show_tools(shown_tools(environment))
     return processor
 
 

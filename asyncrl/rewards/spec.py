@@ -17,7 +17,7 @@ from asyncrl.rewards.shaping import OF_GROUPS
 from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
+    from asyncrl.config.environment import EnvironmentConfig
     from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 
 SETTING = "a function in reward.functions"
@@ -49,10 +49,9 @@ def scorer_of(component: RewardFunctionConfig) -> Reward | None:
     return found if found.is_scorer else None
 
 
-def check_rewarded(config: RunConfig) -> None:
+def check_rewarded(reward: RewardConfig, environment: EnvironmentConfig) -> None:
     """Raise UserError where nothing would say how good a trajectory is."""
-    environment = config.environment
-    if config.reward.functions or environment.may_reward:
+    if reward.functions or environment.may_reward:
         return
     named = "reward.functions is empty"
     if environment.is_used:

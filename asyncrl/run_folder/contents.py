@@ -32,9 +32,8 @@ def save_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
     return file
 
 
-def check_run_dir(config: RunConfig, *, resume: bool) -> None:
+def check_run_dir(path: Path, *, resume: bool) -> None:
     """A new run needs an empty or absent directory, a resumed one its journal in it."""
-    path = config.run_path
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
     in_use = path.exists() and any(file.name not in _NO_RUN for file in path.iterdir())
@@ -52,38 +51,38 @@ def is_resumable(run_path: Path) -> bool:
     return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
 
 
-def is_to_resume(config: RunConfig, file: Path, *, resume: bool, unattended: bool) -> bool | None:
-    """Whether a start continues the run: as `resume` says, or for an unattended one as the directory does. None where
-    such a one finds that the run is finished, and has said so."""
+def is_to_resume(run_path: Path, max_steps: int, file: Path, *, resume: bool, unattended: bool) -> bool | None:
+    """True if a start of the configuration `file` continues the run: as `resume` says, or for an unattended start as
+    the directory does. None where an unattended start finds that the run is finished, and has said so."""
     if not unattended:
         return resume
     if resume:
         raise UserError("--unattended decides by itself whether to --resume: give one of the two")
-    attempt = next_attempt(config)
+    attempt = next_attempt(run_path)
     if attempt == "nothing":
-        print(_describe_finished(config, file))
+        print(_describe_finished(run_path, max_steps, file))
         return None
     return attempt == "continue"
 
 
-def next_attempt(config: RunConfig) -> Literal["begin", "continue", "nothing"]:
+def next_attempt(run_path: Path) -> Literal["begin", "continue", "nothing"]:
     """Choose begin, continue (after a crash, an interruption or a full disk) or nothing for an unattended start.
 
     Raises BadStateError where the run stopped in bad state: another attempt would meet the same, or hide it; UserError
     where that cannot be read.
     """
-    refuse_bad_state(config.run_path)
-    if is_finished(config.run_path):
+    refuse_bad_state(run_path)
+    if is_finished(run_path):
         return "nothing"
-    return "continue" if is_resumable(config.run_path) else "begin"
+    return "continue" if is_resumable(run_path) else "begin"
 
 
-def _describe_finished(config: RunConfig, file: Path) -> str:
+def _describe_finished(run_path: Path, max_steps: int, file: Path) -> str:
     """Say that there is nothing to do. A finished run is not continued by a machine, whatever `file` says."""
-    text, step = f"the run in {config.run_dir} is finished", read_status(config.run_path).get("step")
-    if isinstance(step, int) and config.trainer.max_steps > step:
+    text, step = f"the run in {run_path} is finished", read_status(run_path).get("step")
+    if isinstance(step, int) and max_steps > step:
         text += (
-            f", at step {step}, and trainer.max_steps is {config.trainer.max_steps}. To continue it: "
+            f", at step {step}, and trainer.max_steps is {max_steps}. To continue it: "
             f"asyncrl learn {file} --resume, with the same settings"
         )
     return text

@@ -19,7 +19,6 @@ from asyncrl.telemetry.tracker import Sample, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
     from asyncrl.config.run_sections import TelemetryConfig
-from asyncrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +53,8 @@ def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
     return implementation(part.implementation)(run, settings)
 
 
-def open_trackers(config: RunConfig, errors: Counter[str]) -> Trackers:
+def open_trackers(telemetry: TelemetryConfig, run: TrackedRun, errors: Counter[str]) -> Trackers:
     """The trackers of telemetry.trackers. Their errors are counted in `errors`, as `tracker_<name>`."""
-    telemetry = config.telemetry
-    run = TrackedRun(config.run_path, config.model_dump(mode="json"))
     return Trackers(run, openers_of(telemetry), errors, samples_every_steps=telemetry.samples_every_steps)
 
 

@@ -34,8 +34,8 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
-    processor, data = prompt_processor(config), config.data
-    survey = survey_rows(rows, renderer, processor, config, purpose)
+    processor, data = prompt_processor(config.model, config.environment), config.data
+    survey = survey_rows(rows, renderer, processor, data, purpose, config.network.max_message_mib)
     took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
     columns = ", ".join(rows.columns)
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")
@@ -125,7 +125,7 @@ NOTHING = "nothing"
 
 
 def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
-    check_rewarded(config)
+    check_rewarded(config.reward, config.environment)
     check_rewards(config.reward)
     if not config.reward.functions:
         yield Finding("reward", f"{config.environment.name} alone rewards: its turns (reward.functions is empty)")

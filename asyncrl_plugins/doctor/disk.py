@@ -36,7 +36,7 @@ def find_run_dir(config: RunConfig) -> Findings[None]:
             file.write(b" ")
             file.flush()
         refuse_busy(path)
-        check_run_dir(config, resume=False)
+        check_run_dir(config.run_path, resume=False)
         yield Finding("run_dir", f"{path} is free, and {folder} can be written")
     except OSError as error:
         value = f"nothing can be written in {folder}: {error.strerror}"

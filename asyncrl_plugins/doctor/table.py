@@ -39,7 +39,14 @@ def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
 
     Returns the exit code: 2 where the plan does not fit its budget."""
     config = _planned_config(target, overrides)
-    config, chosen = settle_tokens(changed(config, {"model.dtype": meant_dtype(config, cuda=True)}), gpu_bytes(config))
+    dtype = meant_dtype(config.model.dtype, (config.learner.device, config.rollout.device), cuda=True)
+    config, chosen = settle_tokens(
+        changed(
+            config,
+            {"model.dtype": dtype},
+        ),
+        gpu_bytes(config),
+    )
     plan = make_plan(config)
     print("\n".join([describe(plan), *([chosen] if chosen else [])]))
     return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED

@@ -141,7 +141,9 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
     """Report the measured log-prob differences; one over the limit has failed the trial already."""
     measured = [server["parity"]["largest"] for server in servers if server.get("parity")]
     if measured:
-        accepted = f"{max_logprob_difference(config):g} is accepted"
+        accepted = (
+            f"{max_logprob_difference(config.model, config.learner, config.rollout, config.alignment):g} is accepted"
+        )
         value = f"engine and learner differ by at most {max(measured):.2g} nats a token; {accepted}"
         return Finding("log-prob parity", value)
     largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)

@@ -73,7 +73,7 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
 @contextmanager
 def _with_model(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
     """The configuration with this model, checked, for as long as the model is used."""
-    check_rewarded(config)
+    check_rewarded(config.reward, config.environment)
     config = resolve_dtype(config)
     compute_in_full_float32()
     with _whole_model(config, folder) as whole:
@@ -99,7 +99,7 @@ def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
 
 async def _play(config: RunConfig) -> list[EvaluatedRow]:
     async with _playing(config) as (engine, producer, processor, environments):
-        num_rows, prompts = held_out_prompts(config, processor)
+        num_rows, prompts = held_out_prompts(config.data, processor, config.network.max_message_mib)
         await engine.start()
         rows = _Rows(config, processor, num_rows, prompts)
         live = max(1, config.environment.capacity // config.evaluation.group_size)
@@ -193,11 +193,14 @@ def _ticket(
     config: RunConfig, processor: PromptProcessor, stops: tuple[int, ...], index: int, rendered: RenderedPrompt
 ) -> Ticket:
     return evaluation_ticket(
-        config,
+        config.evaluation,
+        config.environment,
         rendered.prompt,
         index,
         ticket_id=EVALUATION_IDS + index,
         version=0,
+        run_seed=config.trainer.seed,
+        max_response_length=config.data.max_response_length,
         stop_token_ids=stops,
         banned_token_ids=processor.placeholder_ids,
     )

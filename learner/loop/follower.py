@@ -70,7 +70,7 @@ def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store
         check=check,
     )
     check()
-    processor = prompt_processor(config)
+    processor = prompt_processor(config.model, config.environment)
     order = orders.take()
     if order.kind == "end":
         return

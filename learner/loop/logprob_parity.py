@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import max_logprob_difference, max_mean_logprob_difference
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.run_sections import AlignmentConfig
+from asyncrl.config.service_sections import RolloutConfig
+from asyncrl.devices.device import max_mean_logprob_difference
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
@@ -77,7 +79,12 @@ def compare(
 class ParityJudge:
     """Decides about complete checks while the main thread waits, between two steps."""
 
-    config: RunConfig
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    alignment: AlignmentConfig
+    limit: float
+    """Accepted difference of one token's log-prob, in nats."""
+    microbatch_tokens: int
     handshake: ParityHandshake
     call_soon: Callable[..., None]
     """Runs a method of the handshake on the network thread."""
@@ -98,16 +105,16 @@ class ParityJudge:
 
     def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
         self.ranks.announce("compare", lambda: pack_groups(received))
-        parity = compare(self.engine, self.processor, received, self.config.batch.microbatch_tokens)
+        parity = compare(self.engine, self.processor, received, self.microbatch_tokens)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
-        limit, mean_limit = max_logprob_difference(self.config), max_mean_logprob_difference(self.config)
+        limit, mean_limit = self.limit, max_mean_logprob_difference(self.limit, self.rollout)
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
             f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
         )
         accepted = f"{limit:g} is accepted"
         if mean_limit < math.inf:
-            numbers += f" (KL {parity.kl:.2g} per token: it samples with {self.config.rollout.quantization} weights)"
+            numbers += f" (KL {parity.kl:.2g} per token: it samples with {self.rollout.quantization} weights)"
             accepted += f", and {mean_limit:g} on average"
         if parity.largest <= limit and parity.mean <= mean_limit:
             logger.info("%s is aligned: %s (%s)", check.server_id, numbers, accepted)
@@ -122,13 +129,12 @@ class ParityJudge:
 
         Warns again only when the largest difference has doubled.
         """
-        rollout, algorithm = self.config.rollout, self.config.algorithm
-        compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
-        comparable = compared_at_start and not rollout.truncates and rollout.weight_update != "keep"
+        compared_at_start = self.algorithm.updates_per_batch == 1 or self.algorithm.proximal == "recompute"
+        comparable = compared_at_start and not self.rollout.truncates and self.rollout.weight_update != "keep"
         largest = values.get("staleness_0/logprob_diff_max", 0.0)
-        if not (self.config.alignment.rows and comparable):
+        if not (self.alignment.rows and comparable):
             return
-        if largest > max(max_logprob_difference(self.config), 2 * self._largest_warned):
+        if largest > max(self.limit, 2 * self._largest_warned):
             self._largest_warned = largest
             logger.warning(
                 "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
@@ -136,6 +142,6 @@ class ParityJudge:
                 "in metrics.jsonl). %s",
                 step,
                 largest,
-                max_logprob_difference(self.config),
+                self.limit,
                 FIX,
             )

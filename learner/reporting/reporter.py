@@ -24,6 +24,7 @@ from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.tracker import TrackedRun
 from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
@@ -53,7 +54,12 @@ class Reporter:
     ):
         self.config = config
         self.exporter = exporter
-        self.recorder = RunRecorder(config.run_path, open_trackers(config, network.servers.errors))
+        self.recorder = RunRecorder(
+            config.run_path,
+            open_trackers(
+                config.telemetry, TrackedRun(config.run_path, config.model_dump(mode="json")), network.servers.errors
+            ),
+        )
         self._samples = SampleIndex(config.run_path)  # used by the background thread
         self._behind = BackgroundWriter("samples")
         self._network = network

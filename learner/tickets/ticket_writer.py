@@ -51,10 +51,14 @@ class TicketWriter:
         self._bridge = TurnBridge(processor, stop_token_ids) if config.environment.is_used else None
         self._hooks = ticket_hooks(config.algorithm)
         self._demonstrations = Demonstrations(config, processor, stop_token_ids)
-        self.train_survey = usable_rows(self.train, self.renderer, processor, config, "training")
+        self.train_survey = usable_rows(
+            self.train, self.renderer, processor, config.data, "training", config.network.max_message_mib
+        )
         self.held_out_survey: RowSurvey | None = None
         if self.held_out is not None:
-            self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config, "held-out")
+            self.held_out_survey = usable_rows(
+                self.held_out, self.renderer, processor, config.data, "held-out", config.network.max_message_mib
+            )
         check_targets(self.train_survey, config)
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
@@ -96,7 +100,9 @@ class TicketWriter:
         """Make a usable row a prompt. Raises UserError if it is not usable any more."""
         row_id, limit = rows.row_id(index), self.config.data.max_prompt_length
         try:
-            rendered, measured = measure_row(rows, index, self.renderer, self.processor, self.config)
+            rendered, measured = measure_row(
+                rows, index, self.renderer, self.processor, self.config.network.max_message_mib
+            )
             if len(measured.token_ids) > limit:
                 tools = self.processor.shown_tools is not None
                 raise UserError(overlong(row_id, measured, limit, shows_tools=tools))
@@ -161,11 +167,14 @@ class TicketWriter:
         slot = TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0)
         rendered, measured = self._measure(self.held_out, self._held_out_rows[index])
         ticket = evaluation_ticket(
-            self.config,
+            self.config.evaluation,
+            self.config.environment,
             rendered.prompt,
             index,
             ticket_id=slot.ticket_id,
             version=version,
+            run_seed=self.config.trainer.seed,
+            max_response_length=self.config.data.max_response_length,
             stop_token_ids=self._stop_token_ids,
             banned_token_ids=self.processor.placeholder_ids,
         )
@@ -231,7 +240,7 @@ class TicketWriter:
             orders=orders,
             conversation=None
             if kind is TicketKind.PARITY
-            else conversation_limits(self.config, self.config.environment.limits),
+            else conversation_limits(self.config.environment, self.config.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
         return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)

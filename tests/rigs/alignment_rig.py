@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import max_logprob_difference
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
+from learner.loop.logprob_parity import ParityJudge
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
 from rollout_server.production.group_producer import GroupProducer
@@ -35,6 +37,15 @@ def pair_config(make_config: MakeConfig, tmp_path: Path) -> RunConfig:
         data={**write_rows(tmp_path, [{"prompt": "no image"}, *rows]), "max_prompt_length": 120},
         rollout={"temperature": 0.8},
     )
+
+
+def limit_of(config: RunConfig) -> float:
+    return max_logprob_difference(config.model, config.learner, config.rollout, config.alignment)
+
+
+def parity_judge(config: RunConfig, *parts: Any) -> ParityJudge:
+    sections = (config.algorithm, config.rollout, config.alignment)
+    return ParityJudge(*sections, limit_of(config), config.batch.microbatch_tokens, *parts)
 
 
 def parity_tickets(config: RunConfig, processor: PromptProcessor) -> list[PreparedTicket]:

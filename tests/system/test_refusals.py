@@ -154,7 +154,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
         assert (code, says in printed) == (2, True), printed
         assert contents(run) == before
         assert read_failure(run) is None
-        assert next_attempt(config) == "nothing"
+        assert next_attempt(config.run_path) == "nothing"
 
     services = with_ports(config, free_port)
     alone = [start("learner", write_config(services, tmp_path), "--resume", "batch.group_size=2")]

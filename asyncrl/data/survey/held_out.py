@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.environment import LimitsConfig
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
+from asyncrl.config.run_sections import EvaluationConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import usable_rows
@@ -20,23 +21,28 @@ EVALUATION_IDS = 2**40
 """Evaluation tickets are numbered from here; training tickets from 0."""
 
 
-def held_out_prompts(config: RunConfig, processor: PromptProcessor) -> tuple[int, Iterator[RenderedPrompt]]:
+def held_out_prompts(
+    data: DataConfig, processor: PromptProcessor, max_message_mib: int
+) -> tuple[int, Iterator[RenderedPrompt]]:
     """Number of usable held-out rows, and their prompts, each made when it is asked for. Raises UserError."""
-    rows = open_validation(config.data)
+    rows = open_validation(data)
     if rows is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
-    renderer = PromptRenderer(config.data)
-    usable = usable_rows(rows, renderer, processor, config, "held-out").usable
+    renderer = PromptRenderer(data)
+    usable = usable_rows(rows, renderer, processor, data, "held-out", max_message_mib).usable
     return len(usable), (renderer.render(rows[index], rows.row_id(index)) for index in usable)
 
 
 def evaluation_ticket(
-    config: RunConfig,
+    evaluation: EvaluationConfig,
+    environment: EnvironmentConfig,
     prompt: Prompt,
     index: int,
     *,
     ticket_id: int,
     version: int,
+    run_seed: int,
+    max_response_length: int,
     stop_token_ids: tuple[int, ...],
     banned_token_ids: tuple[int, ...],
 ) -> Ticket:
@@ -46,22 +52,21 @@ def evaluation_ticket(
         ticket_id=ticket_id,
         kind=TicketKind.EVAL,
         prompt=prompt,
-        group_size=config.evaluation.group_size,
-        seed=ticket_seed(config.trainer.seed, EVALUATION_IDS + index),
+        group_size=evaluation.group_size,
+        seed=ticket_seed(run_seed, EVALUATION_IDS + index),
         min_version=version,
         sampling=Sampling(
-            temperature=config.evaluation.temperature,
-            max_new_tokens=config.evaluation.limits.tokens or config.data.max_response_length,
+            temperature=evaluation.temperature,
+            max_new_tokens=evaluation.limits.tokens or max_response_length,
             stop_token_ids=stop_token_ids,
             banned_token_ids=banned_token_ids,
         ),
-        conversation=conversation_limits(config, config.evaluation_limits),
+        conversation=conversation_limits(environment, evaluation.limits.over(environment.limits)),
     )
 
 
-def conversation_limits(config: RunConfig, limits: LimitsConfig) -> ConversationLimits | None:
+def conversation_limits(environment: EnvironmentConfig, limits: LimitsConfig) -> ConversationLimits | None:
     """The rules of a trajectory of several turns, within these limits; None where nobody answers."""
-    environment = config.environment
     if not environment.is_used:
         return None
     return ConversationLimits(

@@ -19,7 +19,6 @@ from typing import Any
 
 import xxhash
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.images import decode_image
@@ -157,14 +156,14 @@ def named_errors(row_id: str) -> Iterator[None]:
 
 
 def measure_row(
-    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor, config: RunConfig
+    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor, max_message_mib: int
 ) -> tuple[RenderedPrompt, MeasuredPrompt]:
     """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
     row_id = rows.row_id(index)
     with named_errors(row_id):
         rendered = renderer.render(rows[index], row_id)
         measured = processor.measure(rendered.prompt, rendered.blobs)
-        check_message(rendered, config.network.max_message_mib)
+        check_message(rendered, max_message_mib)
         return rendered, measured
 
 
@@ -209,14 +208,15 @@ def usable_rows(
     rows: RowSource,
     renderer: PromptRenderer,
     processor: PromptProcessor,
-    config: RunConfig,
+    data: DataConfig,
     source: str,
+    max_message_mib: int,
     check: RowCheck | None = None,
 ) -> RowSurvey:
     """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
-    survey = survey_rows(rows, renderer, processor, config, source, check)
+    survey = survey_rows(rows, renderer, processor, data, source, max_message_mib, check)
     if problem := survey.describe_bad():
-        if not survey.leaves_out(config.data):
+        if not survey.leaves_out(data):
             raise UserError(problem)
         logger.warning("left out (data.on_bad_row=skip): %s", problem)
     return survey
@@ -226,8 +226,9 @@ def survey_rows(
     rows: RowSource,
     renderer: PromptRenderer,
     processor: PromptProcessor,
-    config: RunConfig,
+    data: DataConfig,
     source: str,
+    max_message_mib: int,
     check: RowCheck | None = None,
     *,
     sample: int = 0,
@@ -241,7 +242,7 @@ def survey_rows(
     are decoded, so that a damaged one is found here and not by a rollout server.
     """
     began = time.monotonic()
-    cache = SurveyCache.of(rows, processor, config, checked=check is not None)
+    cache = SurveyCache.of(rows, processor, data, max_message_mib if check is None else None)
     facts: list[RowFacts | None] = cache.load() or [None] * len(rows)
     missing = [index for index, known in enumerate(facts) if known is None]
     is_sample = sample > 0 and not cache.is_complete
@@ -252,7 +253,7 @@ def survey_rows(
     def examine(item: tuple[int, Mapping[str, Any] | UserError]) -> RowFacts | UserError:
         index, row = item
         try:
-            return _examine(row, rows.row_id(index), renderer, processor, config, check)
+            return _examine(row, rows.row_id(index), renderer, processor, max_message_mib, check)
         except UserError as error:
             return error
 
@@ -282,8 +283,8 @@ def survey_rows(
     if check is None and any(known and known.has_answer for known in facts):
         for index, known in enumerate(facts):
             if known and not known.has_answer:
-                refused[index], facts[index] = _unanswered(rows.row_id(index), config.data), None
-    limit, shows_tools = config.data.max_prompt_length, processor.shown_tools is not None
+                refused[index], facts[index] = _unanswered(rows.row_id(index), data), None
+    limit, shows_tools = data.max_prompt_length, processor.shown_tools is not None
     return RowSurvey(source, rows.row_id, facts, refused, limit, seconds, shows_tools)
 
 
@@ -307,7 +308,7 @@ def _examine(
     row_id: str,
     renderer: PromptRenderer,
     processor: PromptProcessor,
-    config: RunConfig,
+    max_message_mib: int,
     check: RowCheck | None,
 ) -> RowFacts:
     if isinstance(row, UserError):
@@ -318,7 +319,7 @@ def _examine(
         for number, digest in enumerate(rendered.prompt.image_hashes):
             decode_image(rendered.blobs[digest], f"row {row_id}, image {number}")
         if check is None:
-            check_message(rendered, config.network.max_message_mib)
+            check_message(rendered, max_message_mib)
         else:
             check(row, row_id)
     seen = xxhash.xxh3_64(measured.token_ids.tobytes())

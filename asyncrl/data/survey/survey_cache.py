@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import template_text
 from asyncrl.processing.processor import PromptProcessor
@@ -60,9 +60,11 @@ class SurveyCache:
     """True where what was loaded is of a survey that looked at every row."""
 
     @classmethod
-    def of(cls, rows: RowSource, processor: PromptProcessor, run: RunConfig, *, checked: bool) -> SurveyCache:
-        """`checked`: whether the survey looks at targets; else it looks whether a message can hold a row."""
-        config = run.data
+    def of(
+        cls, rows: RowSource, processor: PromptProcessor, config: DataConfig, max_message_mib: int | None
+    ) -> SurveyCache:
+        """A survey looks whether a message of `max_message_mib` holds a row, or at targets, where this is None."""
+        checked = max_message_mib is None
         media_keys = (config.image_key, config.video_key)
         source = rows.fingerprint
         if source is None:
@@ -77,7 +79,7 @@ class SurveyCache:
             "processor": [processor.fingerprint, processor.family, processor.placeholder_ids, processor.sees_images],
             "versions": [version(name) for name in ("transformers", "tokenizers", "pillow")],
             "targets": checked,
-            "message": None if checked else run.network.max_message_mib,
+            "message": max_message_mib,
         }
         name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
         return cls(cache_folder() / "rows" / f"{name}.json", media_keys)

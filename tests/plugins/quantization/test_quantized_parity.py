@@ -11,9 +11,8 @@ import numpy as np
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
-from learner.loop.logprob_parity import ParityJudge
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rigs.alignment_rig import answer, learner_engine, pair_config, parity_tickets
+from tests.rigs.alignment_rig import answer, learner_engine, pair_config, parity_judge, parity_tickets
 from tests.unit.learner.test_logprob_parity import with_logprobs
 
 __all__ = ["pair_config"]
@@ -35,7 +34,9 @@ def test_of_weights_of_8_bits_a_token_may_be_far_off_and_the_mean_may_not(pair_c
         for name, by in shifted.items()
     ]
     shake = Mock(**{"take_complete.return_value": checks})
-    judge = ParityJudge(config, shake, lambda method, *words: method(*words), learner_engine(config), processor, Mock())
+    judge = parity_judge(
+        config, shake, lambda method, *words: method(*words), learner_engine(config), processor, Mock()
+    )
     judge.judge(version=0)
     shake.accept_server.assert_called_once_with(checks[0])
     (refused, reason, _), _ = shake.refuse.call_args

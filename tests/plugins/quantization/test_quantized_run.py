@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import max_logprob_difference
 from asyncrl.plugins import installed
+from tests.rigs.alignment_rig import limit_of
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 
@@ -35,7 +35,7 @@ def test_a_run_learns_from_fp8_rollouts_and_says_what_they_are(
     first = steps[0]
     assert first["staleness/max"] == 0
     assert 1e-6 < first["mismatch_kl_k3"] < 0.05
-    assert 1e-3 < first["staleness_0/logprob_diff_max"] < max_logprob_difference(config)
+    assert 1e-3 < first["staleness_0/logprob_diff_max"] < limit_of(config)
     log = (run / "learner.log").read_text()
     assert "hf engine, fp8 weights" in log
     assert "it samples with fp8 weights" in log

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import max_logprob_difference, max_mean_logprob_difference
+from asyncrl.devices.device import max_mean_logprob_difference
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import small_config
+from tests.rigs.alignment_rig import limit_of
 from tests.rigs.policies import Weights, gaps, initial_weights, moved, picture
 from tests.rigs.vllm_rig import NEEDS_VLLM, QUESTION, Rig
 
@@ -62,5 +63,6 @@ def check(
             completion = done[request.request_id, index]
             found.append(gaps(config, dict.fromkeys(completion.versions.tolist(), weights), request, completion))
     difference = np.concatenate(found)
-    assert 1e-3 < difference.max() < max_logprob_difference(config)
-    assert difference.mean() < max_mean_logprob_difference(config)
+    limit = limit_of(config)
+    assert 1e-3 < difference.max() < limit
+    assert difference.mean() < max_mean_logprob_difference(limit, config.rollout)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.checks.prompt_rows import preview_rows
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
-from asyncrl.data.survey.prompt_rows import preview_rows
 from asyncrl.demo.model import CHAT_TEMPLATE
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError

@@ -74,18 +74,18 @@ def test_an_unknown_command_is_refused_with_a_suggestion_and_what_to_install(
 
 def test_an_existing_run_directory_is_never_written_into(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
-    check_run_dir(config, resume=False)
+    check_run_dir(config.run_path, resume=False)
     (config.run_path / "logs").mkdir(parents=True)
     for name in (LEARNER_LOCK, LAUNCHER_LOCK, RESERVED_FILE, CANDIDATE_FILE, FAILURE_FILE):
         (config.run_path / name).touch()  # of a run that did not begin
-    check_run_dir(config, resume=False)
+    check_run_dir(config.run_path, resume=False)
     (config.run_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="--resume"):
-        check_run_dir(config, resume=False)
+        check_run_dir(config.run_path, resume=False)
     with pytest.raises(UserError, match=r"no journal\.sqlite"):
-        check_run_dir(config, resume=True)
+        check_run_dir(config.run_path, resume=True)
     (config.run_path / JOURNAL_FILE).touch()
-    check_run_dir(config, resume=True)
+    check_run_dir(config.run_path, resume=True)
 
 
 def test_several_servers_get_a_log_a_port_and_a_failure_file_each(make_config: Callable[..., RunConfig]) -> None:

@@ -50,15 +50,26 @@ def test_held_out_rows_may_have_limits_of_their_own(make_config: MakeConfig) -> 
     config = make_config(
         **sections, environment=environment, evaluation={"limits": {"turns": 12, "tokens": 400, "images": 0}}
     )
-    held_out = conversation_limits(config, config.evaluation_limits)
-    trained = conversation_limits(config, config.environment.limits)
+    held_out = conversation_limits(config.environment, config.evaluation_limits)
+    trained = conversation_limits(config.environment, config.environment.limits)
     assert held_out is not None
     assert trained is not None
     assert (held_out.turns, held_out.tokens_per_turn, held_out.images) == (12, 16, 0)
     assert (trained.turns, trained.images) == (3, 2)
     assert (config.longest_completion, config.data.max_response_length) == (400, 96)
     asked = Prompt(row_id="r", messages=())
-    ticket = evaluation_ticket(config, asked, 0, ticket_id=0, version=0, stop_token_ids=(1,), banned_token_ids=())
+    ticket = evaluation_ticket(
+        config.evaluation,
+        config.environment,
+        asked,
+        0,
+        ticket_id=0,
+        version=0,
+        run_seed=config.trainer.seed,
+        max_response_length=config.data.max_response_length,
+        stop_token_ids=(1,),
+        banned_token_ids=(),
+    )
     assert (ticket.sampling.max_new_tokens, ticket.conversation) == (400, held_out)
     assert config.group_bytes(4, is_held_out=True) < config.group_bytes(4), "an image is more than 304 tokens"
     for given, problem in (

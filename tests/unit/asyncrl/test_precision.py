@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import max_logprob_difference, resolve_dtype
+from asyncrl.devices.device import resolve_dtype
 from asyncrl.models.loading import load_model
 from asyncrl.service_entry import resolved
+from tests.rigs.alignment_rig import limit_of
 
 MakeConfig = Callable[..., RunConfig]
 CPU = torch.device("cpu")
@@ -68,9 +69,9 @@ def test_fp32_may_differ_more_where_attention_is_in_tf32(
 ) -> None:
     pretend(monkeypatch, gpus=True)
     config = on_devices(make_config, "cpu", rollout, dtype)
-    assert max_logprob_difference(config) == pytest.approx(limit)
+    assert limit_of(config) == pytest.approx(limit)
     asked = config.model_copy(update={"alignment": config.alignment.model_copy(update={"max_logprob_difference": 0.5})})
-    assert max_logprob_difference(asked) == 0.5
+    assert limit_of(asked) == 0.5
 
 
 def test_fp32_models_are_computed_without_tf32(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

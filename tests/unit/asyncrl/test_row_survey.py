@@ -56,7 +56,15 @@ def configured(make_config: MakeConfig, folder: Path, rows: int = 6, **data: Any
 
 def survey(config: RunConfig, sample: int = 0) -> RowSurvey:
     rows, renderer = open_train(config.data), PromptRenderer(config.data)
-    return survey_rows(rows, renderer, PromptProcessor(config.model), config, "training", sample=sample)
+    return survey_rows(
+        rows,
+        renderer,
+        PromptProcessor(config.model),
+        config.data,
+        "training",
+        config.network.max_message_mib,
+        sample=sample,
+    )
 
 
 def test_rows_are_looked_at_once_and_bad_ones_again(
@@ -196,7 +204,14 @@ def test_nothing_usable_stops_with_the_reasons(make_config: MakeConfig, tmp_path
     with pytest.raises(
         UserError, match=r"^none of 6 training rows can be used:\n- row rows.jsonl:0, image 0: there is no"
     ):
-        usable_rows(rows, renderer, PromptProcessor(config.model), config, "training")
+        usable_rows(
+            rows,
+            renderer,
+            PromptProcessor(config.model),
+            config.data,
+            "training",
+            config.network.max_message_mib,
+        )
 
 
 def test_a_disk_that_fails_is_no_bad_row(

@@ -143,7 +143,7 @@ def test_a_full_disk_at_the_launcher_is_said_and_not_a_traceback(
     monkeypatch.setattr(Service, "start", full)
     with pytest.raises(BadStateError, match=r"the disk of .* is full.*Make room"):
         train(config, resume=False)
-    check_run_dir(config, resume=False)
+    check_run_dir(config.run_path, resume=False)
 
 
 def test_a_learner_alone_keeps_out_of_a_launcher_s_run_and_its_own_learner_does_not(tmp_path: Path) -> None:

@@ -34,19 +34,19 @@ def test_it_begins_continues_tries_again_what_another_time_may_mend_and_ends(
     make_config: Callable[..., RunConfig],
 ) -> None:
     config = make_config()
-    assert next_attempt(config) == "begin"
+    assert next_attempt(config.run_path) == "begin"
     run = _begun(config)
-    assert next_attempt(config) == "continue"
+    assert next_attempt(config.run_path) == "continue"
     kinds: tuple[Kind, ...] = ("timed_out", "disk_full", "user_error")
     for kind in kinds:
         save_failure(run, kind, reason="waited 5 s for a rollout server")
-        assert next_attempt(config) == "continue"
+        assert next_attempt(config.run_path) == "continue"
     save_failure(run, "bad_state")
     with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
-        next_attempt(config)
+        next_attempt(config.run_path)
     (run / FAILURE_FILE).unlink()
     RunRecorder(run).status(phase="finished")
-    assert next_attempt(config) == "nothing"
+    assert next_attempt(config.run_path) == "nothing"
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -18,11 +18,10 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
-from asyncrl.devices.device import max_logprob_difference
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
-from learner.loop.logprob_parity import ParityJudge, compare
+from learner.loop.logprob_parity import compare
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch
@@ -32,7 +31,16 @@ from protocol.errors import ProtocolError
 from protocol.messages import Group, TicketKind
 from rollout_server.engines.base import Completion
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rigs.alignment_rig import answer, answers, learner_engine, pair_config, parity_tickets, verify
+from tests.rigs.alignment_rig import (
+    answer,
+    answers,
+    learner_engine,
+    limit_of,
+    pair_config,
+    parity_judge,
+    parity_tickets,
+    verify,
+)
 from tests.rigs.tiny_families import make_llava
 
 __all__ = ["pair_config"]
@@ -86,7 +94,7 @@ def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(pair_con
     assert len(items) == 2
     for one in received:
         verify(one)
-    assert compare(learner_engine(pair_config), processor, received, 512).largest > max_logprob_difference(pair_config)
+    assert compare(learner_engine(pair_config), processor, received, 512).largest > limit_of(pair_config)
 
 
 # --- faults: a stale encoder cache ------------------------------------------------------------------
@@ -122,7 +130,10 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
     pair_config: RunConfig, caplog: pytest.LogCaptureFixture, engine_class: type[HFEngine]
 ) -> None:
     stale = engine_class is KeepsOldFeatures
-    processor, limit = PromptProcessor(pair_config.model), max_logprob_difference(pair_config)
+    processor, limit = (
+        PromptProcessor(pair_config.model),
+        limit_of(pair_config),
+    )
     items = parity_tickets(pair_config, processor)
     engine, learner = engine_class(pair_config, processor), learner_engine(pair_config)
     weights = with_other_vision_tower(learner)
@@ -145,7 +156,7 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
 
     values = LearnerStep(Roles(learner), pair_config)(make_batch(received, processor), version=1)
     nothing: Any = None
-    ParityJudge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
+    parity_judge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == stale
     assert all("on tokens of the learner's own version" in record.getMessage() for record in warned)
@@ -201,7 +212,7 @@ def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
     changed = [received[0], dataclasses.replace(received[1], group=group.model_copy(update={"token_ids": ids}))]
     verify(changed[1])
     parity = compare(learner_engine(pair_config), processor, changed, 512)
-    assert parity.largest > max_logprob_difference(pair_config)
+    assert parity.largest > limit_of(pair_config)
     assert "row rows.jsonl:2 (completion 0), token" in parity.worst
 
 
@@ -221,7 +232,7 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     )
     shake, reporter = Mock(**{"take_complete.return_value": [good, bad]}), Mock()
     learner = learner_engine(pair_config)
-    judge = ParityJudge(pair_config, shake, lambda method, *words: method(*words), learner, processor, reporter)
+    judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, reporter)
     judge.judge(version=0)
     assert [call.args[0] for call in reporter.parity.call_args_list] == ["good", "bad"]
     shake.accept_server.assert_called_once_with(good)

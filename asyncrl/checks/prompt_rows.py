@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
@@ -32,21 +33,21 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     if no row is usable, or one is bad under `data.on_bad_row: stop`, for a chat template that cannot take the turns of
     the run's environment, and for an environment that does not open.
     """
-    processor, renderer = prompt_processor(config), PromptRenderer(config.data)
+    processor, renderer = prompt_processor(config.model, config.environment), PromptRenderer(config.data)
     bridge: TurnBridge | None = None
     if config.environment.is_used:
         bridge = TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
     train, limit = open_train(config.data), config.data.max_prompt_length
     surveys = [
-        survey_rows(rows, renderer, processor, config, source, sample=SAMPLE)
+        survey_rows(rows, renderer, processor, config.data, source, config.network.max_message_mib, sample=SAMPLE)
         for rows, source in ((train, "training"), (open_validation(config.data), "held-out"))
         if rows is not None
     ]
-    found = [_describe(survey, config) for survey in surveys]
+    found = [_describe(survey, config.data) for survey in surveys]
     usable = surveys[0].usable
     if config.algorithm.demonstrations.are_used and (without := surveys[0].num_without_target):
         found.append(f"of {len(usable):,} usable training rows {without:,} have no demonstration (data.target_key)")
-    rendered, encoded = measure_row(train, usable[0], renderer, processor, config)
+    rendered, encoded = measure_row(train, usable[0], renderer, processor, config.network.max_message_mib)
     prompt, told = rendered.prompt, ""
     if bridge:
         prompt, encoded, told = _with_opening(config, rendered, encoded, bridge)
@@ -107,9 +108,9 @@ async def _opening(config: RunConfig, rendered: RenderedPrompt, processor: Promp
         await pool.close()
 
 
-def _describe(survey: RowSurvey, config: RunConfig) -> str:
+def _describe(survey: RowSurvey, data: DataConfig) -> str:
     problem = survey.describe_bad()
-    if problem and not survey.leaves_out(config.data):
+    if problem and not survey.leaves_out(data):
         raise UserError(problem)
     looked_at = f"{survey.source} rows: {survey.num_looked_at:,} of {len(survey.facts):,} were looked at"
     return (

@@ -1,0 +1,100 @@
+"""Settings of the parts of a run that read five sections or more: each class names exactly those of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.config.run_sections import (
+    BatchConfig,
+    CriticConfig,
+    EvaluationConfig,
+    NetworkConfig,
+    TrainerConfig,
+)
+from asyncrl.config.sections import DataConfig, ModelConfig
+from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
+
+
+@dataclass(frozen=True)
+class TicketSettings:
+    """Settings of the ticket writer."""
+
+    data: DataConfig
+    batch: BatchConfig
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    """Distribution of training's completions."""
+    environment: EnvironmentConfig
+    evaluation: EvaluationConfig
+    seed: int
+    trajectories_per_group: int
+    total_steps: Callable[[int], int]
+    """Learner steps of the run, from the number of usable training rows."""
+    max_message_mib: int
+    parity_rows: int
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Settings of the learner's network thread."""
+
+    network: NetworkConfig
+    mode: Literal["async", "sync"]
+    quantization: str
+    components: tuple[str, ...]
+    """Names of the reward's components."""
+    max_prompt_length: int
+    largest_group_bytes: int
+    first_meeting_s: float
+    """Longest time for a server's first log-prob check."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Settings of a training engine, beside its optimiser."""
+
+    model: ModelConfig
+    learner: LearnerConfig
+    rollout: RolloutConfig
+    """Distribution that was sampled from: outputs are log-probs of that."""
+    run_path: Path
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of the learner's step."""
+
+    algorithm: AlgorithmConfig
+    critic: CriticConfig
+    learner: LearnerConfig
+    environment: EnvironmentConfig
+    reward_weights: Mapping[str, float]
+    microbatch_tokens: int
+    max_response_length: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an inference engine."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    mode: Literal["async", "sync"]
+    run_path: Path
+    seed: int
+    max_prompt_length: int
+    longest_completion: int
+    """Most tokens behind a prompt, of training's rows and of an evaluation's."""
+    start_timeout_s: float
+    command_timeout_s: float
+    """Longest time for one command to the engine's process."""
+    may_get_device_versions: bool
+    """True where a version may arrive in device memory beside the engine's model."""
+    device_share: Callable[[int], float] | None = None
+    """Share of a device of so many bytes that the memory plan leaves this engine; None without a budget."""
