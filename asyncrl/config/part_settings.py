@@ -14,7 +14,6 @@ from asyncrl.config.run_sections import (
     CriticConfig,
     EvaluationConfig,
     NetworkConfig,
-    TrainerConfig,
 )
 from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
