@@ -3,6 +3,8 @@
 Learner and methods ask here, and nowhere else. A new question is one more property; a new answer is one more member of
 `TokenSource` or `TrajectoryRole`.
 """
+# An operator of a `Column` gives a `Tensor` or an array by its annotation, where it gives the column's own type.
+# pyright: reportReturnType=false
 
 from __future__ import annotations
 

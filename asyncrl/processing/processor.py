@@ -196,7 +196,7 @@ class PromptProcessor:
         mine.set_result(encoded)
         return encoded
 
-    def pixels(self, images: Sequence[Image.Image]) -> torch.Tensor:
+    def pixels(self, images: Sequence[Image]) -> torch.Tensor:
         """[patches, features] of decoded images, as `encode` makes them."""
         if self._grids is not None:
             return self._grids.process(images)[0]
