@@ -143,9 +143,6 @@ def _add_tools(commands: argparse._SubParsersAction) -> None:
     health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
     health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
     health.set_defaults(handler=_health)
-    watch = commands.add_parser("watch", help="live panel of a run, wherever it was started")
-    watch.add_argument("run_dir", type=Path, metavar="RUN")
-    watch.set_defaults(handler=_watch)
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
@@ -249,12 +246,6 @@ def _health(arguments: argparse.Namespace) -> int:
     found = find_problems(arguments.url)
     print("\n".join(found) or "well")
     return 1 if found else 0
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    from asyncrl.panel.display import watch
-
-    return watch(arguments.run_dir)
 
 
 def _keys(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Group = Literal[
     "commands",
+    "displays",
     "options",
     "rollout_engines",
     "learner_engines",
@@ -49,7 +50,7 @@ def no_problems(config: Any) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One value of a configuration key: an engine, a channel, a tracker, an environment, a tool."""
+    """One value of a configuration key: an engine, a channel, a tracker, an environment, a tool, a display."""
 
     implementation: str
     """`module:name`, imported when the part is used."""

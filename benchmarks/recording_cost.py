@@ -117,9 +117,11 @@ def measure_scrapes(service: str) -> None:
 
 def measure_panel() -> None:
     from asyncrl.launch import train as launching
+    from asyncrl_plugins.viewer.panel.display import RunDisplay
+    from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
-    class Display(launching.Display):
-        def __enter__(self) -> Display:
+    class MeasuredDisplay(RunDisplay):
+        def __enter__(self) -> RunDisplay:
             self._began = time.perf_counter(), time.process_time()
             super().__enter__()
             return self
@@ -129,7 +131,7 @@ def measure_panel() -> None:
             wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
             save("panel", {"cpu_s": cpu, "wall_s": wall, "is_live": self._live is not None})
 
-    launching.Display = Display
+    launching.open_display = lambda run_dir, since: MeasuredDisplay(RunSnapshot(run_dir, since))
     for name in ("learner_service", "server_services"):
         setattr(launching, name, _through_here(getattr(launching, name)))
 

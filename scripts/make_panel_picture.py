@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from asyncrl.panel.panel import RunPanel
-from asyncrl.panel.run_snapshot import RunSnapshot
+from asyncrl_plugins.viewer.panel.panel import RunPanel
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
 FILE = Path(__file__).parent.parent / "docs" / "images" / "panel.svg"
 WIDTH, HEIGHT = 100, 32

@@ -1,4 +1,4 @@
-"""`asyncrl train`: check everything cheap first, then run both services under one panel."""
+"""`asyncrl train`: check everything cheap first, then run both services and show the run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
+from asyncrl.launch.display import MISSING, number, open_display
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, Supervisor
-from asyncrl.panel.display import Display
-from asyncrl.panel.formatting import MISSING, number
-from asyncrl.panel.run_snapshot import RunSnapshot
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
+from asyncrl.run_folder.progress import RunProgress
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
 from protocol.messages import TrajectoryStatus
 
@@ -63,7 +62,7 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
         print(f"note: {note}", flush=True)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
-    with Display(RunSnapshot(config.run_path, since=time.time())) as display:
+    with open_display(config.run_path, since=time.time()) as display:
         supervisor = Supervisor(*services, policy=config.launch, notify=display.note)
         outcome = supervisor.run(display.tick)
     if outcome.failed and outcome.failed.failure:
@@ -79,7 +78,7 @@ def _num_rows(config: RunConfig) -> int:
     return 0 if config.trainer.max_steps else len(open_train(config.data))
 
 
-def _adopt(file: Path, run: RunSnapshot) -> None:
+def _adopt(file: Path, run: RunProgress) -> None:
     """Move a server's failure record to the run, if it was under way and the learner has none of its own."""
     failure, is_under_way = read_failure(file.parent, file.name), run.status and run.phase != "finished"
     if failure is None or failure.time < run.since or not is_under_way or read_failure(run.run_dir):
@@ -102,7 +101,7 @@ def write_candidate(config: RunConfig) -> Path:
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
 
 
-def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
+def report(config: RunConfig, outcome: Outcome, run: RunProgress) -> int:
     """Print how the run ended and where everything is."""
     if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
         print(_why(config, outcome, run.since), file=sys.stderr)

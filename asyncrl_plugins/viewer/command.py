@@ -1,4 +1,4 @@
-"""`asyncrl inspect` and `asyncrl report`."""
+"""`asyncrl inspect`, `asyncrl report` and `asyncrl watch`."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def run_report(arguments: Namespace) -> int:
 
     write_report(arguments.run_dirs, arguments.output)
     return 0
+
+
+def run_watch(arguments: Namespace) -> int:
+    from asyncrl_plugins.viewer.panel.display import watch
+
+    return watch(arguments.run_dir)

@@ -1,11 +1,11 @@
-"""Descriptions of the commands `asyncrl inspect` and `asyncrl report`."""
+"""Descriptions of the commands `inspect`, `report` and `watch`, and of the live panel of `asyncrl train`."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from pathlib import Path
 
-from asyncrl.plugins import Command
+from asyncrl.plugins import Command, Part
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
@@ -13,6 +13,10 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
     )
+
+
+def _add_watch_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
 
 
 INSPECT = Command(
@@ -23,3 +27,9 @@ REPORT = Command(
     run="asyncrl_plugins.viewer.command:run_report",
     add_arguments=_add_report_arguments,
 )
+WATCH = Command(
+    help="live panel of a run, wherever it was started",
+    run="asyncrl_plugins.viewer.command:run_watch",
+    add_arguments=_add_watch_arguments,
+)
+PANEL = Part(implementation="asyncrl_plugins.viewer.panel.display:open_panel")

@@ -41,7 +41,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
-from asyncrl.telemetry.alert_thresholds import THRESHOLDS
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
 from learner.reporting.metric_table import METRICS as LEARNER
 from rollout_server.reporting.metric_table import METRICS as ROLLOUT
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.telemetry.alert_thresholds import THRESHOLDS
 from asyncrl.telemetry.metric_set import MetricSet
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
 from learner.reporting.metric_table import METRICS as LEARNER
 from rollout_server.reporting.metric_table import METRICS as ROLLOUT
 

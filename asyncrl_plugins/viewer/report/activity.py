@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.recorded_run.run import RecordedRun, number
 from asyncrl.telemetry.timeline import LEARNER, merge
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number
 
 Spans = list[tuple[float, float]]
 

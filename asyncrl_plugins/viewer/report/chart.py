@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.recorded_run.run import Points
 from asyncrl.telemetry.numbers import figure
+from asyncrl_plugins.viewer.recorded_run.run import Points
 from asyncrl_plugins.viewer.report.markup import NUM_COLOURS
 
 WIDTH, HEIGHT = 400, 168

@@ -7,17 +7,8 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.recorded_run.run import (
-    DAMAGED,
-    NOT_THERE,
-    Record,
-    RecordedRun,
-    has_step,
-    number,
-    read_configuration,
-    why_nothing,
-)
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
+from asyncrl.run_folder.progress import has_step
 from asyncrl.telemetry.host_versions import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.jsonl import read_records
 from asyncrl.telemetry.reading import is_there
@@ -29,6 +20,15 @@ from asyncrl.telemetry.recorder import (
     STATUS_FILE,
     TIMELINE_FILE,
     read_status,
+)
+from asyncrl_plugins.viewer.recorded_run.run import (
+    DAMAGED,
+    NOT_THERE,
+    Record,
+    RecordedRun,
+    number,
+    read_configuration,
+    why_nothing,
 )
 
 SIGNS = (STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)

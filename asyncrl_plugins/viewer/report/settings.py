@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.config.keys import REQUIRED, all_keys
-from asyncrl.recorded_run.run import Record, RecordedRun, number
 from asyncrl.telemetry.numbers import moment
+from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 
 PLACES = {"run_dir", *(f"{s}_port" for s in ("network.control", "network.weights"))}
 """Settings that say where a run is, not what it does: they are not compared."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.recorded_run.run import RecordedRun, number
 from asyncrl.telemetry.numbers import duration
 from asyncrl.telemetry.timeline import merge
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number
 from asyncrl_plugins.viewer.report.activity import (
     DEVICE_TURNS,
     LEARNER_ACTIVITIES,

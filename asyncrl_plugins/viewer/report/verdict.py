@@ -9,10 +9,17 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import get_args
 
-from asyncrl.recorded_run.findings import CHECKS, Check, RunFinding, describe_excess, findings, rows_by_status
-from asyncrl.recorded_run.learning import HELD_OUT, courses
-from asyncrl.recorded_run.run import RecordedRun, number
 from asyncrl.telemetry.numbers import share
+from asyncrl_plugins.viewer.recorded_run.findings import (
+    CHECKS,
+    Check,
+    RunFinding,
+    describe_excess,
+    findings,
+    rows_by_status,
+)
+from asyncrl_plugins.viewer.recorded_run.learning import HELD_OUT, courses
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number
 from protocol.messages.groups import Limit
 
 SERVERS_IDLE = 0.8

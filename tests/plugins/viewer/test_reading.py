@@ -19,7 +19,7 @@ from asyncrl_plugins.viewer.report.page import page_of
 from asyncrl_plugins.viewer.report.reading import SIGNS, read_run
 from tests.plugins.viewer.made_up_samples import MadeUpStore
 from tests.rigs import made_up_run as made
-from tests.unit.asyncrl.test_panel import write_run
+from tests.rigs.shown_run import write_run
 
 COMMANDS: dict[str, Callable[[str], int]] = {
     "inspect": lambda run: inspect.main([run]),

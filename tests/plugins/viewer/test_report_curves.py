@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.panel.run_snapshot import RunSnapshot
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.report.activity import exclusive, lanes
 from asyncrl_plugins.viewer.report.chart import MAX_POINTS, Curve, line_chart, thin
 from asyncrl_plugins.viewer.report.reading import read_run

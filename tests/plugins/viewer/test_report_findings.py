@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.recorded_run.run import RecordedRun
-from asyncrl.telemetry.alert_thresholds import (
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     FIRST_STEP_S,
     STANDARD_ERRORS,
     STARVES_AT_BOUND,
     THRESHOLDS,
     USUAL_STEPS,
 )
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun
 from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.verdict import all_findings, learned, verdict
 from tests.rigs import made_up_run as made

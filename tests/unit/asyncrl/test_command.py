@@ -6,12 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from asyncrl.launch.command import READER_GONE, command
-from tests.unit.asyncrl.test_panel import write_run
 
 CHANGES_WHAT_IS_PRINTED = ("PYTHONUNBUFFERED", "COLUMNS")
 ASYNCRL = (sys.executable, "-m", "asyncrl")
@@ -31,11 +29,9 @@ def run_unread(*command: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_command_ends_with_who_reads_it(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
+def test_a_command_ends_with_who_reads_it() -> None:
     assert run_unread(*ASYNCRL, "config-reference") == (READER_GONE, "")
     assert run_unread(*ASYNCRL, "train", "--help") == (READER_GONE, "")
-    assert run_unread(*ASYNCRL, "watch", str(tmp_path / "run")) == (READER_GONE, ""), "rich prints it"
 
 
 def test_another_broken_pipe_is_an_error() -> None:

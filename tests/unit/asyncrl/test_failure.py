@@ -20,7 +20,6 @@ from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.launch.processes import Service
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
-from asyncrl.panel.run_snapshot import RunSnapshot
 from asyncrl.run_folder.failure import (
     FAILURE_FILE,
     Failure,
@@ -29,6 +28,7 @@ from asyncrl.run_folder.failure import (
     failure_of,
     read_failure,
 )
+from asyncrl.run_folder.progress import RunProgress
 from tests.rigs.small_runs import save_failure
 
 
@@ -128,7 +128,7 @@ def test_the_launcher_prints_the_reason_or_else_the_end_of_the_log(
     service.process.wait(timeout=10)
     service.log.write_text(log)
     ended = replace(outcome, failed=service)
-    assert report(config, ended, RunSnapshot(config.run_path, since=since)) == outcome.code
+    assert report(config, ended, RunProgress(config.run_path, since=since)) == outcome.code
     assert re.search(says, capsys.readouterr().err, re.DOTALL)
 
 
@@ -137,7 +137,7 @@ def test_a_finished_run_says_how_many_of_its_steps_had_no_score(
 ) -> None:
     config = make_config()
     config.run_path.mkdir()
-    run = RunSnapshot(config.run_path, status={"unscored": "environment_exception: no map"})
+    run = RunProgress(config.run_path, status={"unscored": "environment_exception: no map"})
     run.steps = [{"step": 1, "rows/error": 4.0}, {"step": 2, "rows/error": 3.0, "rows/truncated": 1.0}]
     assert report(config, Outcome(0), run) == 0
     assert re.search("of 1 of the last 2 steps .* environment_exception: no map", capsys.readouterr().out)

@@ -33,7 +33,6 @@ TORCH_FREE = (
     "asyncrl/environments/",
     "asyncrl/rewards/",
     "asyncrl/telemetry/",
-    "asyncrl/recorded_run/",
     "asyncrl/journal/",
     "asyncrl/run_folder/",
 )

@@ -12,8 +12,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
-from asyncrl.recorded_run.run import Record, RecordedRun, number
-from asyncrl.telemetry.alert_thresholds import STANDARD_ERRORS
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import STANDARD_ERRORS
+from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 
 LEAST_STEPS = 3
 """Steps at each end whose spread tells a standard error."""

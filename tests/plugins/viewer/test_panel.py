@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +16,16 @@ import pytest
 from rich.cells import cell_len
 
 from asyncrl.cli import main
-from asyncrl.panel.console import Console
-from asyncrl.panel.display import Display
-from asyncrl.panel.formatting import time_left
-from asyncrl.panel.panel import RunPanel
-from asyncrl.panel.run_snapshot import RunSnapshot, seconds_per_step
+from asyncrl.launch.command import READER_GONE
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import RunRecorder
-
-STEP = {
-    "reward/exact_match": 0.2,
-    "loss": 0.0123,
-    "grad_norm": 1.5,
-    "entropy": 0.9,
-    "lr": 1e-5,
-    "staleness/mean": 0.8,
-    "staleness/max": 2,
-    "idle/learner": 0.25,
-    "tokens_per_s/learner": 5000.0,
-    "rows/finished": 60,
-    "rows/error": 3,
-    "step_s": 2.0,
-}
-
-
-def write_run(folder: Path, steps: int = 40) -> RunRecorder:
-    recorder = RunRecorder(folder)
-    (folder / "config.yaml").write_text("algorithm: {policy_loss: gspo}\ncritic: {warmup_steps: 60}\n")
-    for step in range(1, steps + 1):
-        recorder.step({"step": step, "version": step, "reward/mean": step / 100, **STEP})
-    recorder.evaluation({"step": 0, "version": 0, "accuracy": 0.125, "reward": 0.1, "rows": 16, "errors": 0})
-    recorder.evaluation({"step": 40, "version": 40, "accuracy": 0.875, "reward": 0.8, "rows": 16, "errors": 1})
-    completions = [
-        {"text": "it is seven", "reward": 1.0},
-        {"text": "it is \x1b[2J\x1b[31mnine", "reward": 0.0},
-        {"text": "never scored", "reward": None},
-    ]
-    recorder.sample({"step": 40, "prompt": "which digit?", "answer": "7", "completions": completions}, {})
-    recorder.status(
-        phase="training",
-        waiting_for="groups of step 41 (needs 8, has 3)",
-        total_steps=100,
-        version=40,
-        servers=[{"id": "a", "version": 39}],
-        groups={"in_flight": 12, "buffered": 3},
-        errors={"reward_timeout": 3},
-    )
-    return recorder
+from asyncrl_plugins.viewer.panel.console import Console
+from asyncrl_plugins.viewer.panel.display import RunDisplay
+from asyncrl_plugins.viewer.panel.formatting import time_left
+from asyncrl_plugins.viewer.panel.panel import RunPanel
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot, seconds_per_step
+from tests.rigs.shown_run import STEP, write_run
+from tests.unit.asyncrl.test_command import ASYNCRL, run_unread
 
 
 def snapshot(folder: Path) -> RunSnapshot:
@@ -82,9 +46,8 @@ def text_of(folder: Path, width: int = 110, height: int = 60) -> str:
 def plain(folder: Path, during: Callable[[], object] = lambda: None) -> list[str]:
     """Lines printed where there is no terminal, of a run directory that `during` changes."""
     output = io.StringIO()
-    with Display(RunSnapshot(folder), Console(file=output, force_terminal=False, width=80)) as display:
+    with redirect_stdout(output), RunDisplay(RunSnapshot(folder)):
         during()
-        display.tick()
     return output.getvalue().splitlines()
 
 
@@ -159,17 +122,6 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert any(line.startswith("step 40 of 100: reward 0.400") for line in lines)
     assert "step 40: held-out accuracy 0.875 over 16 rows, 1 without a score" in lines
     assert len(lines) == 3, "nothing is said twice"
-
-
-def test_a_resumed_run_does_not_repeat_what_was_printed_before(tmp_path: Path) -> None:
-    recorder = write_run(tmp_path)
-
-    def resume() -> None:
-        recorder.truncate_after(30, evaluations_after=30)
-        recorder.step({"step": 31})
-        recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
-
-    assert [line.split(":")[0] for line in plain(tmp_path, resume)] == ["step 40", "step 31 of 100"]
 
 
 def test_the_snapshot_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
@@ -250,3 +202,8 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsy
     assert f"train {tmp_path}/config.yaml --resume" in capsys.readouterr().out, "what has become of it, and what to do"
     assert main(["watch", str(tmp_path / "nothing")]) == 2
     assert "there is no run in" in capsys.readouterr().err
+
+
+def test_watch_ends_with_who_reads_it(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert run_unread(*ASYNCRL, "watch", str(tmp_path)) == (READER_GONE, ""), "rich prints it"

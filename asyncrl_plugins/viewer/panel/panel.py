@@ -14,9 +14,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.panel import Panel
 from rich.text import Text
 
-from asyncrl.panel.answers import Answers, PanelRow, phase_style
-from asyncrl.panel.formatting import cut
-from asyncrl.panel.run_snapshot import RunSnapshot
+from asyncrl_plugins.viewer.panel.answers import Answers, PanelRow, phase_style
+from asyncrl_plugins.viewer.panel.formatting import cut
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
 NAME_CELLS = 12
 GAP = 2

@@ -5,55 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.method_line import recorded_method_line
-from asyncrl.recorded_run.findings import warnings
-from asyncrl.recorded_run.run import (
-    ENDED,
+from asyncrl.run_folder.progress import RunProgress
+from asyncrl.telemetry.host_versions import read_starts
+from asyncrl.telemetry.jsonl import JsonlTail
+from asyncrl.telemetry.recorder import CONFIG_FILE, SAMPLES_FILE
+from asyncrl_plugins.viewer.recorded_run.findings import warnings
+from asyncrl_plugins.viewer.recorded_run.run import (
     SAME_PROCESS_S,
     Points,
     Record,
     RecordedRun,
     busy_seconds,
-    has_step,
     number,
     process_clock,
     read_configuration,
 )
-from asyncrl.telemetry.host_versions import read_starts
-from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import CONFIG_FILE, EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
 
-STEPS_KEPT = 512
 JUDGED_STEPS = 10
 """Newest steps in which something has to be wrong for a warning."""
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
-STARTING = "the learner to start (logs/learner.log says how far it is)"
 RECENT_STEPS, FEWEST_STEPS = 128, 3
 """Steps that tell the pace."""
 
 
 @dataclass
-class RunSnapshot:
-    """`refresh` brings it up to date; every field is empty until the run has written something."""
+class RunSnapshot(RunProgress):
+    """Progress with samples, configuration and warnings."""
 
-    run_dir: Path
-    since: float = 0.0
-    """Unix time. A status before it was written by an earlier process, and is ignored."""
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """The newest STEPS_KEPT steps."""
     rewards: Points = field(default_factory=list)
     """Step and mean reward of all steps."""
     clocks: list[tuple[float, float]] = field(default_factory=list)
     """Unix time of all steps, and of the beginning of their process."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
     good: dict[str, Any] = field(default_factory=dict)
     """The newest sample's prompt with its best completion, if that scored."""
     bad: dict[str, Any] = field(default_factory=dict)
-    status: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Crashes and restarts that the launcher reports."""
     config: Record = field(default_factory=dict)
@@ -62,27 +51,22 @@ class RunSnapshot:
     """The method in one line; empty where it is not known."""
 
     def __post_init__(self) -> None:
-        self._steps = JsonlTail(self.run_dir / METRICS_FILE)
-        self._evaluations = JsonlTail(self.run_dir / EVALUATIONS_FILE)
+        super().__post_init__()
         self._samples = JsonlTail(self.run_dir / SAMPLES_FILE, newest_bytes=NEWEST_SAMPLES_BYTES)
         self._config_written_ns = 0
 
     def refresh(self) -> None:
         self._read_config()
-        records, restarted = self._steps.new_records()
-        if restarted:
-            self.steps, self.rewards, self.clocks = [], [], []
-        records = [record for record in records if has_step(record)]
-        self.steps = (self.steps + records)[-STEPS_KEPT:]
-        self.rewards += [(step["step"], number(step["reward/mean"])) for step in records if "reward/mean" in step]
-        self.clocks += [clock for step in records if (clock := process_clock(step))]
-        records, restarted = self._evaluations.new_records()
-        self.evaluations = ([] if restarted else self.evaluations) + [record for record in records if has_step(record)]
+        super().refresh()
         for sample in self._samples.new_records()[0]:
             self._keep_sample(sample)
-        status = read_status(self.run_dir)
-        if status and status.get("time", self.since) >= self.since:
-            self.status = status
+
+    def add_steps(self, records: list[Record], *, restarted: bool) -> None:
+        super().add_steps(records, restarted=restarted)
+        if restarted:
+            self.rewards, self.clocks = [], []
+        self.rewards += [(step["step"], number(step["reward/mean"])) for step in records if "reward/mean" in step]
+        self.clocks += [clock for step in records if (clock := process_clock(step))]
 
     def _read_config(self) -> None:
         """Read config.yaml where it is new: a resumed learner may write another one."""
@@ -105,27 +89,6 @@ class RunSnapshot:
         self.good = {**sample, "completion": best}
         if worst["reward"] < best["reward"] or not self.bad:
             self.bad = {**sample, "completion": worst}
-
-    @property
-    def latest(self) -> dict[str, Any]:
-        return self.steps[-1] if self.steps else {}
-
-    def last(self, key: str) -> Any:
-        """The newest value of a metric; slow metrics are not in every step."""
-        return next((step[key] for step in reversed(self.steps[-50:]) if step.get(key) is not None), None)
-
-    @property
-    def phase(self) -> str:
-        return str(self.status.get("phase", "starting"))
-
-    @property
-    def waiting_for(self) -> str:
-        """Current wait of the learner; empty for none. Before its first status it reads and measures rows."""
-        return str(self.status.get("waiting_for") or "") if self.status else STARTING
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase in ENDED
 
     @property
     def untrained_because(self) -> str:

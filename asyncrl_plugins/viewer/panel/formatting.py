@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
-from asyncrl.panel.run_snapshot import RunSnapshot
+from asyncrl.launch.display import one_line
 from asyncrl.telemetry.numbers import duration
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
-MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"
-
-
-def number(value: Any, digits: int = 3) -> str:
-    return MISSING if value is None else f"{value:z.{digits}f}"
 
 
 def time_left(run: RunSnapshot) -> str:
@@ -33,12 +28,6 @@ def time_left(run: RunSnapshot) -> str:
     today, then = time.localtime(now), time.localtime(now + left)
     clock = time.strftime("%H:%M" if then.tm_yday == today.tm_yday else "%a %H:%M", then)
     return f"{duration(left)} left, {clock}"
-
-
-def one_line(text: object) -> str:
-    """The text on one line. Characters that cannot be printed show as codes: a model may write escape sequences."""
-    words = " ".join(str(text).split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
 
 
 def cut(text: object, cells: int) -> str:

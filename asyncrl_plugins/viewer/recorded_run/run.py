@@ -13,13 +13,12 @@ from typing import Any
 import yaml
 
 from asyncrl.run_folder.failure import Failure
+from asyncrl.run_folder.progress import ENDED
 
 SAME_PROCESS_S = 2.0
 """Largest difference between the beginnings that two steps of one process tell."""
 LARGEST = 1e100
 """Numbers from here on count as infinite: squares and sums of smaller ones are finite."""
-ENDED = ("finished", "failed", "interrupted")
-"""Phases of a run that has ended."""
 NOT_THERE, DAMAGED = "is not there", "is damaged"
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
@@ -142,10 +141,6 @@ def number(value: Any) -> float | None:
     except OverflowError:
         return None
     return value if abs(value) < LARGEST else None  # false for NaN
-
-
-def has_step(record: Record) -> bool:
-    return number(record.get("step")) is not None
 
 
 def read_configuration(path: Path, missing: list[str]) -> tuple[str, Record]:

@@ -1,7 +1,7 @@
 """The checks of a run's health. A finding says what is wrong, its value, and what to do.
 
-Thresholds are those of the alerts (asyncrl/telemetry/alert_thresholds.py), with a few more that no alert has. What only
-Prometheus sees is missing: which processes answer a scrape, how fast a disk fills, shared memory.
+Thresholds are those of the alerts (`alert_thresholds`), with a few more that no alert has. What only Prometheus sees is
+missing: which processes answer a scrape, how fast a disk fills, shared memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from itertools import groupby
 from statistics import fmean, linear_regression
 from typing import Literal
 
-from asyncrl.recorded_run.learning import HELD_OUT, TRAINING, courses
-from asyncrl.recorded_run.run import ENDED, Record, RecordedRun, number
-from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
+from asyncrl.run_folder.progress import ENDED
 from asyncrl.telemetry.numbers import count, duration, figure, share
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
+    STARVES_AT_BOUND,
+    THRESHOLDS,
+    has_fallen,
+    longest_step_s,
+)
+from asyncrl_plugins.viewer.recorded_run.learning import HELD_OUT, TRAINING, courses
+from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 
 MANY_RESTARTS = 3
 LEAST_STEPS, LEAST_SHARE = 3, 0.1

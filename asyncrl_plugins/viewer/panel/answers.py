@@ -12,18 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from asyncrl.panel.formatting import (
-    MISSING,
-    cut,
-    cut_lines,
-    number,
-    one_line,
-    slice_means,
-    sparkline,
-    time_left,
-)
-from asyncrl.panel.run_snapshot import RunSnapshot
-from asyncrl.telemetry.alert_thresholds import THRESHOLDS
+from asyncrl.launch.display import MISSING, number, one_line
+from asyncrl_plugins.viewer.panel.formatting import cut, cut_lines, slice_means, sparkline, time_left
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
+from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
 
 BETWEEN_FACTS = 3
 SPARKLINE_CELLS = 48

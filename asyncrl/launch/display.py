@@ -1,0 +1,105 @@
+"""Display of a run in plain lines: steps, evaluations and long waits. A plug-in may bring another one."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from asyncrl import plugins
+from asyncrl.run_folder.progress import RunProgress
+
+REFRESH_S = 1.0
+STUCK_S = 60.0
+"""Seconds without a step before a line says what the run waits for; each time doubles them."""
+MISSING = "-"
+
+
+class Display(AbstractContextManager["Display"]):
+    """Shows a run while it goes on: at most one line a second for the newest step. Call `tick` often; it is cheap."""
+
+    def __init__(self, run: RunProgress, *, from_the_start: bool = False) -> None:
+        """Show what is new; `from_the_start` also what the run has written before."""
+        self.run = run
+        self._from_the_start = from_the_start
+        self._printed_step = 0
+        self._printed_evaluations: list[dict[str, Any]] = []
+        self._refreshed_at = self._new_step_at = time.monotonic()
+        self._stuck_s = STUCK_S
+
+    def __enter__(self) -> Display:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # whatever is printed, a run does not end by it
+        self.run.refresh()
+        if not self._from_the_start:  # the run that this one resumes has printed it
+            self._printed_step, self._printed_evaluations = self.run.latest.get("step", 0), self.run.evaluations
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show()
+
+    def note(self, line: str) -> None:
+        """Show an event that is not in the run directory, such as a crash."""
+        self.print(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def tick(self) -> None:
+        if time.monotonic() - self._refreshed_at >= REFRESH_S:
+            self.show()
+
+    def show(self) -> None:
+        """Read the run directory and print what is new."""
+        self.run.refresh()
+        self._refreshed_at = now = time.monotonic()
+        for evaluation in self.run.evaluations:
+            if evaluation not in self._printed_evaluations:
+                self.print(_evaluation_line(evaluation))
+        self._printed_evaluations = self.run.evaluations
+        step = self.run.latest.get("step", self._printed_step)
+        if step != self._printed_step or self.run.has_ended:
+            if step != self._printed_step:  # a resumed learner cuts back to its checkpoint
+                self.print(_step_line(self.run))
+            self._printed_step = step
+            self._new_step_at, self._stuck_s = now, STUCK_S
+        elif now - self._new_step_at >= self._stuck_s:
+            waiting = self.run.waiting_for or "nothing"
+            self.print(f"step {step}: no new step for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
+            self._stuck_s *= 2
+
+    def print(self, line: str) -> None:
+        print(one_line(line), flush=True)
+
+
+def open_display(run_dir: Path, since: float) -> Display:
+    """Display of a run that begins now (Unix seconds): an installed plug-in's, or plain lines."""
+    for name in plugins.installed("displays"):
+        return plugins.implementation(plugins.description("displays", name).implementation)(run_dir, since)
+    return Display(RunProgress(run_dir, since))
+
+
+def one_line(text: object) -> str:
+    """The text on one line. Characters that cannot be printed show as codes: a model may write escape sequences."""
+    words = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    return MISSING if value is None else f"{value:z.{digits}f}"
+
+
+def _evaluation_line(evaluation: dict[str, Any]) -> str:
+    rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
+    accuracy = number(evaluation.get("accuracy"))
+    return f"step {evaluation.get('step')}: held-out accuracy {accuracy} over {rows} rows, {errors} without a score"
+
+
+def _step_line(run: RunProgress) -> str:
+    step, total = run.latest, run.status.get("total_steps")
+    return (
+        f"step {step['step']}{f' of {total}' if total else ''}: reward {number(step.get('reward/mean'))}, "
+        f"staleness {number(step.get('staleness/mean'), 1)}, {number(step.get('step_s'), 2)} s, "
+        f"{number(run.last('tokens_per_s/learner'), 0)} tokens/s, "
+        f"idle learner {number(run.last('idle/learner'), 2)} rollout {number(run.last('idle/rollout'), 2)}"
+    )

@@ -1,0 +1,72 @@
+"""Plain lines of a run, from its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch import display as module
+from asyncrl.launch.display import Display
+from asyncrl.run_folder.progress import RunProgress
+from tests.rigs.shown_run import write_run
+
+
+@pytest.fixture
+def plain(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Lines printed of a run directory that `during` changes."""
+
+    def show(folder: Path, during: Callable[[], object] = lambda: None) -> list[str]:
+        with Display(RunProgress(folder)):
+            during()
+        return capsys.readouterr().out.splitlines()
+
+    return show
+
+
+def test_steps_and_evaluations_have_a_line_each_once(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
+    lines = plain(tmp_path / "run", lambda: write_run(tmp_path / "run"))
+    assert "step 40: held-out accuracy 0.875 over 16 rows, 1 without a score" in lines
+    assert lines[-1] == (
+        "step 40 of 100: reward 0.400, staleness 0.8, 2.00 s, 5000 tokens/s, idle learner 0.25 rollout -"
+    )
+    assert len(lines) == 3, "the evaluations and the newest step"
+    assert plain(tmp_path / "run") == [], "a run that is resumed has printed it"
+
+
+def test_a_resumed_run_does_not_repeat_what_was_printed_before(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
+    recorder = write_run(tmp_path)
+
+    def resume() -> None:
+        recorder.truncate_after(30, evaluations_after=30)
+        recorder.step({"step": 31})
+        recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
+
+    assert [line.split(":")[0] for line in plain(tmp_path, resume)] == ["step 40", "step 31 of 100"]
+
+
+def test_a_long_wait_is_said_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    monkeypatch.setattr(module, "STUCK_S", 0.0)
+    with Display(RunProgress(tmp_path)):
+        pass
+    said = capsys.readouterr().out
+    assert said == "step 40: no new step for 0 s, training, waiting for groups of step 41 (needs 8, has 3)\n"
+
+
+def test_damaged_files_end_no_display(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
+    write_run(tmp_path)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        last = json.loads((tmp_path / name).read_bytes().splitlines()[-1])
+        for key in last:
+            content = b"\xff\xfe\n" + json.dumps({k: last[k] for k in last if k != key}).encode() + b"\n"
+            (tmp_path / name).write_bytes(content)
+            plain(tmp_path)
+    (tmp_path / "status.json").write_bytes(b"[" * 100_000)
+    run = RunProgress(tmp_path)
+    run.refresh()
+    assert (run.phase, run.has_ended) == ("starting", False)
