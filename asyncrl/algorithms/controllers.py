@@ -78,7 +78,7 @@ class EntropyController:
             return
         is_low = entropy <= c.target
         moved = self._coefficient + (c.delta if is_low else -c.delta)
-        self._coefficient = min(max(moved, c.min), c.max)
+        self._coefficient = min(max(moved, 0.0), 1.0)
         self.applied = self._coefficient if is_low else 0.0
 
     def state(self) -> dict[str, float]:

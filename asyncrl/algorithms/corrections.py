@@ -103,10 +103,9 @@ def _weigh(
         ratios = geometric_ratio(differences, row)
     else:
         ratios = bound(differences).exp()
-    if form == "tis":
-        cap = config.effective_cap
-        return ratios.clamp_max(cap), ratios > cap, None
     lower, upper = config.bounds
+    if form == "tis":
+        return ratios.clamp_max(upper), ratios > upper, None
     return ratios, nowhere, (ratios < lower) | (ratios > upper)
 
 
@@ -114,7 +113,7 @@ def _masked(mask: MaskConfig, tokens: PolicyTokens, differences: torch.Tensor) -
     """Tokens dropped by one mask: [N] bool."""
     if mask.kind == "opsm":
         # Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad samples that the target policy has left.
-        left = row_mean(tokens.behaviour_logprobs - tokens.logprobs.detach(), tokens.row) > mask.effective_threshold
+        left = row_mean(tokens.behaviour_logprobs - tokens.logprobs.detach(), tokens.row) > mask.bounds[1]
         return left & (tokens.advantages < 0)
     lower, upper = mask.bounds
     if mask.kind == "dppo_tv":

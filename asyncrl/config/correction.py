@@ -11,24 +11,24 @@ from asyncrl.config.sections import Section
 
 Bounds = tuple[float, float]
 
-CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
-"""Default cap of each truncated kind."""
+CAPS = ("token_tis", "sequence_tis", "geometric_tis")
+"""Kinds that truncate: they have an upper bound alone."""
 WEIGHT_BOUNDS: Mapping[str, Bounds] = {
+    **dict.fromkeys(CAPS, (0.0, 2.0)),
     "token_mis": (0.5, 2.0),
     "sequence_mis": (0.5, 2.0),
     "geometric_mis": (0.99, 1.01),
     "icepop": (0.5, 5.0),
 }
-"""Default lower and upper bound of each masked kind."""
+"""Default lower and upper bound of each kind."""
 MASK_BOUNDS: Mapping[str, Bounds] = {
     "sequence": (0.5, 2.0),
     "geometric": (0.99, 1.01),
     "veto": (1e-4, float("inf")),
     "dppo_tv": (0.2, 0.2),
+    "opsm": (0.0, 0.5),
 }
-"""Default lower and upper bound of each mask that has them."""
-MASK_THRESHOLDS: Mapping[str, float] = {"opsm": 0.5}
-"""Default threshold of each mask that has one."""
+"""Default lower and upper bound of each mask; opsm has an upper one alone."""
 TRAJECTORY_LEVELS = ("sequence", "geometric")
 """First words of the correction kinds that weigh a token by its whole trajectory."""
 TRAJECTORY_MASKS = ("sequence", "geometric", "veto", "opsm")
@@ -42,34 +42,25 @@ class MaskConfig(Section):
     """`sequence`, `geometric`: trajectories whose ratio pi_proximal / pi_behaviour (product or geometric mean of its
     tokens') is out of bounds. `veto`: trajectories with any token's ratio out of bounds. `dppo_tv`: tokens whose
     probability has already moved too far in the advantage's direction. `opsm`: trajectories of negative advantage whose
-    mean log pi_behaviour / pi_target is above the threshold."""
+    mean log pi_behaviour / pi_target is above `upper`."""
     lower: float | None = Field(default=None, ge=0)
     """Smallest ratio that is kept; for dppo_tv the largest fall of a probability. Nothing means 0.5 (sequence), 0.99
     (geometric), 1e-4 (veto), 0.2 (dppo_tv)."""
     upper: float | None = Field(default=None, gt=0)
     """Largest ratio that is kept; for dppo_tv the largest rise of a probability. Nothing means 2 (sequence), 1.01
-    (geometric), no bound (veto), 0.2 (dppo_tv)."""
-    threshold: float | None = Field(default=None, gt=0)
-    """Nothing means 0.5 (opsm)."""
+    (geometric), no bound (veto), 0.2 (dppo_tv), 0.5 (opsm)."""
 
     @property
     def bounds(self) -> Bounds:
         return _filled(self.lower, self.upper, MASK_BOUNDS[self.kind])
 
-    @property
-    def effective_threshold(self) -> float:
-        return MASK_THRESHOLDS[self.kind] if self.threshold is None else self.threshold
-
     @model_validator(mode="after")
     def _keys_belong_to_the_kind(self) -> MaskConfig:
         where = f"algorithm.correction.masks: the {self.kind} mask"
-        if self.kind in MASK_BOUNDS:
-            if self.threshold is not None:
-                raise ValueError(f"{where} has no threshold. Set lower and upper instead")
-            if self.kind != "dppo_tv":
-                _check_bounds(where, self.bounds)
-        elif self.lower is not None or self.upper is not None:
-            raise ValueError(f"{where} has no lower and upper. Set threshold instead")
+        if self.kind == "opsm" and self.lower is not None:
+            raise ValueError(f"{where} has no lower. Set upper instead")
+        if self.kind not in ("dppo_tv", "opsm"):
+            _check_bounds(where, self.bounds)
         return self
 
 
@@ -89,13 +80,12 @@ class CorrectionConfig(Section):
         "geometric_mis",
         "icepop",
     ] = "token_tis"
-    """`*_tis`: min(ratio, cap). `*_mis`, `icepop`: the ratio where it is within [lower, upper], else 0."""
-    cap: float | None = Field(default=None, gt=0)
-    """Largest weight of `*_tis`. Nothing means 2."""
+    """`*_tis`: min(ratio, upper). `*_mis`, `icepop`: the ratio where it is within [lower, upper], else 0."""
     lower: float | None = Field(default=None, ge=0)
     """Smallest ratio that `*_mis` and icepop keep. Nothing means 0.5 (geometric_mis 0.99)."""
     upper: float | None = Field(default=None, gt=0)
-    """Largest ratio that `*_mis` and icepop keep. Nothing means 2 (geometric_mis 1.01, icepop 5)."""
+    """Largest weight of `*_tis`, largest ratio that `*_mis` and icepop keep. Nothing means 2 (geometric_mis 1.01,
+    icepop 5)."""
     masks: tuple[MaskConfig, ...] = ()
     """Any of them together, such as `[{kind: veto}, {kind: geometric, lower: 0.98}]`."""
 
@@ -104,10 +94,6 @@ class CorrectionConfig(Section):
         """The kind and the masks that are computed from whole trajectories, as `key value`."""
         parts = [f"algorithm.correction.kind {self.kind}"] if self.kind.startswith(TRAJECTORY_LEVELS) else []
         return parts + [f"the {mask.kind} mask" for mask in self.masks if mask.kind in TRAJECTORY_MASKS]
-
-    @property
-    def effective_cap(self) -> float:
-        return CAPS[self.kind] if self.cap is None else self.cap
 
     @property
     def bounds(self) -> Bounds:
@@ -119,14 +105,12 @@ class CorrectionConfig(Section):
     @model_validator(mode="after")
     def _makes_sense(self) -> CorrectionConfig:
         where = f"algorithm.correction.kind {self.kind}"
-        if self.cap is not None and self.kind not in CAPS:
-            fix = "Set algorithm.correction.upper instead" if self.kind in WEIGHT_BOUNDS else "Leave it out"
-            raise ValueError(f"{where} has no cap (algorithm.correction.cap is {self.cap}). {fix}")
-        if self.kind in WEIGHT_BOUNDS:
+        if self.kind in CAPS and self.lower is not None:
+            raise ValueError(f"{where} has no lower. Set algorithm.correction.upper instead")
+        if self.kind == "none" and (self.lower is not None or self.upper is not None):
+            raise ValueError(f"{where} has no lower and upper. Leave them out")
+        if self.kind in WEIGHT_BOUNDS and self.kind not in CAPS:
             _check_bounds(where, self.bounds)
-        elif self.lower is not None or self.upper is not None:
-            fix = "Set algorithm.correction.cap instead" if self.kind in CAPS else "Leave them out"
-            raise ValueError(f"{where} has no lower and upper. {fix}")
         kinds = [mask.kind for mask in self.masks]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:

@@ -46,12 +46,9 @@ class LimitsConfig(Section):
 class TimeoutsConfig(Section):
     """Longest times, in seconds. What takes longer is an error of the environment, never a score."""
 
-    start_s: float = Field(default=120.0, gt=0)
-    """Time limit for a worker to import the environment's files."""
-    reset_s: float = Field(default=30.0, gt=0)
-    """Time limit for the start of an episode."""
-    step_s: float = Field(default=20.0, gt=0)
-    """Time limit for the answer to one turn; then the environment's process is killed."""
+    step_s: float = Field(default=30.0, gt=0)
+    """Time limit for the start of an episode, and for the answer to one turn; then the environment's process is
+    killed."""
     trajectory_s: float = Field(default=300.0, gt=0)
     """Time limit for all turns of a trajectory, the policy's share included."""
 
@@ -70,9 +67,6 @@ class EnvironmentConfig(Section):
     """How the prompt tells of the tools. `template`: as the chat template lists them, which must ask for calls as
     call_format reads them; `text`: in the system message; `auto`: the former where it can be, unless the class tells of
     them itself (`show_tools = False`); `off`."""
-    end: Literal["answer", "nudge"] = "answer"
-    """Meaning of a turn without a call where the environment is made of tools: the final answer, or (once) a reason to
-    ask for a call."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the class's own, checked by its `Config`."""
     limits: LimitsConfig = LimitsConfig()

@@ -105,8 +105,4 @@ class EntropyControlConfig(Section):
     """Entropy in nats per token. After a step at or below it the coefficient grows and the next step has the bonus;
     after any other step the coefficient falls and there is no bonus. 0 is off: the coefficient is fixed."""
     delta: float = Field(default=0.005, gt=0)
-    """Change of the coefficient by one step."""
-    min: float = Field(default=0.0, ge=0)
-    """Smallest coefficient."""
-    max: float = Field(default=1.0, gt=0)
-    """Largest coefficient."""
+    """Change of the coefficient by one step, within 0 and 1."""

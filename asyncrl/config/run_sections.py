@@ -193,11 +193,9 @@ class LaunchConfig(Section):
     """Restarts of crashed services by `asyncrl train`: it starts a service again, the learner with --resume."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Most restarts of one service; at the next crash the run ends. 0 means that the first crash ends it."""
-    restart_delay_s: float = Field(default=1.0, gt=0)
-    """Delay before the first restart; each further one waits twice as long, up to a minute."""
-    healthy_s: float = Field(default=600.0, gt=0)
-    """A service that ran this long before it crashed has all its restarts again."""
+    """Most restarts of one service; at the next crash the run ends. 0 means that the first crash ends it. The first
+    restart waits a second, each further one twice as long, up to a minute. A service that ran for ten minutes has all
+    its restarts again."""
 
 
 class TelemetryConfig(OpenSection):
@@ -214,8 +212,6 @@ class TelemetryConfig(OpenSection):
     """Least severe message in the logs of both processes."""
     trackers: tuple[str, ...] = ()
     """Other programs that show the run, of plug-ins. metrics.jsonl is there in any case."""
-    samples_every_steps: int = Field(default=20, gt=0)
-    """Steps between those whose samples trackers show with their images; samples.jsonl has those of all steps."""
 
     @field_validator("trackers")
     @classmethod

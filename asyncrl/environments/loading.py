@@ -167,7 +167,7 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
     settings = _settings(cls, config.config)
     wish = "" if config.call_format == "auto" else config.call_format
     if issubclass(cls, ToolEnvironment):
-        limits = {"end": config.end, "calls_per_turn": config.limits.calls_per_turn, "image_rule": rule}
+        limits = {"calls_per_turn": config.limits.calls_per_turn, "image_rule": rule}
         cls = type(cls.__name__, (cls,), limits | {"__module__": cls.__module__})
     list_tools: Callable[[Any], Awaitable[list[Tool]]] | None = getattr(cls, "list_tools", None)
     tools = tools_by_name(await list_tools(settings) if list_tools else map(tool_of, marked_methods(cls)))

@@ -25,6 +25,8 @@ from asyncrl.rewards.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
+IMPORT_TIMEOUT_S = 120.0
+"""Longest time for a worker to import the environment's files."""
 START_TRIES = 3
 """Starts of a lost process that may fail one after the other; then the run stops."""
 BACK_OFF_S = 0.5
@@ -108,7 +110,7 @@ class EnvironmentPool:
         for again in range(self._config.retries, -1, -1):
             episode = Episode(self, await self._place(), next(self._numbers), start)
             try:
-                await episode.reset(self._config.timeouts.reset_s)
+                await episode.reset()
                 return episode
             except EnvironmentFailed as failed:
                 await episode.close()
@@ -130,12 +132,12 @@ class EnvironmentPool:
         self._hosts.clear()
         self._places.put_nowait(RuntimeError("the environment pool is closed"))
 
-    async def ask(self, host: WorkerHost, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
+    async def ask(self, host: WorkerHost, request: dict[str, Any]) -> dict[str, Any]:
         """One request of an episode; failures are counted, and a lost process is replaced. Raises EnvironmentFailed."""
         self.parked += 1
         began = time.monotonic()
         try:
-            answer = await host.ask(request, timeout_s, setting)
+            answer = await host.ask(request, self._config.timeouts.step_s, "step_s")
             if request["do"] != "close":
                 self._answers.append((request["do"], time.monotonic() - began))
             return answer
@@ -176,7 +178,7 @@ class EnvironmentPool:
             self._setup,
             lambda nbytes: None,
             "asyncrl.environments.worker",
-            timeout_s=self._config.timeouts.start_s,
+            timeout_s=IMPORT_TIMEOUT_S,
             section="environment",
             loads="the environment's files",
             max_reply_bytes=MAX_REPLY_BYTES,
@@ -242,14 +244,13 @@ class Episode:
         self.state_key = b""
         """Key of the state in which the first turn is taken."""
 
-    async def reset(self, timeout_s: float) -> None:
-        reply = await self._ask("reset", {"start": packed_start(self._start)}, timeout_s, "reset_s")
+    async def reset(self) -> None:
+        reply = await self._ask("reset", {"start": packed_start(self._start)})
         self.opening, self.state_key = unpacked(reply["opening"]), reply["state_key"]
 
     async def step(self, action: Action) -> StepResult:
         """The environment's answer to one turn. Raises EnvironmentFailed, after which there is only `close()`."""
-        timeout_s = self._pool._config.timeouts.step_s
-        reply = await self._ask("step", {"action": packed_action(action)}, timeout_s, "step_s")
+        reply = await self._ask("step", {"action": packed_action(action)})
         observation, history = unpacked(reply["observation"]), unpacked_history(reply["history"])
         return StepResult(observation, reply["reward"], reply["done"], reply["state_key"], reply["info"], history)
 
@@ -261,10 +262,10 @@ class Episode:
         try:
             if self._host.alive:
                 with suppress(EnvironmentFailed):
-                    await self._ask("close", {}, self._pool._config.timeouts.step_s, "step_s")
+                    await self._ask("close", {})
         finally:
             self._pool.give_back(self._host)
 
-    async def _ask(self, do: str, request: dict[str, Any], timeout_s: float, setting: str) -> dict[str, Any]:
+    async def _ask(self, do: str, request: dict[str, Any]) -> dict[str, Any]:
         request = {"episode": self._number, "do": do, **request}
-        return await self._pool.ask(self._host, request, timeout_s, setting)
+        return await self._pool.ask(self._host, request)

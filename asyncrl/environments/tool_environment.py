@@ -112,7 +112,7 @@ class ToolEnvironment:
     show_tools: ClassVar[bool] = True
     """Whether the prompt lists the tools where `environment.show_tools` is auto; False: the class says how to act."""
     end: ClassVar[str] = "answer"
-    """`environment.end`: what a turn without a call is."""
+    """Meaning of a turn without a call: the final `answer`, or once, with `nudge`, a reason to ask for a call."""
     calls_per_turn: ClassVar[int] = 4
     """`environment.limits.calls_per_turn`; each call over it gets an error for a result."""
     image_rule: ClassVar[ImageRule] = ImageRule()
@@ -180,7 +180,7 @@ class ToolEnvironment:
         return StepResult(observation, self.ctx.reward, False, self.state_key(observation), info)
 
     def without_call(self, action: Action) -> StepResult:
-        """Result of a turn without a call: the end, or once a request for a call where `environment.end` is nudge."""
+        """Result of a turn without a call: the end, or once a request for a call where `end` is nudge."""
         if self.end == "nudge" and not self._nudged and action.finish_reason != "length":
             self._nudged = True
             return StepResult(Observation((Message("user", (NUDGE,)),)))

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.config.run_sections import LaunchConfig
 from asyncrl.errors import ExitCode
 from asyncrl.launch.processes import Service
 
@@ -21,7 +20,6 @@ POLL_S = 0.2
 LONGEST_DELAY_S = 60.0
 LONGEST_ERROR = 300
 """Characters of a crash's reason in the line for the user; the log has all."""
-DEFAULT_POLICY = LaunchConfig()
 _FATAL = {
     ExitCode.USER_ERROR: ExitCode.USER_ERROR,
     ExitCode.BAD_STATE: ExitCode.BAD_STATE,
@@ -32,9 +30,20 @@ _FATAL = {
 """Endings that another attempt would only repeat, or that a user asked for, and the run's exit code."""
 
 
-def restart_delay_s(policy: LaunchConfig, attempt: int) -> float:
-    """Seconds before restart `attempt` = 1, 2, ...: each time twice as long."""
-    return min(policy.restart_delay_s * 2 ** min(attempt - 1, 30), LONGEST_DELAY_S)
+@dataclass(frozen=True)
+class RestartPolicy:
+    max_restarts: int = 5
+    """Most restarts of one service."""
+    first_delay_s: float = 1.0
+    healthy_s: float = 600.0
+    """Running time after which a service has all its restarts again."""
+
+    def delay_s(self, attempt: int) -> float:
+        """Seconds before restart `attempt` = 1, 2, ...: each time twice as long."""
+        return min(self.first_delay_s * 2 ** min(attempt - 1, 30), LONGEST_DELAY_S)
+
+
+DEFAULT_POLICY = RestartPolicy()
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Supervisor:
         self,
         learner: Service,
         *servers: Service,
-        policy: LaunchConfig = DEFAULT_POLICY,
+        policy: RestartPolicy = DEFAULT_POLICY,
         stop_s: float = STOP_S,
         notify: Callable[[str], None] = logger.warning,
     ):
@@ -151,7 +160,7 @@ class Supervisor:
         service.kill()  # what it started and left behind may hold ports, files and memory
         if attempt > self._policy.max_restarts:
             return Outcome(ExitCode.CRASHED, failed=service, gave_up=True)
-        delay = restart_delay_s(self._policy, attempt)
+        delay = self._policy.delay_s(attempt)
         self._due[service.name] = time.monotonic() + delay
         error = service.last_error()[:LONGEST_ERROR]
         why = f" ({error})" if error else ""

@@ -20,7 +20,7 @@ from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_lef
 from asyncrl.launch.display import MISSING, number, open_display
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
-from asyncrl.launch.supervisor import Outcome, Supervisor
+from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
@@ -63,7 +63,7 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
     with open_display(config.run_path, since=time.time()) as display:
-        supervisor = Supervisor(*services, policy=config.launch, notify=display.note)
+        supervisor = Supervisor(*services, policy=RestartPolicy(config.launch.max_restarts), notify=display.note)
         outcome = supervisor.run(display.tick)
     if outcome.failed and outcome.failed.failure:
         _adopt(outcome.failed.failure, display.run)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE_LENGTH = 256
 """Calls that a slow tracker may be behind; further ones are lost, and counted."""
+SAMPLES_EVERY_STEPS = 20
+"""Steps between those whose samples trackers show with their images; samples.jsonl has those of all steps."""
 CLOSE_S = 10.0
 """Seconds to close all trackers. A launcher that stops a run waits ENDING_S (asyncrl.process_end) longer."""
 
@@ -55,7 +57,7 @@ def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
 
 def open_trackers(telemetry: TelemetryConfig, run: TrackedRun, errors: Counter[str]) -> Trackers:
     """The trackers of telemetry.trackers. Their errors are counted in `errors`, as `tracker_<name>`."""
-    return Trackers(run, openers_of(telemetry), errors, samples_every_steps=telemetry.samples_every_steps)
+    return Trackers(run, openers_of(telemetry), errors, samples_every_steps=SAMPLES_EVERY_STEPS)
 
 
 class Trackers:

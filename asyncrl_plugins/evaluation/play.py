@@ -126,7 +126,7 @@ async def play(
     environment: Any = None
     history = PlayedHistory(config)
     try:
-        environment, opening = await _in_time(loaded.begin(start), "reset", times.reset_s, "reset_s")
+        environment, opening = await _in_time(loaded.begin(start), "reset", times.step_s, "step_s")
         _look(opening, played, show)
         played.images = 0  # those of the opening are part of the prompt, in a run, too
         for number in itertools.count():

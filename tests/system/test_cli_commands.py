@@ -212,7 +212,7 @@ def test_a_killed_side_is_started_again_and_the_run_finishes(
 ) -> None:
     run, log, steps = tmp_path / "run", tmp_path / "train.log", 12
     # The other server would finish the run within the usual second before a restart.
-    sections = {"launch": {"restart_delay_s": 0.02}, "trainer": {"max_steps": steps, "save_freq": 5}}
+    sections = {"trainer": {"max_steps": steps, "save_freq": 5}}
     command = start_command("train", str(config_file(**sections, rollout={"servers": 2})), log=log)
     try:
         wait_until((run / "metrics.jsonl").exists, "the first step", run / "logs")

@@ -237,7 +237,7 @@ def test_a_failed_reset_is_tried_again_and_a_start_that_fails_three_times_stops_
         assert "RuntimeError: no service" in str(stopped.value)
         assert "Traceback (most recent call last)" in str(stopped.value)
 
-    run_pool(scenario, f"{file}:Faults", f"config.hang_in_reset={once}", "timeouts.reset_s=1.5")
+    run_pool(scenario, f"{file}:Faults", f"config.hang_in_reset={once}", "timeouts.step_s=1.5")
 
 
 BREAKS = """

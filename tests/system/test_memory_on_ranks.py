@@ -44,7 +44,6 @@ def config_of(
         algorithm={"policy_loss": f"{folder / 'loss.py'}:loss"},
         learner={"max_staleness": 1, **learner},
         trainer={"max_steps": STEPS, "save_freq": 2},
-        launch={"restart_delay_s": 0.1},
         network={"timeout_s": 10.0, "reconnect_timeout_s": 120.0},
     )
 

@@ -218,7 +218,6 @@ def check_run_with_a_killed_rank(
     config = make_config(
         learner={"max_staleness": 1, **learner},
         trainer={**(trainer or {}), "max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
-        launch={"restart_delay_s": 0.1},
         network={"timeout_s": 10.0},
     )
     run, log = Path(config.run_dir), tmp_path / "train.log"

@@ -91,7 +91,7 @@ def test_who_begins_while_another_launcher_checks_its_configuration_wins(
 def test_a_live_run_comes_back_with_its_own_settings_after_another_one_was_refused(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = small(make_config, trainer={"max_steps": 100_000}, launch={"restart_delay_s": 0.02})
+    config = small(make_config, trainer={"max_steps": 100_000})
     run, file = config.run_path, tmp_path / "config.yaml"
     file.write_text(dump_config(config))
 

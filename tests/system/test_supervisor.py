@@ -15,13 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config.run_sections import LaunchConfig
 from asyncrl.launch.processes import Service
-from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, Supervisor, restart_delay_s
+from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, RestartPolicy, Supervisor
 from tests.rigs.waiting import wait_until
 
-NEVER = LaunchConfig(max_restarts=0)
-QUICK = LaunchConfig(max_restarts=3, restart_delay_s=0.05)
+NEVER = RestartPolicy(max_restarts=0)
+QUICK = RestartPolicy(max_restarts=3, first_delay_s=0.05)
 COUNT = """
     import os, signal, sys, time
     path = sys.argv[1]
@@ -47,7 +46,7 @@ def starts(tmp_path: Path, name: str) -> list[str]:
     return (tmp_path / f"{name}.starts").read_text().splitlines()
 
 
-def watch(*services: Service, policy: LaunchConfig = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
+def watch(*services: Service, policy: RestartPolicy = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
     told: list[str] = []
     supervisor = Supervisor(*services, policy=policy, notify=told.append, stop_s=0.5)
     outcome = supervisor.run()
@@ -208,7 +207,7 @@ def test_after_the_last_restart_the_run_ends(counted: Make, tmp_path: Path, fail
 
 def test_a_service_that_was_healthy_has_all_its_restarts_again(counted: Make, tmp_path: Path) -> None:
     """Six crashes with one restart allowed: each time after it had run for longer than `healthy_s`."""
-    policy = LaunchConfig(max_restarts=1, restart_delay_s=0.02, healthy_s=0.05)
+    policy = RestartPolicy(max_restarts=1, first_delay_s=0.02, healthy_s=0.05)
     outcome, told, restarts = watch(
         counted("learner", "if starts < 7:\n    time.sleep(0.1)\n    sys.exit(1)"),
         counted("server", STAY),
@@ -270,7 +269,7 @@ def test_a_server_that_a_crashing_learner_said_goodbye_to_is_started_with_it(cou
 def test_an_interrupt_does_not_wait_for_a_restart(counted: Make) -> None:
     services = counted("learner", "sys.exit(1)"), counted("rollout_server", STAY)
     supervisor = Supervisor(
-        *services, policy=LaunchConfig(restart_delay_s=60.0), notify=lambda _: signal.raise_signal(2)
+        *services, policy=RestartPolicy(5, first_delay_s=60.0), notify=lambda _: signal.raise_signal(2)
     )
     started = time.monotonic()
     assert supervisor.run() == Outcome(130)
@@ -279,6 +278,6 @@ def test_an_interrupt_does_not_wait_for_a_restart(counted: Make) -> None:
 
 
 def test_delays_double_up_to_a_minute() -> None:
-    delays = [restart_delay_s(LaunchConfig(), attempt) for attempt in range(1, 1000)]
+    delays = [RestartPolicy(5).delay_s(attempt) for attempt in range(1, 1000)]
     assert delays[:5] == [1, 2, 4, 8, 16]
     assert delays[-1] == LONGEST_DELAY_S

@@ -60,7 +60,7 @@ def test_published_optimal_token_baseline() -> None:
     close(estimate("optimal_token_baseline", t).advantages, flat["adv"], 1e-5)
     # Tokens of the first row were half as likely, and count by their squared weight, cut at the cap.
     stale = replace(t, behaviour_logprobs=t.behaviour_logprobs - torch.tensor([2.0, 2.0, 1.0, 1.0]).log())
-    for correction, squared in (({"kind": "token_tis"}, 4.0), ({"kind": "token_tis", "cap": 1.5}, 2.25)):
+    for correction, squared in (({"kind": "token_tis"}, 4.0), ({"kind": "token_tis", "upper": 1.5}, 2.25)):
         energy = squared * torch.tensor(given["W"][0])
         baseline = energy / (energy + torch.tensor(given["W"][1]))
         found = estimate("optimal_token_baseline", stale, correction=correction).advantages

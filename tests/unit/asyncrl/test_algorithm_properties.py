@@ -299,7 +299,7 @@ def test_truncation_and_masks_whose_bounds_are_far_away_are_plain_importance_sam
     sums = torch.zeros(len(t.scores), dtype=torch.float64).index_add(0, t.row, difference)
     means = sums / t.lengths.clamp_min(1)
     expected = {"token": difference, "sequence": sums[t.row], "geometric": means[t.row]}[level].exp().float()
-    far: dict[str, Any] = {f"{level}_tis": {"cap": 1e9}, f"{level}_mis": {"lower": 0.0, "upper": 1e9}}
+    far: dict[str, Any] = {f"{level}_tis": {"upper": 1e9}, f"{level}_mis": {"lower": 0.0, "upper": 1e9}}
     for kind, bounds in far.items():
         close(correct(tokens, CorrectionConfig(kind=kind, **bounds)).weights, expected)
 

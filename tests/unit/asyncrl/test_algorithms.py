@@ -273,7 +273,7 @@ def test_decoupled_ppo() -> None:
         advantages=flat(LOSS["adv"]),
         row=ROW,
     )
-    weights = corrected("token_tis", tokens, cap=1e9).weights
+    weights = corrected("token_tis", tokens, upper=1e9).weights
     close(weights, flat(given["behave_weight"]))
     place = token_weights(ROW, "token-mean", max_response_length=4)
     token_loss = ppo(tokens, SYMMETRIC).token_loss
@@ -366,12 +366,10 @@ def test_on_policy_tokens_have_weight_one_and_no_weight_is_infinite(kind: str) -
 
 
 MASKS_AND_KINDS: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "icepop", "cap": 2.0}, r"icepop has no cap .*Set algorithm.correction.upper"),
-    ({"kind": "none", "cap": 2.0}, r"none has no cap .*Leave it out"),
-    ({"kind": "token_tis", "upper": 2.0}, r"no lower and upper. Set algorithm.correction.cap"),
+    ({"kind": "none", "upper": 2.0}, r"none has no lower and upper. Leave them out"),
+    ({"kind": "token_tis", "lower": 0.5}, r"no lower. Set algorithm.correction.upper"),
     ({"kind": "token_mis", "upper": 0.9}, r"\[0.5, 0.9\], which leaves out 1"),
-    ({"masks": [{"kind": "veto", "threshold": 0.1}]}, "veto mask has no threshold"),
-    ({"masks": [{"kind": "opsm", "upper": 0.1}]}, "opsm mask has no lower and upper"),
+    ({"masks": [{"kind": "opsm", "lower": 0.1}]}, "opsm mask has no lower. Set upper"),
     ({"masks": [{"kind": "geometric", "lower": 1.5}]}, r"\[1.5, 1.01\], which leaves out 1"),
     ({"masks": [{"kind": "veto"}, {"kind": "veto"}]}, "names veto twice"),
     ({"kind": "sequence_mis", "masks": [{"kind": "sequence"}]}, "both reject by the sequence ratio"),

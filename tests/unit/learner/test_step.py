@@ -63,7 +63,7 @@ WIDE: dict[str, dict[str, float]] = {
     "sequence": {"lower": 0.3, "upper": 3.0},
     "geometric": {"lower": 0.85, "upper": 1.15},
     "veto": {"lower": 0.6},
-    "opsm": {"threshold": 0.05},
+    "opsm": {"upper": 0.05},
     "dppo_tv": {"lower": 1e-4, "upper": 1e-4},
 }
 """Bounds that keep some of the made-up tokens and drop others."""
