@@ -308,7 +308,7 @@ def test_off_policy_sequence_mask() -> None:
     assert masked("opsm", left) == [False] * 5, "good samples are never dropped"
     bad = off_policy(torch.tensor([-1.0, -0.4, -1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 2, 2]), -torch.ones(5))
     assert masked("opsm", bad) == [True, True, True, False, False]
-    assert masked("opsm", bad, threshold=0.8) == [False, False, True, False, False]
+    assert masked("opsm", bad, upper=0.8) == [False, False, True, False, False]
 
 
 def test_total_variation_mask() -> None:
