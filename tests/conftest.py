@@ -10,12 +10,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.config import rollout_engines
 from asyncrl.config.schema import RunConfig
 from tests.rigs.prefork import share_forks
 from tests.rigs.small_runs import logs
@@ -128,6 +130,13 @@ def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable
     return partial(small_config, tiny_model, digits_data, tmp_path / "run")
 
 
+@pytest.fixture
+def wide_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hf engine may spread a model over devices, as a plug-in's engine does."""
+    hf = replace(rollout_engines.BUILT_IN["hf"], spans_devices=True)
+    monkeypatch.setattr(rollout_engines, "BUILT_IN", {**rollout_engines.BUILT_IN, "hf": hf})
+
+
 def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
         "run_dir": str(run_dir),
@@ -183,34 +192,3 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.rigs.tiny_families import make_family
 
     return make_family("qwen2_5_vl", tmp_path_factory.mktemp("tied") / "model", tied=True)
-
-
-@pytest.fixture(scope="session")
-def started_vllm(tied_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One real vLLM for the whole session: a start takes half a minute. Its model is of the family whose positions
-    depend on frames per second, with an output layer of which vLLM keeps a packed copy; images are made small. Runs in
-    test_vllm_end_to_end.py and adapters in test_vllm_lora.py are of a qwen2_vl without either."""
-    from tests.rigs.policies import initial_weights
-    from tests.rigs.vllm_rig import MAX_PIXELS, Rig, vllm_config
-
-    config = vllm_config(
-        tied_model,
-        digits_data,
-        tmp_path_factory.mktemp("vllm") / "run",
-        model={"max_pixels": MAX_PIXELS},
-        learner={"wait_timeout_s": 60},
-        network={"timeout_s": 10},
-    )
-    rig = Rig(config, initial_weights(config))
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
-def rig(started_vllm: Any) -> Any:
-    """The session's vLLM with the initial weights and the default mode, started again if an earlier test has ended it:
-    workers take tests in any order."""
-    started_vllm.revive()
-    started_vllm.mode("recompute")
-    started_vllm.run(started_vllm.update(started_vllm.initial))
-    return started_vllm

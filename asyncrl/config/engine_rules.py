@@ -3,23 +3,13 @@ where the engine is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from asyncrl.config.learner_engines import learner_engine
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.rollout_engines import rollout_engine, rollout_engines
 from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.run_sections import RunSections
-from asyncrl.plugins import description, installed
 
-COLDEST_FOR_VLLM = 0.01
-"""Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
-LARGEST_RANK_FOR_VLLM = 512
-"""Largest rank of adapters that vLLM has a slot for."""
-TOWERS_OF_VLLM = ("clip_vision_model", "siglip_vision_model", "pixtral")
-"""Types of the vision towers that vLLM's LLaVA can have."""
-NOT_COMPARED_WITH_VLLM = ("gemma3", "idefics3", "internvl", "llava_next", "llava_onevision", "smolvlm")
-"""Model types whose images have not been compared between vLLM and the learner."""
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 GRADIENTS_IN_FLIGHT = 2
@@ -38,20 +28,6 @@ def cache_columns(tokens: int) -> int:
     return -(-tokens // CACHE_BLOCK) * CACHE_BLOCK
 
 
-def unknown_to_vllm(described: Mapping[str, Any]) -> str:
-    """The part of a LLaVA or a plug-in's model, by its config.json, that vLLM has no code for; empty if it has all."""
-    family = described.get("model_type")
-    if family in installed("models"):
-        return description("models", family).unserved.get("vllm", "")
-    if family != "llava":
-        return ""
-    tower = (described.get("vision_config") or {}).get("model_type", "clip_vision_model")
-    if tower not in TOWERS_OF_VLLM:
-        return f"LLaVA with a tower of the type {tower}"
-    act = described.get("projector_hidden_act")
-    return f"LLaVA whose connector has the activation {act}" if act == "linear" else ""
-
-
 def engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the chosen engine would have to ignore, with its fix."""
     rollout = config.rollout
@@ -59,11 +35,16 @@ def engine_problems(config: RunSections) -> Iterator[str]:
     if rollout.tensor_parallel_size != 1 and not engine.spans_devices:
         yield (
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
-            "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
+            f"one device. Set {_engines_on_several_devices()}rollout.tensor_parallel_size=1"
         )
     yield from _PROBLEMS.get(rollout.engine, engine.problems)(config)
     if weights := rollout_weights(rollout.quantization):
         yield from weights.problems(config)
+
+
+def _engines_on_several_devices() -> str:
+    wide = [f"rollout.engine={name}" for name, engine in rollout_engines().items() if engine.spans_devices]
+    return "".join(f"{name} or " for name in wide)
 
 
 def training_engine_problems(config: RunSections) -> Iterator[str]:
@@ -111,41 +92,7 @@ def _scripted_problems(config: RunSections) -> Iterator[str]:
         yield "rollout.engine=scripted makes up its log-probs: set alignment.rows=0"
 
 
-def _vllm_problems(config: RunSections) -> Iterator[str]:
-    if config.model.float32_head:
-        yield (
-            "model.float32_head is true, but vllm computes logits in model.dtype, and the two sides would differ. Set "
-            "model.float32_head=false or rollout.engine=hf"
-        )
-    for section in ("rollout", "evaluation"):
-        problem = too_cold(getattr(config, section).temperature)
-        if problem:
-            yield f"{section}.temperature is {problem}"
-    if config.trainer.mode == "sync" and config.rollout.sleep_level == 2 and config.model.lora.rank:
-        yield (
-            f"trainer.mode is sync, model.lora.rank is {config.model.lora.rank} and rollout.sleep_level is 2: vllm "
-            "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
-            "rollout.engine=hf, which keeps what is not published"
-        )
-    if config.model.lora.rank > LARGEST_RANK_FOR_VLLM:
-        yield (
-            f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
-            "or set rollout.engine=hf"
-        )
-
-
 _PROBLEMS: dict[str, Callable[[RunSections], Iterable[str]]] = {
     "hf": _hf_problems,
-    "vllm": _vllm_problems,
     "scripted": _scripted_problems,
 }
-
-
-def too_cold(temperature: float) -> str:
-    """Error message for a temperature below vLLM's minimum, from its value on; empty if valid."""
-    if not 0 < temperature < COLDEST_FOR_VLLM:
-        return ""
-    return (
-        f"{temperature:g}; vllm samples no colder than {COLDEST_FOR_VLLM} and would silently use that. Set it to "
-        f"{COLDEST_FOR_VLLM} or more (evaluation.temperature=0 is greedy)"
-    )

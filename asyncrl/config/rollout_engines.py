@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.plugins import Part, descriptions, require_part
 
@@ -18,6 +19,10 @@ class RolloutEngine(Part):
     installation: str = ""
     """`module:function`, called without arguments. It returns a line for `asyncrl doctor`: versions found, or the
     command that installs the engine."""
+    unserved: Callable[[Mapping[str, Any]], str] = lambda described: ""
+    """Part of a model, by its config.json, that the engine has no code for; empty if it has all."""
+    memory: str = "asyncrl.memory_plan.engine_memory:HF_MEMORY"
+    """`module:name` of its `asyncrl.memory_plan.engine_memory.EngineMemory`; that of the hf engine unless given."""
     has_model: bool = True
     """False for an engine that makes its tokens up."""
     spans_devices: bool = False
@@ -32,13 +37,6 @@ class RolloutEngine(Part):
 
 BUILT_IN: Mapping[str, RolloutEngine] = {
     "hf": RolloutEngine(implementation="rollout_server.engines.hf.engine:HFEngine"),
-    "vllm": RolloutEngine(
-        implementation="rollout_server.engines.vllm.engine:VLLMEngine",
-        machine_problems="rollout_server.engines.vllm.rules:problems",
-        spans_devices=True,
-        compiles=True,
-        metric_prefix="vllm:",
-    ),
     "scripted": RolloutEngine(
         implementation="rollout_server.engines.scripted:ScriptedEngine",
         has_model=False,

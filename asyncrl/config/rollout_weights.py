@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from asyncrl.plugins import Part, descriptions, there_are
 
@@ -18,15 +19,8 @@ class RolloutWeights(Part):
 
     max_logprob_difference: float
     """Default of alignment.max_logprob_difference: the policy that samples is another one than the learner's."""
-    vllm_scheme: str
-    """vLLM's name of the weights in its online quantisation."""
-    vllm_problems: str
-    """`module:function`, called with the configuration and `cuda`: a line, with its fix, for each thing that vLLM
-    lacks."""
-    vllm_module: str = ""
-    """Module that vLLM's processes import before they load the model."""
-    saved_bytes: str
-    """`module:function`, called with a model: bytes by which its weights are smaller in vLLM."""
+    held_by: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Facts for each engine that holds the weights in this precision itself, by its name. Its page says which."""
 
 
 def rollout_weights(name: str) -> RolloutWeights | None:

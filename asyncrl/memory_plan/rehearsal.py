@@ -23,7 +23,6 @@ from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.learner_engines import learner_engine, learner_engines
-from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import Optimizer
@@ -83,8 +82,6 @@ class ModelBytes:
     """The critic's own, where the algorithm needs one."""
     reference: int = 0
     """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
-    saved_in_8_bits: int = 0
-    """Bytes by which the weights are smaller in an engine that quantises them."""
     in_layers: int = 0
     """Most of `passing` once the last hidden states have their gradient."""
     loading: int = 0
@@ -142,8 +139,6 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
-    weights = rollout_weights(config.rollout.quantization)
-    saved_in_8_bits = implementation(weights.saved_bytes)(model) if weights else 0
     loading = _loading(config.model, model)
     spec = resolve_adapter(config.model)
     if spec is not None:
@@ -198,7 +193,6 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
         pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
-        saved_in_8_bits=saved_in_8_bits,
         in_layers=training.peak,
         loading=loading,
         divided=divided,

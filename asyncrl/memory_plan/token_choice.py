@@ -14,6 +14,7 @@ from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig
+from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
@@ -81,9 +82,9 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
     low, high = 0, len(steps)
     if not fits(low):
         return _settled(config, plans[low], limit, "the longest sample")
-    if plans[low].sharing == "together" and config.rollout.engine == "vllm":
+    if plans[low].sharing == "together" and memory_of_engine(config).fills_device:
         least = plans[low].phases[0].nbytes
-        limit = least + (limit - least) // 2  # the plan has one sequence of vLLM's cache: it shares what is left
+        limit = least + (limit - least) // 2  # the plan has the least of the engine's cache: it shares what is left
     while high - low > 1:
         reach = FAR * steps[low]
         if len(plans) > 1:

@@ -6,15 +6,9 @@ from collections.abc import Iterator
 
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
-from asyncrl.memory_plan.items import MemoryItem
-from asyncrl.memory_plan.plan import (
-    GRAPHS_BYTES,
-    MemoryPlan,
-    evaluates_beside_training,
-    offloads_graphs,
-    published_versions,
-    servers_text,
-)
+from asyncrl.memory_plan.engine_memory import memory_of_engine
+from asyncrl.memory_plan.items import MemoryItem, servers_text
+from asyncrl.memory_plan.plan import MemoryPlan, evaluates_beside_training, published_versions
 from asyncrl.memory_plan.rank_lines import GRADIENTS, memory_of, offloads_parts, part_lines
 from asyncrl.memory_plan.rehearsal import ModelBytes
 
@@ -73,8 +67,7 @@ def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
             why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
             kept = max(0, model.weights - model.published)
             yield MemoryItem("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
-        if offloads_graphs(config):
-            yield MemoryItem("engine's CUDA graphs asleep", GRAPHS_BYTES, "an estimate, pinned")
+        yield from memory_of_engine(config).asleep_on_host(config)
 
 
 def _lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:

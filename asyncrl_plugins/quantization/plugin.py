@@ -15,6 +15,10 @@ from asyncrl.config.run_sections import RunSections
 
 ENGINES = ("hf", "vllm")
 """Engines that sample with such weights."""
+IN_VLLM = {
+    "problems": "asyncrl_plugins.quantization.vllm_rules:problems",
+    "saved_bytes": "asyncrl_plugins.quantization.grid:saved_bytes",
+}
 UNWEIGHED_PROXIMAL = ("behaviour", "linear", "loglinear")
 """Values of algorithm.proximal that are the behaviour policy itself for tokens of the learner's own version."""
 
@@ -51,16 +55,13 @@ FP8 = RolloutWeights(
     implementation="asyncrl_plugins.quantization.grid:fp8",
     problems=problems,
     max_logprob_difference=3.0,
-    vllm_scheme="fp8_per_channel_static",
-    vllm_problems="asyncrl_plugins.quantization.vllm_rules:problems",
-    saved_bytes="asyncrl_plugins.quantization.grid:saved_bytes",
+    held_by={"vllm": IN_VLLM | {"scheme": "fp8_per_channel_static"}},
 )
 INT8 = RolloutWeights(
     implementation="asyncrl_plugins.quantization.grid:int8",
     problems=problems,
     max_logprob_difference=1.0,
-    vllm_scheme="int8_per_channel_static",
-    vllm_problems="asyncrl_plugins.quantization.vllm_rules:problems",
-    vllm_module="asyncrl_plugins.quantization.vllm_int8",
-    saved_bytes="asyncrl_plugins.quantization.grid:saved_bytes",
+    held_by={
+        "vllm": IN_VLLM | {"scheme": "int8_per_channel_static", "module": "asyncrl_plugins.quantization.vllm_int8"}
+    },
 )

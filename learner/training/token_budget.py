@@ -19,7 +19,8 @@ import torch
 from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, RestartError, UserError
-from asyncrl.memory_plan.plan import CONTEXT_BYTES, device_sharing
+from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan.plan import device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.telemetry.jsonl import write_atomically
 from learner.ranks.group import Ranks

@@ -12,7 +12,7 @@ from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.errors import UserError
 from asyncrl.plugins import implementation
 
-if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to engines/vllm/worker.py
+if TYPE_CHECKING:  # an engine's own processes import this package, too
     from asyncrl.config.schema import RunConfig
     from asyncrl.processing.processor import PromptProcessor
     from rollout_server.engines.base import InferenceEngine

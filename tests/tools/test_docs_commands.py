@@ -19,7 +19,7 @@ from asyncrl.config.environment import override
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from rollout_server.engines.vllm.rules import device_problem
+from asyncrl_plugins.vllm.rules import device_problem
 from tests.rigs.docs_commands import NEEDS, NOT_RUN, PAGES, ROOT, Block, blocks, prepare, run_pages
 from tests.rigs.tiny import GRPO
 

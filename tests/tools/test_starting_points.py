@@ -17,7 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
-from rollout_server.engines.vllm.rules import device_problem
+from asyncrl_plugins.vllm.rules import device_problem
 from tests.rigs.tiny import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -10,9 +10,10 @@ import pytest
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.plan import make_plan, vllm_memory_utilization
+from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.telemetry.numbers import GIB
+from asyncrl_plugins.vllm.memory import memory_utilization
 from tests.unit.asyncrl.test_memory_plan import MakeConfig, items, planned, small
 
 __all__ = ["small"]
@@ -59,7 +60,7 @@ def test_versions_in_device_memory_are_planned(
 def test_vllm_gets_what_the_budget_leaves_beside_versions_that_arrive(make_config: MakeConfig, small: Path) -> None:
     sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
     shm, nccl = (
-        vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
+        memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
         for channel in ("shm", "nccl")
     )
     beside = rehearse(planned(make_config, small)).published + NCCL_BYTES
@@ -67,4 +68,4 @@ def test_vllm_gets_what_the_budget_leaves_beside_versions_that_arrive(make_confi
     rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
     config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
     with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
-        vllm_memory_utilization(config, 80 * GIB)
+        memory_utilization(config, 80 * GIB)

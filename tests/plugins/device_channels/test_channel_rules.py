@@ -14,9 +14,9 @@ from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.gpu_assignment import check_assignment, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl_plugins.vllm import start
 from learner.network.device_sender import open_device_sender
 from learner.service import Learner
-from rollout_server.engines.vllm import start
 from rollout_server.service import RolloutServer
 
 MakeConfig = Callable[..., RunConfig]

@@ -13,8 +13,8 @@ from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
 from rollout_server.updates.receiver import WeightReceiver
 from tests.plugins.device_channels.device_channel_rig import DirectSocket, LearnerHalf
+from tests.plugins.vllm_rig import NEEDS_VLLM, Rig
 from tests.rigs.policies import Weights, moved
-from tests.rigs.vllm_rig import NEEDS_VLLM, Rig
 
 pytestmark = NEEDS_VLLM
 

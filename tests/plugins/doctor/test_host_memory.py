@@ -12,8 +12,9 @@ import pytest
 
 from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
-from asyncrl.memory_plan.plan import GRAPHS_BYTES, MemoryPlan, make_plan
+from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
+from asyncrl_plugins.vllm.memory import GRAPHS_BYTES
 from benchmarks.random_models import make_model
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.zero import HAS_ZERO, zero

@@ -16,8 +16,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
+from asyncrl_plugins.vllm import rules, start
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.vllm import rules, start
 from tests.rigs.adapters import made_up_adapter, merged
 from tests.rigs.policies import (
     CPU,

@@ -11,9 +11,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import max_mean_logprob_difference
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import small_config
+from tests.plugins.vllm_rig import NEEDS_VLLM, QUESTION, Rig
 from tests.rigs.alignment_rig import limit_of
 from tests.rigs.policies import Weights, gaps, initial_weights, moved, picture
-from tests.rigs.vllm_rig import NEEDS_VLLM, QUESTION, Rig
 
 pytestmark = NEEDS_VLLM
 

@@ -15,8 +15,8 @@ from asyncrl_plugins.sglang.engine import SGLangEngine
 from asyncrl_plugins.sglang.environment import python_of
 from asyncrl_plugins.sglang.plugin import SGLangConfig
 from rollout_server.engines.base import Completion, GenerationRequest
+from tests.plugins.vllm_rig import Rig
 from tests.rigs.policies import Weights
-from tests.rigs.vllm_rig import Rig
 
 MISSING = not python_of(SGLangConfig()).is_file()
 NEEDS_SGLANG = [

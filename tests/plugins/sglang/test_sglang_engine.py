@@ -25,8 +25,8 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import partial_rollout
 from rollout_server.weights.arrived import ArrivedWeights
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
+from tests.plugins.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
-from tests.rigs.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
 
 pytestmark = NEEDS_SGLANG
 

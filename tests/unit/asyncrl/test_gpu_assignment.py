@@ -41,10 +41,11 @@ def run(
         (4, "auto", "cpu", 2, 1, "learner g0; rollout_server-1 cpu; rollout_server-2 cpu"),
     ],
 )
+@pytest.mark.usefixtures("wide_hf")
 def test_each_process_has_gpus_of_its_own(
     make_config: MakeConfig, gpus: int, learner: str, rollout: str, servers: int, width: int, wanted: str
 ) -> None:
-    config = run(make_config, learner, rollout, engine="vllm", servers=servers, tensor_parallel_size=width)
+    config = run(make_config, learner, rollout, servers=servers, tensor_parallel_size=width)
     names = [f"g{number}" for number in range(gpus)]
     assert describe_assignment(check_assignment(config, names), names) == wanted
 
@@ -98,11 +99,12 @@ def test_the_services_see_what_they_were_assigned_from_the_users_own_list(
     assert (device_sharing(config), servers_per_gpu(config)) == ("apart", 1)
 
 
+@pytest.mark.usefixtures("wide_hf")
 def test_ranks_take_turns_on_their_gpus_with_one_server(make_config: MakeConfig) -> None:
     config = make_config(
         trainer={"mode": "sync"},
         learner={"engine": "fsdp2", "num_processes": 2, "device": "cuda"},
-        rollout={"engine": "vllm", "tensor_parallel_size": 2, "device": "cuda"},
+        rollout={"tensor_parallel_size": 2, "device": "cuda"},
     )
     assigned = check_assignment(config, ["0", "1", "2"])
     assert (assigned.learner, assigned.servers) == ((0, 1), ((0, 1),))

@@ -16,16 +16,10 @@ from asyncrl.config.changes import changed
 from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.engine_memory import prefilled_prompts
+from asyncrl.memory_plan.items import CONTEXT_BYTES
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.memory_plan.plan import (
-    CONTEXT_BYTES,
-    GRAPHS_BYTES,
-    GRAPHS_LEFT_BYTES,
-    MemoryPlan,
-    make_plan,
-    prefilled_prompts,
-    vllm_memory_utilization,
-)
+from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.memory_plan.refusal import check_plan
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models import output_head, sampling_distribution
@@ -323,42 +317,6 @@ def test_only_the_learner_needs_room_for_published_weights(
     check_inputs(config, "rollout_server")
     with pytest.raises(UserError, match=r"published weights need .* MiB free\. .*--shm-size=\d+g"):
         check_inputs(config, "learner")
-
-
-# --- vllm ----------------------------------------------------------------------------------------
-
-
-def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) -> None:
-    """Beside the learner's context in turns."""
-    turns = planned(
-        make_config,
-        small,
-        trainer={"mode": "sync"},
-        gpu_memory={"budget_gib": 24},
-        learner={"device": "cuda:0"},
-        rollout={"device": "cuda:0", "engine": "vllm"},
-    )
-    assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - CONTEXT_BYTES / GIB) / 80, abs=1e-3)
-    assert vllm_memory_utilization(turns, 24 * GIB) < 1 - CONTEXT_BYTES / GIB / 24 + 1e-9
-
-
-def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, small: Path) -> None:
-    """They stay on the device unless vLLM takes them to the host, which keeps only what CUDA itself has of them."""
-
-    def learner_awake(**engine_args: Any) -> int:
-        """Bytes on the device beside the learner's."""
-        rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
-        device = {"learner": {"device": "auto"}, "rollout": rollout}
-        plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **device))
-        phase = plan.phases[0]
-        graphs = sum(line.nbytes for line in phase.lines if "graphs" in line.name)
-        awake = sum(line.nbytes for line in plan.phases[1].lines if "graphs" in line.name)
-        assert awake == (0 if engine_args.get("enforce_eager") else GRAPHS_BYTES)
-        return graphs
-
-    assert learner_awake() == GRAPHS_LEFT_BYTES
-    assert learner_awake(sleep_mode_offload_cudagraph=False) == GRAPHS_BYTES
-    assert learner_awake(enforce_eager=True) == 0
 
 
 # --- what the engine keeps to --------------------------------------------------------------------

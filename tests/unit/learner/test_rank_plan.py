@@ -105,7 +105,7 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
         ({"learner": {"num_processes": 2}}, r"num_processes is 2, but learner.engine is torch"),
         ({"learner": {"engine": "fsdp3"}}, r"learner.engine is 'fsdp3', and there are torch, fsdp2.* 'fsdp2'\?"),
         (
-            {"learner": FSDP2, "trainer": {"mode": "sync"}, "rollout": {"engine": "vllm", "tensor_parallel_size": 3}},
+            {"learner": FSDP2, "trainer": {"mode": "sync"}, "rollout": {"tensor_parallel_size": 3}},
             r"the ranks have 2 devices. Set rollout.tensor_parallel_size=2",
         ),
         (
@@ -115,6 +115,7 @@ FSDP2 = {"engine": "fsdp2", "num_processes": 2}
         ({"learner": {**FSDP2, "device": "cuda:1"}}, r"learner.device is cuda:1, one GPU"),
     ],
 )
+@pytest.mark.usefixtures("wide_hf")
 def test_what_cannot_be_divided_is_refused(make_config: MakeConfig, sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make_config(**sections)

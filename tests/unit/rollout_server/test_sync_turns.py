@@ -305,10 +305,6 @@ def test_sync_mode_is_on_policy_unless_somebody_says_otherwise(make_config: Make
         ({"rollout": {"servers": 2}}, "Set rollout.servers=1"),
         ({"rollout": {"device": "cuda:1"}}, "learner.device is auto and rollout.device is cuda:1"),
         ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.tensor_parallel_size=1"),
-        (
-            {"model": {"lora": {"rank": 4}}, "rollout": {"engine": "vllm", "sleep_level": 2}},
-            "only adapters are published. Set rollout.sleep_level=1, or rollout.engine=hf",
-        ),
     ],
 )
 def test_what_contradicts_sync_mode_is_refused_with_the_fix(

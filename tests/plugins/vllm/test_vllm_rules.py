@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,19 +19,25 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.checks.inputs import check_inputs
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.device import unseen_gpus
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import EncodedPrompt
+from asyncrl_plugins.vllm import rules, start
+from asyncrl_plugins.vllm.conversion import check_alignment
+from asyncrl_plugins.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
+from asyncrl_plugins.vllm.start import await_or_engine_death
+from asyncrl_plugins.vllm.weights import vision_entries
 from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.base import EngineDied
-from rollout_server.engines.vllm import rules, start
-from rollout_server.engines.vllm.conversion import check_alignment
-from rollout_server.engines.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
-from rollout_server.engines.vllm.start import await_or_engine_death
-from rollout_server.engines.vllm.weights import vision_entries
+from tests.rigs.gpu_driver import unseen_gpu
 from tests.rigs.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
+Sections = dict[str, dict[str, Any]]
 
 
 # --- start --------------------------------------------------------------------------------
@@ -104,6 +111,91 @@ def test_the_installer_and_the_table_pin_the_same_versions() -> None:
 
 
 # --- settings -------------------------------------------------------------------------------
+
+
+NOWHERE: dict[str, tuple[Sections, str]] = {
+    "several devices": (
+        {"rollout": {"engine": "hf", "tensor_parallel_size": 2}},
+        "the hf engine runs on one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1",
+    ),
+    "too cold": (
+        {"rollout": {"engine": "vllm", "temperature": 0.001}},
+        "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",
+    ),
+    "too cold held-out rows": (
+        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
+        r"evaluation.temperature is 0.005; vllm .* \(evaluation.temperature=0 is greedy\)",
+    ),
+    "a rank above all slots": (
+        {"rollout": {"engine": "vllm"}, "model": {"lora": {"rank": 513}}},
+        "model.lora.rank is 513, and vllm takes at most 512. Lower it, or set rollout.engine=hf",
+    ),
+    "a sleep that forgets the base of an adapter": (
+        {
+            "trainer": {"mode": "sync"},
+            "model": {"lora": {"rank": 4}},
+            "rollout": {"engine": "vllm", "sleep_level": 2},
+        },
+        "only adapters are published. Set rollout.sleep_level=1, or rollout.engine=hf",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_what_no_machine_can_do_is_refused_with_the_configuration(make_config: MakeConfig, name: str) -> None:
+    sections, expected = NOWHERE[name]
+    with pytest.raises(ValueError, match=expected):
+        make_config(**sections)
+
+
+NOT_HERE: dict[str, tuple[Sections, str]] = {
+    "more devices than there are": (
+        {"rollout": {"engine": "vllm", "device": "cpu", "tensor_parallel_size": 64}},
+        r"rollout.tensor_parallel_size is 64, but this machine has 1 device \(its CPU\). Set .*=1",
+    ),
+    "an argument that is not the user's": (
+        {"rollout": {"engine": "vllm", "engine_args": {"dtype": "half"}}},
+        "rollout.engine_args may not have dtype. Set model.dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_this_machine_cannot_do_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sections, expected = NOT_HERE[name]
+    with pytest.raises(UserError, match=expected):
+        check_inputs(make_config(**sections), "rollout_server")
+
+
+def test_a_dry_run_says_that_this_machine_has_too_few_devices(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config(rollout={"engine": "vllm", "tensor_parallel_size": 2, "device": "cpu"})))
+    assert asyncrl(["train", str(file), "--dry-run"]) == 0
+    assert "note: this machine cannot train it: rollout.tensor_parallel_size" in capsys.readouterr().out
+
+
+def test_a_gpu_that_torch_does_not_see_is_no_fault_of_vllm(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen_gpu(tmp_path, monkeypatch)("535.183.01")
+    with pytest.raises(UserError, match=r"rollout.device is auto, but nvidia-smi shows"):
+        rules.problems(make_config(rollout={"engine": "vllm"}))
+    unseen_gpus.cache_clear()
+
+
+def test_vllm_cannot_be_given_another_device_than_the_first(make_config: MakeConfig) -> None:
+    problem = rules.device_problem(
+        make_config(rollout={"engine": "vllm", "device": "cuda:1", "tensor_parallel_size": 2})
+    )
+    assert "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees." in problem
+    assert "(asyncrl rollout) set CUDA_VISIBLE_DEVICES=1,2 in its environment" in problem
+    for device in ("cuda", "cuda:0", "cuda:00", "auto", "cpu"):
+        assert rules.device_problem(make_config(rollout={"engine": "vllm", "device": device})) == ""
 
 
 def test_settings_that_would_break_the_contract_are_refused_with_the_fix(
@@ -241,7 +333,7 @@ def test_the_first_difference_to_vllms_prompt_is_named(kind: str) -> None:
 
 WORKER = """
 import os, time
-from rollout_server.engines.vllm import engine_process
+from asyncrl_plugins.vllm import engine_process
 engine_process.die_with_owner()
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -253,7 +345,7 @@ subprocess.call([sys.executable, "-c", {WORKER!r}])
 """
 SERVER = """
 import os, subprocess, sys
-from rollout_server.engines.vllm.engine_process import OWNER_VARIABLE
+from asyncrl_plugins.vllm.engine_process import OWNER_VARIABLE
 environment = {**os.environ, OWNER_VARIABLE: str(os.getpid())}
 subprocess.call([sys.executable, "-c", sys.argv[1]], env=environment, start_new_session=True)
 """
@@ -284,7 +376,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_core_that_dies_before_it_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself would wait for the answer for ever."""
-    monkeypatch.setattr("rollout_server.engines.vllm.start.CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("asyncrl_plugins.vllm.start.CHECK_EVERY_S", 0.01)
 
     async def scenario() -> None:
         assert await await_or_engine_death(SimpleNamespace(errored=True), asyncio.sleep(0, "an answer")) == "an answer"

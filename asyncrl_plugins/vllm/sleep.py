@@ -14,7 +14,7 @@ import torch
 from asyncrl.devices.device import is_out_of_memory
 from asyncrl.devices.sleeping import no_room_to_wake
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
-from rollout_server.engines.vllm.conversion import engine_input_of
+from asyncrl_plugins.vllm.conversion import engine_input_of
 
 OWNER = "the vllm engine"
 

@@ -9,11 +9,11 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl_plugins.vllm.weights import check_slot
 from protocol.endpoints import SHARED_MEMORY
-from rollout_server.engines.vllm.weights import check_slot
+from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, vllm_config
 from tests.rigs.adapters import made_up_adapter, merged
 from tests.rigs.policies import gaps, initial_weights, picture
-from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, vllm_config
 
 pytestmark = NEEDS_VLLM
 

@@ -16,17 +16,17 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.vllm.conversion import _media, check_alignment
+from asyncrl_plugins.vllm.start import engine_arguments
 from learner.groups.ticket import PreparedTicket
 from learner.loop.logprob_parity import compare
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.vllm.conversion import _media, check_alignment
-from rollout_server.engines.vllm.start import engine_arguments
 from rollout_server.production.group_producer import GroupProducer
+from tests.plugins.vllm_rig import FP32, MAX_PIXELS, NEEDS_VLLM, Rig, gap_to
 from tests.rigs.alignment_rig import answer, answers, learner_engine, parity_tickets, verify
 from tests.rigs.policies import moved
 from tests.rigs.tiny_families import Family, make_family
-from tests.rigs.vllm_rig import FP32, MAX_PIXELS, NEEDS_VLLM, Rig, gap_to
 from tests.system.test_video import video_config
 
 pytestmark = NEEDS_VLLM

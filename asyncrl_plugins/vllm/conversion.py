@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.engine_rules import too_cold
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.processor import MeasuredPrompt
+from asyncrl_plugins.vllm.plugin import too_cold
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames, version_column
 

@@ -24,9 +24,9 @@ from protocol.messages import Group, TicketFailed
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.production.environments import Environments
 from rollout_server.production.group_producer import GroupProducer
+from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, Rig
 from tests.rigs.pictures import picture
 from tests.rigs.policies import Weights, gaps, moved
-from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig
 from tests.system.test_conversation import conversation_ticket, writer_of
 from tests.unit.rollout_server.test_conversations import NoRewards
 

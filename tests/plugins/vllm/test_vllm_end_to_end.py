@@ -19,9 +19,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from protocol.device_lock import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
+from tests.plugins.vllm_rig import NEEDS_VLLM, fork_cores
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, with_ports, write_config
-from tests.rigs.vllm_rig import NEEDS_VLLM, fork_cores
 from tests.system.test_end_to_end import lines
 from tests.system.test_sync import Pair
 

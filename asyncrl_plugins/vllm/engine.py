@@ -17,25 +17,23 @@ from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.processing.processor import PromptProcessor
-from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.sequences import Begun, RunningSequences, completions
-from rollout_server.engines.vllm.conversion import (
+from asyncrl_plugins.vllm.conversion import (
     ABORTED,
     check_request,
     sampling_params,
     to_completion,
     to_engine_input,
 )
-from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
-from rollout_server.engines.vllm.start import (
+from asyncrl_plugins.vllm.sleep import Asleep, fall_asleep, wake_up
+from asyncrl_plugins.vllm.start import (
     DEAD,
     await_or_engine_death,
     engine_death_translated,
     say_while_starting,
     start_vllm,
 )
-from rollout_server.engines.vllm.usage import UsageMeter
-from rollout_server.engines.vllm.weights import (
+from asyncrl_plugins.vllm.usage import UsageMeter
+from asyncrl_plugins.vllm.weights import (
     WorkerProcesses,
     check_slot,
     fill_slot,
@@ -43,6 +41,8 @@ from rollout_server.engines.vllm.weights import (
     vision_entries,
     weight_update,
 )
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.sequences import Begun, RunningSequences, completions
 from rollout_server.weights.arrived import ArrivedWeights
 from rollout_server.weights.model_processes import ModelProcesses
 

@@ -21,10 +21,10 @@ from asyncrl.journal.reader import JournalReader
 from asyncrl.launch.ports import free_port
 from learner.sft import SupervisedRun
 from protocol.messages import TrajectoryRecord, TrajectoryStatus
+from tests.plugins.vllm_rig import NEEDS_VLLM
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command, with_ports, write_config
-from tests.rigs.vllm_rig import NEEDS_VLLM
 from tests.system.test_end_to_end import lines
 
 pytestmark = NEEDS_VLLM
