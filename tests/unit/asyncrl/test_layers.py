@@ -20,7 +20,7 @@ FORBIDDEN = {
     "protocol": {PLUGINS, "asyncrl", "learner", "rollout_server", "torch", "transformers", "vllm", "deepspeed"},
     "asyncrl": {PLUGINS, "learner", "rollout_server", "vllm", "deepspeed"},
     "learner": {PLUGINS, "rollout_server", "vllm"},
-    "rollout_server": {PLUGINS, "learner", "deepspeed"},
+    "rollout_server": {PLUGINS, "learner", "vllm", "deepspeed"},
 }
 MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/", "asyncrl/checks/")
 TORCH_FREE = (
