@@ -27,5 +27,5 @@ def test_an_override_that_replaces_the_engine_forgets_its_settings_in_the_file(
 
 
 def test_an_engine_that_nothing_has_is_refused_with_what_there_is(make_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.engine is 'sglan', and there are hf, vllm, .*sglang.* 'sglang'\?"):
+    with pytest.raises(ValueError, match=r"rollout\.engine is 'sglan', and there are hf, .*sglang.* 'sglang'\?"):
         make_config(rollout={"engine": "sglan"})
