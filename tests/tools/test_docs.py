@@ -42,6 +42,15 @@ def test_anchors_are_headings_or_ids_of_their_page(page: Path) -> None:
     assert missing == []
 
 
+def test_the_example_of_a_plug_in_is_the_package_that_a_test_installs() -> None:
+    package = ROOT / "tests" / "rigs" / "third_party"
+    told = "\n".join(file.read_text() for file in (package / "pyproject.toml", *package.rglob("*.py")))
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", page, flags=re.M | re.S)
+    assert [line for block in blocks for line in block.splitlines() if line not in told] == []
+    assert len(page.split()) <= 700
+
+
 def anchors(page: Path) -> set[str]:
     """Anchors of headings as GitHub makes them, and ids."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
