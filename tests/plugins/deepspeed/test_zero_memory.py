@@ -23,6 +23,7 @@ from tests.unit.asyncrl.test_memory_plan_ranks import (
     lines,
     plans_and_measured,
 )
+from tests.unit.asyncrl.test_token_choice import check_largest_number
 
 pytestmark = pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed")
 ZERO_CASES: dict[str, tuple[str, Shape, dict[str, Any]]] = {
@@ -43,6 +44,11 @@ LARGEST = 4 * 8000 * 256
 """Bytes of the largest gradient of `heavy`."""
 ZERO_PADDING = 1024
 """Bytes by which parts of ZeRO are rounded up in other places than in the plan."""
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_largest_number_of_tokens_that_fits_is_chosen(make_config: MakeConfig) -> None:
+    check_largest_number(make_config, {**zero(2), "num_processes": 2})
 
 
 def test_two_ranks_under_zero_take_what_was_planned(
