@@ -55,7 +55,7 @@ class Pair:
     """A learner's training engine and a server's `hf` engine, with a publication between them."""
 
     def __init__(self, config: RunConfig):
-        self._trainer = create_train_engine(config, config.learner.optim, 1)
+        self._trainer = create_train_engine(config.model_settings, config.learner.optim, 1)
         self._trainer.prepare()
         self._engine = create_engine(config, PromptProcessor(config.model))
         self._publication = Publication("benchmark", SHARED_MEMORY)

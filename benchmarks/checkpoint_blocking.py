@@ -116,7 +116,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
                 "reward": {"functions": [{"function": "exact_match"}]},
             }
         )
-        engine = create_engine(config, config.learner.optim, 1000, Ranks(rank, ranks, rank))
+        engine = create_engine(config.model_settings, config.learner.optim, 1000, Ranks(rank, ranks, rank))
         without = own_memory()
         with most_memory() as loading:
             engine.prepare()

@@ -54,7 +54,15 @@ class EvaluatingNetwork(SimulatedNetwork):
     def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
         self._routes: Any = Routes()
         facts = ModelFacts(MODEL, PROCESSOR, VOCABULARY)
-        self._real = Servers(workload.config(), "run", self._routes, ledger, facts)
+        self._real = Servers(
+            workload.config().network,
+            workload.config().trainer.mode,
+            workload.config().rollout.quantization,
+            "run",
+            self._routes,
+            ledger,
+            facts,
+        )
         super().__init__(workload, ledger, write_ticket)
         publication: Any = SimpleNamespace(release=lambda version: None)  # the simulated one keeps every version
         self.connections = self._tickets.servers = self._groups.servers = self._real

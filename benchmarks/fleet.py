@@ -73,7 +73,7 @@ class Learner:
         self.ledger.recover(workload.write_ticket, withhold_s=120.0)
         self.ledger.advance(self.version)
         self.network = NetworkThread(
-            config,
+            config.network_settings,
             "fleet",
             ledger=self.ledger,
             write_ticket=workload.write_ticket,

@@ -115,7 +115,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     processor = PromptProcessor(config.model)
     prompts = make_prompts(processor, shape)
     cycle = Cycle(make_plan(config))
-    learner = create_learner(config, config.learner.optim, total_updates=10)
+    learner = create_learner(config.model_settings, config.learner.optim, total_updates=10)
     publication = open_publication("gpu-cycle")
     engine = create_engine(config, processor)
     receiver = WeightReceiver(config, engine, "shm", "")

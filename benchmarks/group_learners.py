@@ -92,12 +92,12 @@ class Learner:
         minimal = {"model": {"path": "none"}, "data": {"train_files": ["none"]}}
         reward = {"functions": [{"function": "exact_match"}]}
         config = RunConfig.model_validate({"run_dir": str(folder), **minimal, "reward": reward, "network": ports})
-        self.endpoint = config.control_endpoint
+        self.endpoint = config.network.control_endpoint
         self.journal = Journal(folder / "journal.sqlite", durability)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=BOUND, total_groups=ENDLESS)
         self._publication = Publication("benchmark", folder)
         self.network = NetworkThread(
-            config,
+            config.network_settings,
             "benchmark",
             ledger=self.ledger,
             write_ticket=prepared,

@@ -34,7 +34,7 @@ from rollout_server.production.group_producer import GroupProducer
 
 async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tuple[list[ReceivedGroup], float]:
     """A group of each of the first rows, as a server makes it but without rewards, and the seconds that it took."""
-    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
     tickets = [item.ticket.model_copy(update={"kind": TicketKind.PARITY}) for item in items]
     blobs = {digest: memoryview(data) for item in items for digest, data in item.blobs.items()}
@@ -66,7 +66,7 @@ def main() -> None:
         config = resolve_dtype(load_config(arguments.config, overrides))
         processor = PromptProcessor(config.model)
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
-        trainer = create_train_engine(config, config.learner.optim, total_updates=1)
+        trainer = create_train_engine(config.model_settings, config.learner.optim, total_updates=1)
         trainer.prepare()
         parity = compare(trainer, processor, received, config.batch.microbatch_tokens)
         completions = sum(one.group.lengths.size for one in received)

@@ -77,7 +77,7 @@ def main() -> None:
         gc.collect()
         sections = {**whole, "learner": {**whole["learner"], "cpu_offload": offload}}
         config = cycle_config(model, folder, shape, **sections)
-        learner = create_engine(config, config.learner.optim, total_updates=10)
+        learner = create_engine(config.model_settings, config.learner.optim, total_updates=10)
         learner.prepare()
         prompts, rows = make_prompts(PromptProcessor(config.model), shape), iter(range(10**6))
         groups = [

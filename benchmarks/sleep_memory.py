@@ -77,7 +77,7 @@ def learner_side(model: Path, run: str) -> dict[str, float]:
     from learner.training.engine import TorchEngine
 
     config = config_for(model, run, 1)
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     for parameter in engine.model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -81,9 +81,12 @@ def make_config(folder: Path, side: int) -> RunConfig:
 
 
 def measure(config: RunConfig, rounds: int) -> None:
-    engine, reference = TorchEngine(config, config.learner.optim, 1), Reference(config)
+    engine, reference = (
+        TorchEngine(config.model_settings, config.learner.optim, 1),
+        Reference(config.reference_settings, config.reference),
+    )
     towers = [Tower(role) for role in (engine, reference)]
-    step = LearnerStep(Roles(engine, None, reference), config)
+    step = LearnerStep(Roles(engine, None, reference), config.step_settings)
     batch = made_up_batch(config, PromptProcessor(config.model))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     in_tower: dict[bool, list[float]] = {False: [], True: []}

@@ -69,7 +69,7 @@ class Run:
 
 def requests_of(config: RunConfig, processor: PromptProcessor, groups: int, longest: float) -> list[GenerationRequest]:
     """Lengths are given, one per group: all runs sample the same number of tokens."""
-    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     lengths = np.random.default_rng(1).lognormal(np.log(longest), LENGTH_SIGMA, groups).round().clip(2, 512)
     requests = []
     for ticket_id, length in enumerate(lengths.astype(int).tolist()):
@@ -207,7 +207,7 @@ def main() -> None:
         torch.set_num_threads(config.rollout.cpu_threads)
     processor = PromptProcessor(config.model)
     requests = requests_of(config, processor, arguments.groups, arguments.median_length)
-    trainer = create_train_engine(config, config.learner.optim, total_updates=arguments.updates)
+    trainer = create_train_engine(config.model_settings, config.learner.optim, total_updates=arguments.updates)
     trainer.prepare()
     initial = [{name: tensor.clone() for name, tensor in trainer.published_state()}]
     warm_up = asyncio.run(sample(config, processor, requests, initial))

@@ -15,10 +15,13 @@ from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
-from asyncrl.telemetry.recorder import is_finished
+from asyncrl.telemetry.recorder import RunRecorder, is_finished
 from asyncrl.telemetry.timeline import LEARNER
+from asyncrl.telemetry.tracker import TrackedRun
+from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.resume import (
@@ -66,9 +69,9 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
         self.config = config
         self._goodbye: str | None = COULD_NOT_START
-        environment = rank_environment(config)
+        environment = rank_environment(config.learner, config.trainer.mode)
         with ExitStack() as self._resources:
-            given = self._resources.enter_context(telling_given_ranks(config, environment))
+            given = self._resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
             check_device_channel(config.rollout, "learner.device", config.learner.device)
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
@@ -76,7 +79,11 @@ class Learner:
             self.processor = prompt_processor(config.model, config.environment)
             self._lease = self._take_lease(start)
             divided = config.learner.is_divided
-            self._leader = self._resources.enter_context(leading(config, environment, given)) if divided else None
+            self._leader = (
+                self._resources.enter_context(leading(config.learner, config.network, environment, given))
+                if divided
+                else None
+            )
             self._prepare(config.with_policy(start.model_path), start)
             self._open(start)
             self._resources = self._resources.pop_all()
@@ -86,20 +93,26 @@ class Learner:
         """Take the lease of a shared device before anything is on it."""
         if self.config.trainer.mode != "sync":
             return None
-        lease = first_turn(self.config)
+        lease = first_turn(
+            self.config.run_path,
+            timeout_s=self.config.network.timeout_s,
+            wait_timeout_s=self.config.learner.wait_timeout_s,
+        )
         if start.journal is None:
             self._resources.callback(lambda: lease.forget() if self._goodbye == COULD_NOT_START else None)
         return lease
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
-        self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
+        self.writer = TicketWriter(
+            config.ticket_settings, self.processor, stop_token_ids(config.model, self.processor.tokenizer)
+        )
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)
         self.training = Trainer(
             config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state, self.ranks
         )
-        self.training.step.budget.keep_in_run(config)
+        self.training.step.budget.keep_in_run(config.run_path, config.batch, config.learner)
         self.progress, self.engine = self.training.progress, self.training.engine
         self.flops = self.engine.facts.flops
 
@@ -119,7 +132,7 @@ class Learner:
         config = self.config
         if start.journal is None:
             self._resources.callback(lambda: forget_run(config.run_path) if self._goodbye == COULD_NOT_START else None)
-        self.journal = start.journal or open_journal(config, self._resources)
+        self.journal = start.journal or open_journal(config.run_path, config.trainer.durability, self._resources)
         self.exporter = LearnerExporter(config.telemetry, run=str(config.run_path))
         self._resources.callback(self.exporter.close)  # the last but the journal: a scrape is to see how a run ended
         self.run_id = sign_journal(
@@ -140,18 +153,33 @@ class Learner:
                 least_s=config.network.timeout_s,  # a server that has gone is given up after that
                 unmeasured_s=config.learner.wait_timeout_s / 2,  # another one then has as long before the run stops
             ),
-            judge=make_judge(config, self.writer.order()),
+            judge=make_judge(
+                config.algorithm,
+                config.data.curriculum,
+                self.writer.order(),
+                prompts_per_step=config.batch.prompts_per_step,
+                total_steps=self.progress.total_steps,
+                has_end=not config.trainer.max_steps,
+                seed=config.trainer.seed,
+                accuracy=config.reward.accuracy_component,
+            ),
             replay=ReplayBuffer(config.algorithm.replay_buffer_size, seed=config.trainer.seed),
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)
         self._resources.enter_context(closing(PromptsAhead(self.ledger, self.processor)))
         self.publication = self._resources.enter_context(open_publication(self.run_id))
-        self.device_sender = open_device_sender(config, self.publication, self.engine)
+        self.device_sender = (
+            open_device_sender(
+                config.rollout, config.network, self.publication, self.engine, first_s=config.first_meeting_s
+            )
+            if config.sends_device_versions
+            else None
+        )
         if self.device_sender:
             self._resources.callback(self.device_sender.close)
         self.network = NetworkThread(
-            config,
+            config.network_settings,
             self.run_id,
             ledger=self.ledger,
             write_ticket=self.writer.write,
@@ -173,7 +201,20 @@ class Learner:
     def _connect_parts(self) -> None:
         """Create the parts of the main thread, which use what has been opened."""
         config, network, total_steps = self.config, self.network, self.progress.total_steps
-        self.reporter = Reporter(config, network, self.ledger, self.processor, self.exporter, total_steps)
+        tracked = TrackedRun(config.run_path, config.model_dump(mode="json"))
+        recorder = RunRecorder(config.run_path, open_trackers(config.telemetry, tracked, network.servers.errors))
+        self.reporter = Reporter(
+            recorder,
+            network,
+            self.ledger,
+            self.processor,
+            self.exporter,
+            total_steps,
+            trainer=config.trainer,
+            accuracy=config.reward.accuracy_component,
+            group_size=config.evaluation.group_size,
+            has_turns=config.environment.is_used,
+        )
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(
             config.algorithm,
@@ -188,10 +229,20 @@ class Learner:
             self.reporter,
             self.ranks,
         )
-        device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
+        device = DeviceTurns(
+            config.learner.wait_timeout_s, self._lease, self.engine, network.lease, network.call_soon, network.timeline
+        )
         self.device = device
         self.schedule = StepSchedule(
-            config, self.progress, network, self.ledger, device, self.judge, self.writer, self.reporter, self._status
+            config.schedule_settings,
+            self.progress,
+            network,
+            self.ledger,
+            device,
+            self.judge,
+            self.writer,
+            self.reporter,
+            self._status,
         )
         self.exporter.watch(
             network,
@@ -205,7 +256,9 @@ class Learner:
         )
         saved_step = self.progress.step  # that of the checkpoint; 0 without one
         self.saver = Saver(
-            config,
+            config.run_path,
+            config.trainer,
+            config.last_step_not_needed,
             self.training,
             self.ledger,
             self.reporter,
@@ -250,6 +303,7 @@ class Learner:
         logger.info("method: %s", method_line(self.config.algorithm))
         for note in schedule_notes(self.config, self.progress.total_steps):
             logger.warning("%s", note)
+        save_config(self.config)
         self.reporter.started(self.progress.step, self.engine.device)
         self.reporter.bad_rows(self.writer.bad_rows)
         self._status("starting")

@@ -40,15 +40,15 @@ from asyncrl.telemetry.tracker import TrackedRun
 from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
-from learner.loop.trainer import check_room
+from learner.loop.trainer import check_room, with_token_budget
 from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import Order
 from learner.ranks.processes import Leader, leading, telling_given_ranks
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, TrainGroup
 from learner.training.roles import Roles
-from learner.training.token_budget import TokenBudget, with_token_budget
+from learner.training.token_budget import TokenBudget
 from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class SupervisedTrainer:
 
     def __init__(self, config: RunConfig, processor: PromptProcessor, num_steps: int, ranks: Ranks = ALONE):
         self.config, self.processor, self.ranks = config, processor, ranks
-        self.engine = create_engine(config, config.sft.optim, num_steps, ranks)
+        self.engine = TorchEngine(config.model_settings, config.sft.optim, num_steps, ranks)
         tokens = choose_tokens(config, self.engine.device, ranks)
         self.engine.prepare()
         self.roles = Roles(self.engine, ranks=ranks)
@@ -237,13 +237,17 @@ def main(config: RunConfig, start: Start) -> None:
         return
     if start.resume:
         raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
-    environment = rank_environment(config)
+    environment = rank_environment(config.learner, config.trainer.mode)
     with ExitStack() as resources:
-        given = resources.enter_context(telling_given_ranks(config, environment))
+        given = resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
         held = resources.enter_context(LearnerLock(config.run_path, SERVICE))
         refuse_taken(config.run_path)
         divided = config.learner.is_divided
-        leader = resources.enter_context(leading(config, environment, given, SERVICE)) if divided else None
+        leader = (
+            resources.enter_context(leading(config.learner, config.network, environment, given, SERVICE))
+            if divided
+            else None
+        )
         run = SupervisedRun(config, leader)
         held.accept()
         save_config(config)

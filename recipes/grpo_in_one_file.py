@@ -75,7 +75,7 @@ class Run:
         self.processor = PromptProcessor(config.model)
         self.engine = HFEngine(config, self.processor)
         updates = config.trainer.max_steps * config.algorithm.updates_per_batch
-        self.trainer = TorchEngine(config, config.learner.optim, updates)
+        self.trainer = TorchEngine(config.model_settings, config.learner.optim, updates)
         self.trainer.prepare()
 
     async def steps(self) -> AsyncIterator[tuple[list[Group], dict[str, float]]]:

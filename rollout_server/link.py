@@ -111,7 +111,7 @@ class LearnerLink:
         )
         self._context = zmq.asyncio.Context()
         try:
-            self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
+            self.socket = dial(config, config.network.control_endpoint, get_args(ControlFromLearner), self._context)
         except UserError:
             self._context.term()
             raise
@@ -132,7 +132,7 @@ class LearnerLink:
         or with its process.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
-        logger.info("saying hello to the learner at %s", self._config.control_endpoint)
+        logger.info("saying hello to the learner at %s", self._config.network.control_endpoint)
         while time.monotonic() < deadline or is_starting(self._config.run_path):
             if time.monotonic() >= deadline:
                 deadline = time.monotonic() + self._config.start_timeout_s
@@ -157,7 +157,7 @@ class LearnerLink:
                 self._run_id = answer.run_id
                 return answer
         raise WaitTimeoutError(
-            f"no learner answered at {self._config.control_endpoint} within "
+            f"no learner answered at {self._config.network.control_endpoint} within "
             f"{self._config.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
             "network.host and network.control_port?"
         )
@@ -194,7 +194,7 @@ class LearnerLink:
         elif isinstance(message, Welcome):
             if message.run_id != self._run_id:
                 raise BadStateError(
-                    f"the learner at {self._config.control_endpoint} now makes run {message.run_id}; this server "
+                    f"the learner at {self._config.network.control_endpoint} now makes run {message.run_id}; this server "
                     f"worked for run {self._run_id}. Start it again for the new run"
                 )
             for sent in list(self.unacknowledged.values()):
@@ -225,7 +225,7 @@ class LearnerLink:
         limit_s = self._config.network.reconnect_timeout_s
         if silent_s > limit_s:
             raise WaitTimeoutError(
-                f"the learner at {self._config.control_endpoint} has been gone for {silent_s:.0f} s "
+                f"the learner at {self._config.network.control_endpoint} has been gone for {silent_s:.0f} s "
                 f"(network.reconnect_timeout_s = {limit_s:g})"
             )
         if silent_s > self._timeout_s and not self.learner_is_silent:

@@ -158,7 +158,7 @@ class RolloutServer:
                 self.config,
                 self.engine,
                 channel,
-                self.config.learner_endpoint(welcome.weights_port),
+                self.config.network.endpoint(welcome.weights_port),
                 instead=instead,
                 session=self.link.session,
             )
@@ -225,7 +225,7 @@ class RolloutServer:
             elif isinstance(message, Welcome):
                 if self.policy_versions.learner_came_back(message):
                     self.receiver.take_from_now_on(
-                        *await self._channels(message), self.config.learner_endpoint(message.weights_port)
+                        *await self._channels(message), self.config.network.endpoint(message.weights_port)
                     )
                     if self.device:
                         self.device.learner_came_back()

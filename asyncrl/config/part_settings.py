@@ -11,12 +11,11 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.run_sections import (
     BatchConfig,
-    CriticConfig,
     EvaluationConfig,
     NetworkConfig,
 )
 from asyncrl.config.sections import DataConfig, ModelConfig
-from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
+from asyncrl.config.service_sections import CriticConfig, LearnerConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,21 @@ class NetworkSettings:
     largest_group_bytes: int
     first_meeting_s: float
     """Longest time for a server's first log-prob check."""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Settings of the order of steps, waits and evaluations."""
+
+    mode: Literal["async", "sync"]
+    prompts_per_step: int
+    largest_staleness: int
+    evaluation: EvaluationConfig
+    start_timeout_s: float
+    wait_timeout_s: float
+    """learner.wait_timeout_s."""
+    control_endpoint: str
+    run_path: Path
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,17 @@ class NetworkConfig(Section):
     """Fan-out of weights over ZeroMQ: number of rollout servers that the learner, and each of these servers, sends a
     version to. 0: the learner sends it to all, and no server listens."""
 
+    @property
+    def control_endpoint(self) -> str:
+        return self.endpoint(self.control_port)
+
+    @property
+    def weights_endpoint(self) -> str:
+        return self.endpoint(self.weights_port)
+
+    def endpoint(self, port: int) -> str:
+        return f"tcp://[{self.host}]:{port}" if ":" in self.host else f"tcp://{self.host}:{port}"
+
 
 class LaunchConfig(Section):
     """Restarts of crashed services by `asyncrl train`: it starts a service again, the learner with --resume."""
@@ -360,15 +371,3 @@ class RunSections(Section):
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""
         visits = self.trainer.total_epochs * num_rows
         return self.trainer.max_steps or -(-visits // self.batch.prompts_per_step)
-
-    @property
-    def control_endpoint(self) -> str:
-        return self.learner_endpoint(self.network.control_port)
-
-    @property
-    def weights_endpoint(self) -> str:
-        return self.learner_endpoint(self.network.weights_port)
-
-    def learner_endpoint(self, port: int) -> str:
-        host = self.network.host
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

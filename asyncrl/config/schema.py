@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import model_validator
 
-from asyncrl.config.device_rules import device_problems, imply_staleness_0
+from asyncrl.config.device_rules import device_problems, imply_staleness_0, network_is_open
 from asyncrl.config.engine_rules import engine_problems, training_engine_problems
 from asyncrl.config.environment_rules import environment_problems, imply_response_length
 from asyncrl.config.installed_methods import method_of
+from asyncrl.config.part_settings import (
+    EngineSettings,
+    ModelSettings,
+    NetworkSettings,
+    ScheduleSettings,
+    StepSettings,
+    TicketSettings,
+)
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.sections import component_name
@@ -41,6 +50,98 @@ class RunConfig(RunSections):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def sends_device_versions(self) -> bool:
+        """True where the learner keeps versions in device memory: where it neither lends its device nor divides the
+        model, and a plan of the device's memory has room for them."""
+        has_room = not self.gpu_memory.budget_gib or self.rollout.uses_device_channel
+        return self.trainer.mode == "async" and not self.learner.is_divided and has_room
+
+    @property
+    def ticket_settings(self) -> TicketSettings:
+        return TicketSettings(
+            data=self.data,
+            batch=self.batch,
+            algorithm=self.algorithm,
+            rollout=self.rollout,
+            environment=self.environment,
+            evaluation=self.evaluation,
+            seed=self.trainer.seed,
+            trajectories_per_group=self.trajectories_per_group,
+            total_steps=self.total_steps,
+            max_message_mib=self.network.max_message_mib,
+            parity_rows=self.alignment.rows,
+        )
+
+    @property
+    def network_settings(self) -> NetworkSettings:
+        held_out = self.group_bytes(self.evaluation.group_size, is_held_out=True)
+        return NetworkSettings(
+            network=self.network,
+            mode=self.trainer.mode,
+            quantization=self.rollout.quantization,
+            components=self.reward.component_names,
+            max_prompt_length=self.data.max_prompt_length,
+            largest_group_bytes=max(self.group_bytes(self.trajectories_per_group), held_out),
+            first_meeting_s=self.first_meeting_s,
+        )
+
+    @property
+    def schedule_settings(self) -> ScheduleSettings:
+        return ScheduleSettings(
+            mode=self.trainer.mode,
+            prompts_per_step=self.batch.prompts_per_step,
+            largest_staleness=self.largest_staleness,
+            evaluation=self.evaluation,
+            start_timeout_s=self.start_timeout_s,
+            wait_timeout_s=self.learner.wait_timeout_s,
+            control_endpoint=self.network.control_endpoint,
+            run_path=self.run_path,
+        )
+
+    @property
+    def model_settings(self) -> ModelSettings:
+        return ModelSettings(self.model, self.learner, self.rollout, self.run_path, self.trainer.seed)
+
+    @property
+    def critic_settings(self) -> ModelSettings:
+        return replace(self.model_settings, model=self.critic_model)
+
+    @property
+    def reference_settings(self) -> ModelSettings:
+        """Settings of a reference policy with weights of its own (`reference_model`)."""
+        assert self.reference_model is not None
+        return replace(self.model_settings, model=self.reference_model)
+
+    @property
+    def step_settings(self) -> StepSettings:
+        return StepSettings(
+            algorithm=self.algorithm,
+            critic=self.critic,
+            learner=self.learner,
+            environment=self.environment,
+            reward_weights=self.reward.weights,
+            microbatch_tokens=self.batch.microbatch_tokens,
+            max_response_length=self.data.max_response_length,
+        )
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """Settings of the inference engine, but for its share of a device that the run has a budget for."""
+        closed = self.learner.device == "cpu" or not network_is_open(self)
+        return EngineSettings(
+            model=self.model,
+            rollout=self.rollout,
+            mode=self.trainer.mode,
+            run_path=self.run_path,
+            seed=self.trainer.seed,
+            max_prompt_length=self.data.max_prompt_length,
+            longest_completion=self.longest_completion,
+            start_timeout_s=self.start_timeout_s,
+            command_timeout_s=self.network.timeout_s,
+            may_get_device_versions=self.trainer.mode == "async" and not self.model.lora.rank and not closed,
+        )
 
 
 def method_problems(config: RunSections) -> Iterator[str]:

@@ -60,10 +60,10 @@ def _telling_ranks(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        environment = rank_environment(config)
+        environment = rank_environment(config.learner, config.trainer.mode)
         if not environment.is_given:
             raise
         from learner.ranks.processes import telling_given_ranks
 
-        with telling_given_ranks(config, environment):
+        with telling_given_ranks(environment, config.learner.wait_timeout_s):
             raise error

@@ -36,15 +36,15 @@ class RunRecorder:
     Every line is flushed to the system at once, so a killed process loses none of them.
     """
 
-    def __init__(self, run_dir: Path, trackers: Trackers | None = None):
-        self._run_dir = Path(run_dir)
+    def __init__(self, run_path: Path, trackers: Trackers | None = None):
+        self.run_path = run_path
         self._trackers = trackers
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_path.mkdir(parents=True, exist_ok=True)
         self._status: dict[str, Any] = {}
         self._status_writer = BackgroundWriter(STATUS_FILE)
         self._warned: set[str] = set()
         for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, TIMELINE_FILE):
-            drop_unfinished_line(self._run_dir / name)
+            drop_unfinished_line(self.run_path / name)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl; must contain `step`. Numbers that are not finite become null, with a warning."""
@@ -68,7 +68,7 @@ class RunRecorder:
 
     def bad_rows(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Replace bad_rows.jsonl: source, row and reason of each row that is left out. No file where there are none."""
-        file = self._run_dir / BAD_ROWS_FILE
+        file = self.run_path / BAD_ROWS_FILE
         if rows:
             write_atomically(file, b"".join(self._encoded(BAD_ROWS_FILE, row) + b"\n" for row in rows))
         else:
@@ -86,7 +86,7 @@ class RunRecorder:
         before = self._status.get("phase")
         self._status.update(fields, time=time.time())
         data = self._encoded(STATUS_FILE, self._status)
-        self._status_writer.do(partial(write_atomically, self._run_dir / STATUS_FILE, data, durable=False))
+        self._status_writer.do(partial(write_atomically, self.run_path / STATUS_FILE, data, durable=False))
         if self._status.get("phase") != before:
             self._status_writer.wait()
 
@@ -97,7 +97,7 @@ class RunRecorder:
         """
         last_recorded = max((int(line["step"]) for line in self._lines(METRICS_FILE)), default=0)
         for name, last in ((METRICS_FILE, step), (SAMPLES_FILE, step), (EVALUATIONS_FILE, evaluations_after)):
-            dropped = keep_steps(self._run_dir / name, last)
+            dropped = keep_steps(self.run_path / name, last)
             if dropped:
                 logger.info("resuming after step %d: dropped %d later lines of %s", last, dropped, name)
         if self._trackers:
@@ -115,11 +115,11 @@ class RunRecorder:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """Lines with a step."""
-        return [line for line in JsonlTail(self._run_dir / name).new_records()[0] if "step" in line]
+        return [line for line in JsonlTail(self.run_path / name).new_records()[0] if "step" in line]
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
         lines = b"".join(self._encoded(name, record) + b"\n" for record in records)
-        with (self._run_dir / name).open("ab") as file:
+        with (self.run_path / name).open("ab") as file:
             file.write(lines)
 
     def _encoded(self, name: str, record: Mapping[str, Any]) -> bytes:
@@ -144,7 +144,7 @@ class RunRecorder:
     def _store_image(self, image_hash: str, data: bytes) -> None:
         if not re.fullmatch(r"[0-9a-f]{8,128}", image_hash):
             raise ValueError(f"an image hash should be hexadecimal, not {image_hash!r}")
-        folder = self._run_dir / IMAGES_FOLDER
+        folder = self.run_path / IMAGES_FOLDER
         path = folder / f"{image_hash}.{image_extension(data)}"
         if not path.exists():
             folder.mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ def find_network(config: RunConfig) -> Findings[None]:
     if network.keys_dir:
         yield from _keys(Path(network.keys_dir))
     elif not network_is_open(config):
-        yield problem("network", ValueError(public_without_keys(config.control_endpoint)))
+        yield problem("network", ValueError(public_without_keys(config.network.control_endpoint)))
     else:
         how = "unencrypted (network.insecure)" if network.insecure else "this machine alone"
         yield Finding("network", f"{network.host}: {how}")

@@ -178,7 +178,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
         processor.show_tools(ShownTools.from_json(tools))
     if checkpoint and state and not state.adapter:
         config = config.with_policy(checkpoint / MODEL_FOLDER)
-    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     training = Trainer(config, processor, writer.num_train_rows, checkpoint, state)
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())

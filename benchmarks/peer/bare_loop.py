@@ -49,9 +49,9 @@ class BareLoop:
 def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
     config = run.config
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     training = Trainer(config, processor, writer.num_train_rows)
-    bare_engine = create_engine(config, config.learner.optim, steps)
+    bare_engine = create_engine(config.model_settings, config.learner.optim, steps)
     bare_engine.prepare()
     updates: Any = bare_engine.updates  # torch's AdamW
     bare = BareLoop(bare_engine.unwrap_model(), updates.optimizer)

@@ -111,7 +111,7 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
     from trl.data_utils import prepare_multimodal_messages
 
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     for place, row in enumerate(rows[: config.batch.prompts_per_step]):
         ours = writer.write(TicketSlot(place, place, version=0, bound=0)).facts.token_ids.tolist()
         (theirs,), *_ = trainer._tokenize_prompts([prepare_multimodal_messages(row["prompt"], images=row["images"])])

@@ -71,7 +71,7 @@ def run_over_sockets(
         )
         publication = Publication("staleness", Path(folder))
         network = NetworkThread(
-            config,
+            config.network_settings,
             "staleness",
             ledger=ledger,
             write_ticket=seen.watch(workload.write_ticket, lambda: ledger.bound),

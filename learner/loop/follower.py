@@ -37,13 +37,13 @@ Begin = Callable[[RunConfig, PromptProcessor, Ranks, Mapping[str, Any]], Abstrac
 
 def follow(config: RunConfig, begin: Begin) -> None:
     """Run to the end. Raises what another rank has said of its end, or BadStateError when rank 0 has gone."""
-    environment = rank_environment(config)
+    environment = rank_environment(config.learner, config.trainer.mode)
     if STORE_PORT not in os.environ:
         leave_after_rank_0()
-    store = given_store(config)
+    store = given_store(config.learner.wait_timeout_s)
     reasons = Reasons(store, environment.rank)
     try:
-        check_local_ranks(config, environment.local_rank + 1)
+        check_local_ranks(config.learner.device, environment.local_rank + 1)
         _follow(config, begin, environment, store, reasons)
     except REASONS as error:
         reasons.say(error)
@@ -78,7 +78,7 @@ def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store
         tenure = read_tenure(config.run_path)
         assert tenure is not None, "rank 0 takes the device before it gives orders"
         use_device_for(tenure.pid, config.run_path)
-    ranks = join(config, store, environment, orders, check)
+    ranks = join(config.learner, store, environment, orders, check)
     logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
     with begin(config, processor, ranks, order.values) as obey:
         while (order := orders.take()).kind != "end":
@@ -94,7 +94,7 @@ def trainer(
     checkpoint = Path(values["checkpoint"]) if values["checkpoint"] else None
     policy = config.with_policy(Path(values["model_path"]) if values["model_path"] else None)
     training = Trainer(policy, processor, values["num_rows"], checkpoint, state, ranks)
-    training.step.budget.keep_in_run(config)
+    training.step.budget.keep_in_run(config.run_path, config.batch, config.learner)
     saving: BackgroundWrite | None = None
 
     def obey(order: Order) -> None:

@@ -19,7 +19,7 @@ import xxhash
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.learner_engines import learner_engine
-from asyncrl.config.run_sections import TrainerConfig
+from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import PARTS
 from asyncrl.errors import UserError
@@ -91,14 +91,16 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if checkpoint and not is_portable(checkpoint):
         here = learner_engine(config.learner.engine).own_placement(config.learner)
         check_portable(torch.load(checkpoint / ENGINE_FILE, weights_only=True), checkpoint, here)
-    journal = open_journal(config, resources, config.last_step_not_needed(state.step if state else 0))
+    journal = open_journal(
+        config.run_path, config.trainer.durability, resources, config.last_step_not_needed(state.step if state else 0)
+    )
     if recorded := recorded_updates(journal):  # else its learner died before it had begun
         _check_update(journal, recorded[-1], update_settings(config), state.step if state else 0)
     return StartingPoint(journal, checkpoint, state)
 
 
-def open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
-    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability, saved_step=saved_step)
+def open_journal(run_path: Path, durability: Durability, resources: ExitStack, saved_step: int = 0) -> Journal:
+    journal = Journal(run_path / JOURNAL_FILE, durability, saved_step=saved_step)
     resources.callback(journal.close)
     return journal
 

@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import TrainerConfig
 from learner.checkpoint.background_write import BackgroundWrite
 from learner.checkpoint.storage import make_building_folder, save_checkpoint
 from learner.loop.trainer import Trainer
@@ -31,7 +32,10 @@ launcher that ends it, wait a little longer."""
 class Saver:
     """Has checkpoints written, and tells the journal which groups it may forget. Used by the main thread."""
 
-    config: RunConfig
+    run_path: Path
+    trainer: TrainerConfig
+    last_step_not_needed: Callable[[int], int]
+    """Last step whose groups a restart from the checkpoint of a step does not read."""
     training: Trainer
     ledger: TicketLedger
     reporter: Reporter
@@ -47,7 +51,7 @@ class Saver:
 
     def is_due(self) -> bool:
         """True if a checkpoint is due after this step; False after the last, which always saves."""
-        progress, settings = self.training.progress, self.config.trainer
+        progress, settings = self.training.progress, self.trainer
         if progress.is_last:
             return False
         if settings.save_freq > 0 and progress.step % settings.save_freq == 0:
@@ -70,7 +74,7 @@ class Saver:
         self.finish()
         self.reporter.finish_samples()
         self.ledger.flush_journal()
-        run_path, keep, copies = self.config.run_path, self.config.trainer.save_limit, self.config.trainer.save_async
+        run_path, keep, copies = self.run_path, self.trainer.save_limit, self.trainer.save_async
         building = make_building_folder(run_path, step)
         snapshot = self.training.snapshot(self.run_id, building, copies=copies)
         self.saved_step, self._writing_bytes = step, self.ledger.journal.needed_bytes
@@ -115,8 +119,8 @@ class Saver:
 
     def forget_groups(self) -> None:
         """Forget groups that no restart needs, beyond trainer.keep_samples_gib."""
-        keep_bytes = int(self.config.trainer.keep_samples_gib * GIB)
-        last = self.config.last_step_not_needed(self.saved_step)
+        keep_bytes = int(self.trainer.keep_samples_gib * GIB)
+        last = self.last_step_not_needed(self.saved_step)
         first = self.ledger.forget_payloads(last, keep_bytes=keep_bytes)
         self.reporter.forget_tokens(first)
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import ScheduleSettings
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.trainer import Progress
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class StepSchedule:
     """Used by the main thread."""
 
-    config: RunConfig
+    settings: ScheduleSettings
     progress: Progress
     network: NetworkThread
     ledger: TicketLedger
@@ -52,13 +52,13 @@ class StepSchedule:
         return not self.progress.is_last or self.is_evaluation_due
 
     def wait_for_server(self) -> None:
-        limit = f"at most {self.config.start_timeout_s:g} s, network.start_timeout_s"
+        limit = f"at most {self.settings.start_timeout_s:g} s, network.start_timeout_s"
         self.status("waiting", f"the first rollout server, which loads its model ({limit}); its log says how far it is")
         with self.waits.waiting("server"):
             self.network.wait_until(
                 lambda: bool(self.network.servers.connected),
-                timeout_s=self.config.start_timeout_s,
-                what=lambda: f"a rollout server at {self.config.control_endpoint} (network.start_timeout_s)",
+                timeout_s=self.settings.start_timeout_s,
+                what=lambda: f"a rollout server at {self.settings.control_endpoint} (network.start_timeout_s)",
             )
 
     def wait_for_batch(self) -> float:
@@ -91,9 +91,9 @@ class StepSchedule:
     def _patience_s(self) -> dict[str, float]:
         """Longest wait for groups by the setting that it comes from. In sync mode a server starts its engine in its
         first turn, after its welcome."""
-        waits = {"learner.wait_timeout_s": self.config.learner.wait_timeout_s}
-        if self.config.trainer.mode == "sync" and not self.network.servers.aligned:
-            waits["network.start_timeout_s"] = self.config.start_timeout_s
+        waits = {"learner.wait_timeout_s": self.settings.wait_timeout_s}
+        if self.settings.mode == "sync" and not self.network.servers.aligned:
+            waits["network.start_timeout_s"] = self.settings.start_timeout_s
         return waits
 
     @property
@@ -135,15 +135,15 @@ class StepSchedule:
         with self.waits.waiting("checkpoint"):
             self.network.wait_until(
                 is_written,
-                timeout_s=self.config.learner.wait_timeout_s,
+                timeout_s=self.settings.wait_timeout_s,
                 what=lambda: (
                     f"{what} (learner.wait_timeout_s). Raise it, save less often (trainer.save_freq), or see whether "
-                    f"the disk of {self.config.run_path} is there"
+                    f"the disk of {self.settings.run_path} is there"
                 ),
             )
 
     def _describe_wait(self) -> str:
-        needed, counts = self.config.batch.prompts_per_step, self.ledger.counts()
+        needed, counts = self.settings.prompts_per_step, self.ledger.counts()
         text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
         if any(counts.dropped.values()):
             text += f"; dropped so far: {counts.describe_dropped()}"
@@ -172,13 +172,13 @@ class StepSchedule:
         if self.is_evaluation_due:
             self.admit_unless_evaluating()
             self._begin_evaluation()
-            if self.progress.is_last or not self.config.largest_staleness:
+            if self.progress.is_last or not self.settings.largest_staleness:
                 self.finish_evaluation()
         self._admit()
 
     def admit_unless_evaluating(self) -> None:
         """Send training tickets unless an on-policy evaluation is due, whose timing would change their batches."""
-        if self.config.largest_staleness or not self.is_evaluation_due:
+        if self.settings.largest_staleness or not self.is_evaluation_due:
             self._admit()
 
     def _admit(self) -> None:
@@ -187,7 +187,7 @@ class StepSchedule:
     @property
     def is_evaluation_due(self) -> bool:
         """True if an evaluation is planned at this step and not recorded yet; the last step always has one."""
-        plan, step = self.config.evaluation, self.progress.step
+        plan, step = self.settings.evaluation, self.progress.step
         if step == 0:
             planned = plan.before_training
         else:

@@ -16,7 +16,10 @@ import torch
 from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.host_copies import host_copy
+from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan.plan import device_sharing
 from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.weight_files import base_fingerprint
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
@@ -30,12 +33,11 @@ from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStale
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.critic import FOLDER as CRITIC_FOLDER
 from learner.training.critic import Critic
-from learner.training.engine import TorchEngine, create_engine
+from learner.training.engine import TorchEngine
 from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
-from learner.training.token_budget import with_token_budget
 from learner.training.train_engine import Write
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class Trainer:
         self.progress = Progress(config.total_steps(num_rows))
         warmup = config.critic.warmup_steps if "critic" in config.algorithm.needs else 0
         updates, waited = (steps * config.algorithm.updates_per_batch for steps in (self.progress.total_steps, warmup))
-        self.engine = create_engine(config, config.learner.optim, max(updates - waited, 1), ranks)
+        self.engine = TorchEngine(config.model_settings, config.learner.optim, max(updates - waited, 1), ranks)
         adapter = self.engine.adapter
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
@@ -84,21 +86,27 @@ class Trainer:
         check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         self.architecture = self.engine.facts.architecture
-        self.critic = Critic(config, updates, ranks) if "critic" in config.algorithm.needs else None
+        self.critic = (
+            Critic(config.critic_settings, config.critic, updates, ranks)
+            if "critic" in config.algorithm.needs
+            else None
+        )
         if self.critic:
             self.critic.prepare()
-        self.reference = Reference(config, ranks) if config.reference_model else None
+        self.reference = (
+            Reference(config.reference_settings, config.reference, ranks) if config.reference_model else None
+        )
         if self.reference:
             self.reference.prepare()
             with self.reference.on_device():
-                self.reference.check_fits(self.engine)
+                self.reference.check_fits(self.engine, compares_distributions=config.algorithm.kl_estimator == "full")
         self.engine.companions = tuple(role for role in (self.critic, self.reference) if role)
         if checkpoint and state:
             restore_engines(checkpoint, self.engine, self.saved_roles)
             self.progress.step, self.progress.version = state.step, state.version
         total = self.progress.total_steps
         roles = Roles(self.engine, self.critic, self.reference, ranks)
-        self.step = LearnerStep(roles, config, total_steps=total)
+        self.step = LearnerStep(roles, config.step_settings, total_steps=total)
         if state:
             self.step.coefficients.restore(state.controllers)
         automatic = config.learner.max_staleness == "auto"
@@ -187,6 +195,27 @@ class Trainer:
                 **self.step.coefficients.state(),
             },
         )
+
+
+def with_token_budget(config: RunConfig, device: torch.device, ranks: Ranks) -> RunConfig:
+    """The configuration with a number in the place of batch.tokens_per_microbatch=auto, before anything is loaded.
+
+    A collective: all ranks choose by the memory of the one that has least. Of a GPU that nobody else of the run is on,
+    what other processes hold is left to them.
+    """
+    if config.batch.tokens_per_microbatch != "auto":
+        return config
+    config = changed(config, {"learner.num_processes": ranks.size})  # torchrun says how many
+    room = 0
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        if device_sharing(config) == "apart":
+            room = min(room, torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES)  # the plan counts this one's context
+        room = -ranks.most(-room)
+    settled, chosen = settle_tokens(config, room)
+    if ranks.leads:
+        logger.info("%s", chosen)
+    return settled
 
 
 def check_room(config: RunConfig, device: torch.device, ranks: int) -> None:

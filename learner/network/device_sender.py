@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.config.weight_channels import device_channels
 from asyncrl.plugins import implementation
 from learner.training.train_engine import TrainEngine
@@ -34,26 +35,23 @@ class DeviceSender(Protocol):
     def close(self) -> None: ...
 
 
-def open_device_sender(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceSender | None:
+def open_device_sender(
+    rollout: RolloutConfig, network: NetworkConfig, publication: Publication, engine: TrainEngine, *, first_s: float
+) -> DeviceSender | None:
     """Create the copies of versions in device memory, for transfers between devices.
 
-    None where no channel between devices is installed or chosen, where the device is lent while servers load
-    (trainer.mode=sync), for adapters, which are small, where learner.engine divides the model, and where a plan of the
-    device's memory (gpu_memory.budget_gib) has no room for the versions.
+    `first_s` is the longest time for the first transfer. None where no channel between devices is installed or chosen,
+    and for adapters, which are small.
     """
-    channels = device_channels(config.rollout.weights_channel)
-    if not channels or config.trainer.mode == "sync" or config.learner.is_divided or engine.adapter is not None:
+    channels = device_channels(rollout.weights_channel)
+    if not channels or engine.adapter is not None:
         return None
-    required = config.rollout.uses_device_channel
-    if config.gpu_memory.budget_gib and not required:
-        return None
-    network = config.network
     return implementation(next(iter(channels.values())).implementation)(
         publication,
         engine.device,
         engine.facts.published_bytes,
         host="0.0.0.0" if network.host == "*" else network.host,
         deadline_s=network.timeout_s,
-        first_s=config.first_meeting_s,
-        required=required,
+        first_s=first_s,
+        required=rollout.uses_device_channel,
     )

@@ -11,8 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER, Timeline
 from learner.network.servers import Servers, ServerState
@@ -89,7 +89,8 @@ class DeviceTurns:
     Without a lease the device is not shared: it is always the learner's, and nothing has to be done.
     """
 
-    config: RunConfig
+    wait_timeout_s: float
+    """learner.wait_timeout_s."""
     lease: DeviceLease | None
     engine: TrainEngine
     grants: LeaseGrants
@@ -134,7 +135,7 @@ class DeviceTurns:
         if self.lease is None or self.lease.fence is not None:
             return
         self.call_soon(self.grants.recall)
-        _take(self.lease, self.config.learner.wait_timeout_s, "learner.wait_timeout_s", waiting)
+        _take(self.lease, self.wait_timeout_s, "learner.wait_timeout_s", waiting)
         crash_point("learner.waking")
         taken = time.monotonic()
         self.timeline.ended(LEARNER, "asleep", taken - self._lent_at)
@@ -158,14 +159,14 @@ class DeviceTurns:
         return values | {"lease_fence": self.lease.fence or 0}
 
 
-def first_turn(config: RunConfig) -> DeviceLease:
+def first_turn(run_path: Path, *, timeout_s: float, wait_timeout_s: float) -> DeviceLease:
     """Take the lease before anything is on the device.
 
     After a crash the server may still have it: it returns it when it has not heard of us for network.timeout_s and
     has finished what it generates. Raises BadStateError naming the holder.
     """
-    lease = DeviceLease(config.run_path, HOLDER)
-    wait_s = config.network.timeout_s + config.learner.wait_timeout_s
+    lease = DeviceLease(run_path, HOLDER)
+    wait_s = timeout_s + wait_timeout_s
     setting = "network.timeout_s + learner.wait_timeout_s"
     _take(lease, wait_s, setting, lambda: logger.info("waiting: %s", describe(lease.folder)))
     return lease

@@ -12,8 +12,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
@@ -79,7 +80,9 @@ class ServerState:
 class Servers:
     def __init__(
         self,
-        config: RunConfig,
+        network: NetworkConfig,
+        mode: Literal["async", "sync"],
+        quantization: str,
         run_id: str,
         sockets: LearnerSockets,
         ledger: TicketLedger,
@@ -99,14 +102,14 @@ class Servers:
         """Manifest of the newest published version."""
         self._kept: WeightManifest | None = None
         """The version that is being evaluated: servers that have it are told of no newer one."""
-        self.stalls = Stalls(min(SLOWEST_TURN_S, config.network.timeout_s / 2))
+        self.stalls = Stalls(min(SLOWEST_TURN_S, network.timeout_s / 2))
         """Stalls of the network thread, which looks once in each iteration."""
         self._by_identity: dict[bytes, str] = {}
         self._by_session: dict[str, str] = {}
         self._device = device
-        self._network = config.network
-        self._mode = config.trainer.mode
-        self._quantization = config.rollout.quantization
+        self._network = network
+        self._mode = mode
+        self._quantization = quantization
         self._run_id = run_id
         self._incarnation = uuid.uuid4().hex[:12]
         self._sockets = sockets

@@ -12,7 +12,7 @@ from typing import get_args
 
 import zmq
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Limits
 from protocol.curve import KeyFileError, read_learner_keys
@@ -49,22 +49,18 @@ class LearnerSockets:
         self.weights.close()
 
 
-def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
-    """Bind both sockets, or neither. Raises UserError naming the setting to change."""
+def open_sockets(network: NetworkConfig, largest_group: int, context: zmq.Context) -> LearnerSockets:
+    """Bind both sockets, or neither, for groups of at most so many bytes. Raises UserError naming the setting to
+    change."""
     _allow_many_connections()
-    network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
-    largest_group = max(
-        config.group_bytes(config.trajectories_per_group),
-        config.group_bytes(config.evaluation.group_size, is_held_out=True),
-    )
     authenticator: CurveAuthenticator | None = None
     opened: list[LearnerSocket] = []
     try:
         if network.keys_dir:
             authenticator = CurveAuthenticator(context, read_learner_keys(Path(network.keys_dir)))
-        control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
-        weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
+        control = (network.control_endpoint, get_args(ControlFromServer), "control_port")
+        weights = (network.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
             (control, largest_group, CONTROL_QUEUES, PeerLimits()),
             (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),

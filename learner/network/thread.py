@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import NetworkSettings
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
@@ -102,7 +102,7 @@ class ThreadMailbox:
 class NetworkThread(threading.Thread):
     def __init__(
         self,
-        config: RunConfig,
+        settings: NetworkSettings,
         run_id: str,
         *,
         ledger: TicketLedger,
@@ -126,13 +126,23 @@ class NetworkThread(threading.Thread):
         self._goodbye: str | None = None
         self._run_is_finished = False
         self._context = zmq.Context()
-        self._sockets = open_sockets(config, self._context)
+        self._sockets = open_sockets(settings.network, settings.largest_group_bytes, self._context)
         self.control, self.weights = self._sockets.control, self._sockets.weights
         self._mailbox = ThreadMailbox(self._context)
         device = (lambda: device_sender.source) if device_sender else (lambda: None)
-        self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
+        self.servers = Servers(
+            settings.network,
+            settings.mode,
+            settings.quantization,
+            run_id,
+            self._sockets,
+            ledger,
+            facts,
+            version=version,
+            device=device,
+        )
         self.weight_tree = WeightTree(
-            config.network.weights_fan_out, self.servers, publication, self._sockets.known_keys
+            settings.network.weights_fan_out, self.servers, publication, self._sockets.known_keys
         )
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
@@ -140,8 +150,8 @@ class NetworkThread(threading.Thread):
         verify = partial(
             verify_group,
             vocabulary=facts.vocabulary,
-            components=config.reward.component_names,
-            max_prompt_length=config.data.max_prompt_length,
+            components=settings.components,
+            max_prompt_length=settings.max_prompt_length,
         )
         self._told_at = -_CHECK_EVERY_S
         """Time of the last call of a wait's `progress`."""
@@ -151,8 +161,8 @@ class NetworkThread(threading.Thread):
             ledger,
             parity_tickets,
             verify,
-            deadline_s=config.first_meeting_s,
-            can_answer=self.lease.is_at_work if config.trainer.mode == "sync" else lambda server: True,
+            deadline_s=settings.first_meeting_s,
+            can_answer=self.lease.is_at_work if settings.mode == "sync" else lambda server: True,
         )
 
     # --- the main thread's side ---------------------------------------------------------------

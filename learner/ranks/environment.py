@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import UserError
 
 STORE_PORT = "ASYNCRL_RANKS_PORT"
@@ -34,14 +35,14 @@ def rank_of_service(variables: Mapping[str, str] = os.environ) -> int:
 
 def with_given_ranks(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RunConfig:
     """The configuration with the number of ranks that torchrun has started. Raises UserError as `rank_environment`."""
-    size = rank_environment(config, variables).size
+    size = rank_environment(config.learner, config.trainer.mode, variables).size
     return config.model_copy(update={"learner": config.learner.model_copy(update={"num_processes": size})})
 
 
-def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
+def rank_environment(learner: LearnerConfig, mode: str, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Raises UserError where the variables contradict each other or the configuration, or the engine cannot be
     divided."""
-    size = config.learner.num_processes
+    size = learner.num_processes
     given = _number(variables, "WORLD_SIZE", 1)
     if given == 1:  # no torchrun, or one that starts one process
         if _number(variables, "RANK", 0):
@@ -55,7 +56,7 @@ def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.enviro
             f"torchrun started {given} processes (WORLD_SIZE), and learner.num_processes is {size}. Leave the latter "
             f"out or set it to {given}, or start {size}"
         )
-    if not config.learner.is_divided:
+    if not learner.is_divided:
         raise UserError(
             f"torchrun started {given} processes, but learner.engine is torch, which trains in one. Set "
             "learner.engine=fsdp2"
@@ -72,7 +73,7 @@ def rank_environment(config: RunConfig, variables: Mapping[str, str] = os.enviro
             "by torchrun, or set rank 0's address and a free port of its machine in all of them"
         )
     here = _number(variables, "LOCAL_WORLD_SIZE", given)
-    if config.trainer.mode == "sync" and here != given:
+    if mode == "sync" and here != given:
         raise UserError(
             f"trainer.mode is sync, and torchrun started {here} of {given} ranks on this machine: learner and rollout "
             "server take turns on the devices of one. Start all ranks here, or set trainer.mode=async"

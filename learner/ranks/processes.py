@@ -30,7 +30,8 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError, ExitCode, UserError, WaitTimeoutError
 from asyncrl.process_end import die_with_parent
@@ -144,16 +145,16 @@ class RankProcesses:
 class Leader:
     """Rank 0's side: it starts the others, joins them, and gives orders."""
 
-    def __init__(self, config: RunConfig, processes: RankProcesses, orders: Orders, store: Store, size: int):
+    def __init__(self, learner: LearnerConfig, processes: RankProcesses, orders: Orders, store: Store, size: int):
         self.processes = processes
         self.orders = orders
-        self._config, self._store, self._size = config, store, size
+        self._learner, self._store, self._size = learner, store, size
 
     def begin(self, **values: object) -> Ranks:
         """Tell the ranks what they are to load, and join them."""
         self.orders.give("begin", **values)
         environment = RankEnvironment(0, self._size, 0)
-        ranks = join(self._config, self._store, environment, self.orders, self._check)
+        ranks = join(self._learner, self._store, environment, self.orders, self._check)
         if not self.processes.processes:
             self.processes.given = _ranks_here(self._store, self._size)
         return ranks
@@ -173,13 +174,13 @@ class Leader:
 
 
 @contextmanager
-def telling_given_ranks(config: RunConfig, environment: RankEnvironment) -> Iterator[Store | None]:
+def telling_given_ranks(environment: RankEnvironment, wait_timeout_s: float) -> Iterator[Store | None]:
     """The store of ranks that torchrun has started, who hear there what ends rank 0, also before it leads them. None
     where it is to start them itself."""
     if not environment.is_given:
         yield None
         return
-    store = given_store(config)
+    store = given_store(wait_timeout_s)
     try:
         yield store
     except REASONS as error:
@@ -189,7 +190,11 @@ def telling_given_ranks(config: RunConfig, environment: RankEnvironment) -> Iter
 
 @contextmanager
 def leading(
-    config: RunConfig, environment: RankEnvironment, given: Store | None, module: str = "learner"
+    learner: LearnerConfig,
+    network: NetworkConfig,
+    environment: RankEnvironment,
+    given: Store | None,
+    module: str = "learner",
 ) -> Iterator[Leader]:
     """Start the other ranks as `module`, unless torchrun has, with the store `given`; at the end they end, too.
 
@@ -200,8 +205,8 @@ def leading(
         if given is not None:
             store = given
         else:
-            store, port = _own_store(config)
-            check_local_ranks(config, environment.size)
+            store, port = _own_store(learner.wait_timeout_s)
+            check_local_ranks(learner.device, environment.size)
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
             for rank in range(1, environment.size):
                 processes.processes[rank] = _start(module, rank, environment.size, port, processes.folder)
@@ -209,12 +214,12 @@ def leading(
         orders = Orders(
             PrefixStore("orders", store),
             leads=True,
-            every_s=config.network.heartbeat_s,
-            silence_s=config.network.timeout_s,
+            every_s=network.heartbeat_s,
+            silence_s=network.timeout_s,
         )
         processes.reasons = Reasons(store, environment.rank)
         try:
-            yield Leader(config, processes, orders, store, environment.size)
+            yield Leader(learner, processes, orders, store, environment.size)
             orders.give("end")
             processes.leave()
         except REASONS:
@@ -245,21 +250,26 @@ def _start(module: str, rank: int, size: int, port: int, folder: Path) -> subpro
     )
 
 
-def _own_store(config: RunConfig) -> tuple[Store, int]:
+def _own_store(wait_timeout_s: float) -> tuple[Store, int]:
     """A store that only this machine reaches, and its port."""
     listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
     descriptor = listening.detach()
     store = TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=_deadline(config)
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+        timeout=timedelta(seconds=wait_timeout_s),
     )
     return store, port
 
 
-def given_store(config: RunConfig) -> Store:
+def given_store(wait_timeout_s: float) -> Store:
     """The store of torchrun, or of the rank 0 that has started this process. Raises WaitTimeoutError where it does not
     answer within learner.wait_timeout_s."""
-    deadline = _deadline(config)
+    deadline = timedelta(seconds=wait_timeout_s)
     try:
         if port := os.environ.get(STORE_PORT):
             return TCPStore(LOOPBACK, int(port), is_master=False, wait_for_workers=False, timeout=deadline)
@@ -275,7 +285,7 @@ def given_store(config: RunConfig) -> Store:
 
 
 def join(
-    config: RunConfig,
+    learner: LearnerConfig,
     store: Store,
     environment: RankEnvironment,
     orders: Orders,
@@ -286,30 +296,32 @@ def join(
     Raises WaitTimeoutError with the numbers of ranks that have not come within that time, or what `check` raises while
     they are waited for.
     """
-    device = resolve_device(config.learner.device, "learner.device")
+    device = resolve_device(learner.device, "learner.device")
     if device.type == "cuda":
         torch.cuda.set_device(device if environment.size == 1 else environment.local_rank)
-    _wait_for_all(config, PrefixStore(PRESENT, store), environment, check)
+    _wait_for_all(PrefixStore(PRESENT, store), environment, learner.wait_timeout_s, check)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("group", store),
         rank=environment.rank,
         world_size=environment.size,
-        timeout=_deadline(config),
+        timeout=timedelta(seconds=learner.wait_timeout_s),
     )
     return Ranks(environment.rank, environment.size, environment.local_rank, orders)
 
 
-def _wait_for_all(config: RunConfig, present: Store, environment: RankEnvironment, check: Callable[[], None]) -> None:
+def _wait_for_all(
+    present: Store, environment: RankEnvironment, wait_timeout_s: float, check: Callable[[], None]
+) -> None:
     keys, began = [str(rank) for rank in range(environment.size)], time.monotonic()
     try:
         present.set(keys[environment.rank], f"{socket.gethostname()} {os.getpid()}")
         while missing := [key for key in keys if not present.check([key])]:
             check()
-            if time.monotonic() - began > config.learner.wait_timeout_s:
+            if time.monotonic() - began > wait_timeout_s:
                 raise WaitTimeoutError(
                     f"rank {', '.join(missing)} of {environment.size} has not come within "
-                    f"{config.learner.wait_timeout_s:g} s (learner.wait_timeout_s): its own log says why"
+                    f"{wait_timeout_s:g} s (learner.wait_timeout_s): its own log says why"
                 )
             time.sleep(POLL_S)
     except DistError as problem:
@@ -350,16 +362,12 @@ def _first_line(problem: Exception) -> str:
     return str(problem).partition("\n")[0]
 
 
-def check_local_ranks(config: RunConfig, count: int) -> None:
+def check_local_ranks(learner_device: str, count: int) -> None:
     """Raise UserError where this machine has fewer GPUs than ranks."""
-    device = resolve_device(config.learner.device, "learner.device")
+    device = resolve_device(learner_device, "learner.device")
     if device.type == "cuda" and torch.cuda.device_count() < count:
         gpus = torch.cuda.device_count()
         raise UserError(
             f"{count} ranks of the learner are on this machine, which shows {gpus} GPU(s) to them: each rank needs one "
             f"of its own. Set learner.num_processes={max(1, gpus)} (torchrun: --nproc-per-node), or learner.device=cpu"
         )
-
-
-def _deadline(config: RunConfig) -> timedelta:
-    return timedelta(seconds=config.learner.wait_timeout_s)

@@ -7,25 +7,23 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.data.survey.row_survey import BadRow
 from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.conversations import describe_conversations
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.evaluation_scores import evaluation_scores
-from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.tracker import TrackedRun
-from asyncrl.telemetry.tracker_threads import open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter
@@ -45,22 +43,25 @@ class Reporter:
 
     def __init__(
         self,
-        config: RunConfig,
+        recorder: RunRecorder,
         network: NetworkThread,
         ledger: TicketLedger,
         processor: PromptProcessor,
         exporter: LearnerExporter,
         total_steps: int,
+        *,
+        trainer: TrainerConfig,
+        accuracy: str,
+        group_size: int,
+        has_turns: bool,
     ):
-        self.config = config
+        """`accuracy` is the reward's component that is reported as accuracy, `group_size` that of an evaluation.
+        `has_turns`: an environment answers."""
         self.exporter = exporter
-        self.recorder = RunRecorder(
-            config.run_path,
-            open_trackers(
-                config.telemetry, TrackedRun(config.run_path, config.model_dump(mode="json")), network.servers.errors
-            ),
-        )
-        self._samples = SampleIndex(config.run_path)  # used by the background thread
+        self.recorder = recorder
+        self._trainer = trainer
+        self._accuracy, self._group_size, self._has_turns = accuracy, group_size, has_turns
+        self._samples = SampleIndex(recorder.run_path)  # used by the background thread
         self._behind = BackgroundWriter("samples")
         self._network = network
         self._ledger = ledger
@@ -114,10 +115,9 @@ class Reporter:
         return {int(evaluation["step"]) for evaluation in self.recorder.evaluations()}
 
     def started(self, step: int, device: torch.device) -> None:
-        """Record this process, which starts after `step`: it has accepted its configuration."""
+        """Record this process, which starts after `step`: its configuration is accepted."""
         self._device = device
-        save_config(self.config)
-        record_start(self.config.run_path, step, device_name(device))
+        record_start(self.recorder.run_path, step, device_name(device))
 
     def bad_rows(self, rows: Sequence[BadRow]) -> None:
         """Record the rows that the run leaves out."""
@@ -145,7 +145,7 @@ class Reporter:
             errors=dict(self._network.servers.errors),
             unscored=self._unscored,
             bad_rows=self._bad_rows,
-            device=_device_holder(self.config),
+            device=_device_holder(self.recorder.run_path) if self._trainer.mode == "sync" else {},
         )
         if phase in ENDINGS:
             self._rollout_usage()
@@ -191,7 +191,7 @@ class Reporter:
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         new = [item for item in batch.received if not item.is_replayed]  # which come first
-        for item in new[: self.config.trainer.samples_per_step]:
+        for item in new[: self._trainer.samples_per_step]:
             self._behind.do(self._sample, step, item)
         groups = [(item.ticket.prompt, item.group) for item in new]
         self._behind.do(self._samples.write, step, version, groups, trained)
@@ -242,9 +242,9 @@ class Reporter:
 
         `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
         """
-        name, size = self.config.reward.accuracy_component, self.config.evaluation.group_size
+        name, size = self._accuracy, self._group_size
         records = evaluation.records()
-        answered = [record for row in records for record in row] if self.config.environment.is_used else []
+        answered = [record for row in records for record in row] if self._has_turns else []
         rows = [
             [
                 None if record.reward is None else (record.rewards[name] if name else record.reward, record.reward)
@@ -271,9 +271,9 @@ class Reporter:
         self.recorder.sample(*sample_of_group(item, step, self._processor.decode))
 
 
-def _device_holder(config: RunConfig) -> dict[str, Any]:
-    """The process that has a shared device; empty where it is not shared."""
-    tenure = read_tenure(config.run_path) if config.trainer.mode == "sync" else None
+def _device_holder(run_path: Path) -> dict[str, Any]:
+    """The process that has a shared device; empty before the first turn."""
+    tenure = read_tenure(run_path)
     if tenure is None:
         return {}
     holder = tenure.holder if tenure.held else ""

@@ -14,7 +14,8 @@ import re
 
 import numpy as np
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.demonstrations import DemonstrationConfig
 from asyncrl.data.survey.row_survey import RowSurvey
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
@@ -32,10 +33,18 @@ _SEED = 0x4445
 class Demonstrations:
     """Orders for the groups of a run. The same slot and text always give the same orders."""
 
-    def __init__(self, config: RunConfig, processor: PromptProcessor, stop_token_ids: tuple[int, ...]):
-        self._config = config.algorithm.demonstrations
-        self._seed = config.trainer.seed
-        self._limit = config.data.max_response_length
+    def __init__(
+        self,
+        config: DemonstrationConfig,
+        processor: PromptProcessor,
+        stop_token_ids: tuple[int, ...],
+        *,
+        seed: int,
+        most_tokens: int,
+    ):
+        self._config = config
+        self._seed = seed
+        self._limit = most_tokens
         self._processor = processor
         self._never_inside = {*stop_token_ids, *processor.placeholder_ids}
         self._has_warned = False
@@ -82,14 +91,14 @@ class Demonstrations:
         return [TrajectoryOrder(prefix=demonstration[:length]) for length in lengths]
 
 
-def check_targets(survey: RowSurvey, config: RunConfig) -> None:
+def check_targets(survey: RowSurvey, algorithm: AlgorithmConfig, key: str) -> None:
     """Raise UserError if demonstrations are to be used and no training row has one; count those that have none."""
-    without, usable, key = survey.num_without_target, len(survey.usable), config.data.target_key
-    if not config.algorithm.demonstrations.are_used or not without:
+    without, usable = survey.num_without_target, len(survey.usable)
+    if not algorithm.demonstrations.are_used or not without:
         return
     if without == usable:
         raise UserError(
-            f"algorithm.policy_loss {config.algorithm.policy_loss} learns from demonstrations, and none of {usable:,} "
+            f"algorithm.policy_loss {algorithm.policy_loss} learns from demonstrations, and none of {usable:,} "
             f"training rows has one: column {key!r} (data.target_key) is missing or empty. Name the column that has "
             "them, or choose a loss that needs none"
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.loading import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
@@ -140,12 +140,20 @@ class GroupJudge:
         return None
 
 
-def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
-    """The judge of a run. Without trainer.max_steps its positions end with its epochs."""
-    curriculum, per_step, seed = config.data.curriculum, config.batch.prompts_per_step, config.trainer.seed
-    total = config.total_steps(order.num_rows) * per_step
-    end = None if config.trainer.max_steps else total
-    component = curriculum.component or config.reward.accuracy_component
+def make_judge(
+    algorithm: AlgorithmConfig,
+    curriculum: CurriculumConfig,
+    order: DataOrder,
+    *,
+    prompts_per_step: int,
+    total_steps: int,
+    has_end: bool,
+    seed: int,
+    accuracy: str,
+) -> GroupJudge:
+    """The judge of a run. With `has_end` its positions end with its steps. `accuracy` is the component that counts."""
+    per_step, total = prompts_per_step, total_steps * prompts_per_step
+    end, component = total if has_end else None, curriculum.component or accuracy
     source = PromptSource(end)
     if curriculum.visits == "greso":
         source = Greso(curriculum, order, seed, component=component, per_step=per_step, end=end)
@@ -153,11 +161,11 @@ def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
         source = PassRate(curriculum, order, seed, component=component, end=end)
     return GroupJudge(
         source,
-        config.algorithm,
+        algorithm,
         num_rows=order.num_rows,
         prompts_per_step=per_step,
         total_groups=total,
-        accuracy=config.reward.accuracy_component,
+        accuracy=accuracy,
     )
 
 

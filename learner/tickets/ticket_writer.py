@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import TicketSettings
 from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash
@@ -41,33 +41,39 @@ PARITY_CANDIDATES = 64
 class TicketWriter:
     """Writes tickets. The same slot always gives the same prompt and the same seed."""
 
-    def __init__(self, config: RunConfig, processor: PromptProcessor, stop_token_ids: tuple[int, ...]):
-        self.config = config
+    def __init__(self, settings: TicketSettings, processor: PromptProcessor, stop_token_ids: tuple[int, ...]):
+        self.settings = settings
         self.processor = processor
-        self.renderer = PromptRenderer(config.data)
-        self.train = open_train(config.data)
-        self.held_out = open_validation(config.data)
+        self.renderer = PromptRenderer(settings.data)
+        self.train = open_train(settings.data)
+        self.held_out = open_validation(settings.data)
         self._stop_token_ids = stop_token_ids
-        self._bridge = TurnBridge(processor, stop_token_ids) if config.environment.is_used else None
-        self._hooks = ticket_hooks(config.algorithm)
-        self._demonstrations = Demonstrations(config, processor, stop_token_ids)
+        self._bridge = TurnBridge(processor, stop_token_ids) if settings.environment.is_used else None
+        self._hooks = ticket_hooks(settings.algorithm)
+        self._demonstrations = Demonstrations(
+            settings.algorithm.demonstrations,
+            processor,
+            stop_token_ids,
+            seed=settings.seed,
+            most_tokens=settings.data.max_response_length,
+        )
         self.train_survey = usable_rows(
-            self.train, self.renderer, processor, config.data, "training", config.network.max_message_mib
+            self.train, self.renderer, processor, settings.data, "training", settings.max_message_mib
         )
         self.held_out_survey: RowSurvey | None = None
         if self.held_out is not None:
             self.held_out_survey = usable_rows(
-                self.held_out, self.renderer, processor, config.data, "held-out", config.network.max_message_mib
+                self.held_out, self.renderer, processor, settings.data, "held-out", settings.max_message_mib
             )
-        check_targets(self.train_survey, config)
+        check_targets(self.train_survey, settings.algorithm, settings.data.target_key)
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
-        self._sort_by = self._numbers(config.data.curriculum) if config.data.curriculum.order_by else None
+        self._sort_by = self._numbers(settings.data.curriculum) if settings.data.curriculum.order_by else None
         self._order = self.order()
 
     def order(self) -> DataOrder:
         """The order of the usable rows, an object for one thread."""
-        return DataOrder(len(self._train_rows), self.config.trainer.seed, self.config.data.shuffle, self._sort_by)
+        return DataOrder(len(self._train_rows), self.settings.seed, self.settings.data.shuffle, self._sort_by)
 
     def _numbers(self, curriculum: CurriculumConfig) -> list[float]:
         """The number of each usable row by which they are ordered. Raises UserError naming a row that has none."""
@@ -98,11 +104,9 @@ class TicketWriter:
 
     def _measure(self, rows: RowSource, index: int) -> tuple[RenderedPrompt, MeasuredPrompt]:
         """Make a usable row a prompt. Raises UserError if it is not usable any more."""
-        row_id, limit = rows.row_id(index), self.config.data.max_prompt_length
+        row_id, limit = rows.row_id(index), self.settings.data.max_prompt_length
         try:
-            rendered, measured = measure_row(
-                rows, index, self.renderer, self.processor, self.config.network.max_message_mib
-            )
+            rendered, measured = measure_row(rows, index, self.renderer, self.processor, self.settings.max_message_mib)
             if len(measured.token_ids) > limit:
                 tools = self.processor.shown_tools is not None
                 raise UserError(overlong(row_id, measured, limit, shows_tools=tools))
@@ -117,7 +121,7 @@ class TicketWriter:
         for place in range(number):
             rendered, _ = self._measure(self.train, self._train_rows[place * self.num_train_rows // number])
             hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
-            if self.config.algorithm.demonstrations.are_used:
+            if self.settings.algorithm.demonstrations.are_used:
                 hashed.update(rendered.target.encode())
         if bad := self.train_survey.bad:
             hashed.update("\n".join(one.row_id for one in bad).encode())
@@ -131,8 +135,8 @@ class TicketWriter:
         if others:
             made = {content_hash(data): data for images in others.values() for data in images}
             rendered = replace(rendered, blobs={**rendered.blobs, **made})
-            check_message(rendered, self.config.network.max_message_mib)
-        size, orders = self.config.trajectories_per_group, self._orders(rendered.target, slot, others)
+            check_message(rendered, self.settings.max_message_mib)
+        size, orders = self.settings.trajectories_per_group, self._orders(rendered.target, slot, others)
         return self._prepare(
             (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders
         )
@@ -142,9 +146,9 @@ class TicketWriter:
         row = TicketRow(
             where=f"row {rendered.prompt.row_id}",
             images=[rendered.blobs[digest] for digest in rendered.prompt.image_hashes],
-            trajectories=self.config.batch.group_size - self.config.algorithm.demonstrations.rows,
-            done=slot.version / self.config.total_steps(self.num_train_rows),
-            seed=(self.config.trainer.seed, slot.ticket_id),
+            trajectories=self.settings.batch.group_size - self.settings.algorithm.demonstrations.rows,
+            done=slot.version / self.settings.total_steps(self.num_train_rows),
+            seed=(self.settings.seed, slot.ticket_id),
         )
         return {index: images for hook in self._hooks for index, images in hook(row).items()}
 
@@ -153,11 +157,11 @@ class TicketWriter:
     ) -> tuple[TrajectoryOrder, ...]:
         """Wishes for the trajectories of a training group, none where all are sampled. Behind the sampled ones are the
         demonstrations, and a greedy one. `others`: images that trajectories see in place of the row's."""
-        size = self.config.batch.group_size
+        size = self.settings.batch.group_size
         orders = [*(self._demonstrations.orders(target, slot, size) or [NO_ORDER] * size)]
         for index, images in others.items():
             orders[index] = orders[index].model_copy(update={"images": tuple(map(content_hash, images))})
-        if self.config.trajectories_per_group > size:
+        if self.settings.trajectories_per_group > size:
             orders.append(TrajectoryOrder(greedy=True))
         return tuple(orders) if any(order != NO_ORDER for order in orders) else ()
 
@@ -167,14 +171,14 @@ class TicketWriter:
         slot = TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0)
         rendered, measured = self._measure(self.held_out, self._held_out_rows[index])
         ticket = evaluation_ticket(
-            self.config.evaluation,
-            self.config.environment,
+            self.settings.evaluation,
+            self.settings.environment,
             rendered.prompt,
             index,
             ticket_id=slot.ticket_id,
             version=version,
-            run_seed=self.config.trainer.seed,
-            max_response_length=self.config.data.max_response_length,
+            run_seed=self.settings.seed,
+            max_response_length=self.settings.data.max_response_length,
             stop_token_ids=self._stop_token_ids,
             banned_token_ids=self.processor.placeholder_ids,
         )
@@ -189,16 +193,16 @@ class TicketWriter:
                 TicketSlot(PARITY_IDS + number, number, version=0, bound=0),
                 PARITY_IDS + number,
                 TicketKind.PARITY,
-                min(2, self.config.batch.group_size),
+                min(2, self.settings.batch.group_size),
                 self._distribution,
-                max_new_tokens=min(PARITY_TOKENS, self.config.data.max_response_length),
+                max_new_tokens=min(PARITY_TOKENS, self.settings.data.max_response_length),
             )
-            for number, row in enumerate(chosen[: self.config.alignment.rows])
+            for number, row in enumerate(chosen[: self.settings.parity_rows])
         ]
 
     def _most_telling(self, candidates: Sequence[int]) -> list[int]:
         """Order rows so that those with images, with videos and with both take turns, and text alone comes last."""
-        keys = (self.config.data.image_key, self.config.data.video_key)
+        keys = (self.settings.data.image_key, self.settings.data.video_key)
         seen: Counter[tuple[bool, ...]] = Counter()
         order: list[tuple[bool, int, int, int]] = []
         for row in candidates:
@@ -210,7 +214,7 @@ class TicketWriter:
     @property
     def _distribution(self) -> dict[str, Any]:
         """Sampling settings of training."""
-        return {name: getattr(self.config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return {name: getattr(self.settings.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def _prepare(
         self,
@@ -229,18 +233,18 @@ class TicketWriter:
             kind=kind,
             prompt=rendered.prompt,
             group_size=size,
-            seed=ticket_seed(self.config.trainer.seed, seed),
+            seed=ticket_seed(self.settings.seed, seed),
             min_version=slot.version,
             sampling=Sampling(
                 **distribution,
-                max_new_tokens=max_new_tokens or self.config.data.max_response_length,
+                max_new_tokens=max_new_tokens or self.settings.data.max_response_length,
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
             ),
             orders=orders,
             conversation=None
             if kind is TicketKind.PARITY
-            else conversation_limits(self.config.environment, self.config.environment.limits),
+            else conversation_limits(self.settings.environment, self.settings.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
         return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import ModelSettings
+from asyncrl.config.service_sections import CriticConfig
 from asyncrl.models.value_head import add_value_head, read_score_head, values
 from asyncrl.models.wake_parity import fixed_tokens
 from learner.ranks.group import ALONE, Ranks
@@ -28,14 +29,14 @@ class Critic(TorchEngine):
 
     role = "critic"
 
-    def __init__(self, config: RunConfig, total_updates: int, ranks: Ranks = ALONE):
-        config = config.model_copy(update={"model": config.critic_model})
-        super().__init__(config, config.critic.optim, total_updates, ranks)
+    def __init__(self, settings: ModelSettings, critic: CriticConfig, total_updates: int, ranks: Ranks = ALONE):
+        super().__init__(settings, critic.optim, total_updates, ranks)
+        self._has_folder = bool(critic.path)
 
     def _make_head(self) -> None:
         head = add_value_head(self.model, self.sharding.load_device)
-        if self._config.critic.path:
-            read_score_head(head, self._config.model)
+        if self._has_folder:
+            read_score_head(head, self._settings.model)
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], [])
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:

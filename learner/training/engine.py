@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from asyncrl.attention import shared_prefix
+from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.sampling_rules import UNTRUNCATED
-from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import OptimConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.devices.sleeping import Sleeper
@@ -49,17 +49,17 @@ class TorchEngine:
     role = "actor"
     """Name among the engines of a step."""
 
-    def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
+    def __init__(self, settings: ModelSettings, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
-        self._config = config
+        self._settings = settings
         self._optim = optim
         self._total_updates = total_updates
         self._ranks = ranks
-        self.adapter = resolve_adapter(config.model)
+        self.adapter = resolve_adapter(settings.model)
         """The adapter that is trained and published; None: the model itself."""
-        self.device = ranks.own(resolve_device(config.learner.device, "learner.device"))
-        self.sharding = make_sharding(config.learner, self.device, ranks)
-        self._sleeper = Sleeper(OWNER, self.device, config.run_path, has_views=config.learner.is_divided)
+        self.device = ranks.own(resolve_device(settings.learner.device, "learner.device"))
+        self.sharding = make_sharding(settings.learner, self.device, ranks)
+        self._sleeper = Sleeper(OWNER, self.device, settings.run_path, has_views=settings.learner.is_divided)
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
         self.features: VisionFeatures | None = None
@@ -69,17 +69,17 @@ class TorchEngine:
         """Load the model and build the optimiser."""
         shared_prefix.register()
         model: Any = load_model(
-            self._config.model,
+            self._settings.model,
             device=self.sharding.load_device,
             text_attention=shared_prefix.SHARED_PREFIX_ATTENTION,
             stays_mapped=self.sharding.gathers,  # it is taken apart below
         )
         self._adapted: Any = None
         if self.adapter is not None:
-            self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
+            self._adapted = add_adapter(model, self.adapter, seed=self._settings.seed)
         else:
-            freeze_parts(model, self._config.model)
-        if self._config.learner.gradient_checkpointing:
+            freeze_parts(model, self._settings.model)
+        if self._settings.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
         self._make_head()
@@ -90,7 +90,7 @@ class TorchEngine:
     def _make_head(self) -> None:
         """Make what turns hidden states into this engine's outputs."""
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
-        rollout = self._config.rollout
+        rollout = self._settings.rollout
         self.head = OutputHead(
             self.model,
             temperature=rollout.temperature,
@@ -211,7 +211,7 @@ class TorchEngine:
 
     def export(self, processor: Any, folder: Path) -> None:
         """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
-        if self._adapted is not None and self._config.learner.is_divided:
+        if self._adapted is not None and self._settings.learner.is_divided:
             self._export_merged(processor, folder)
             return
         if self._adapted is not None:
@@ -226,8 +226,8 @@ class TorchEngine:
             return
         with TemporaryDirectory(dir=folder.parent) as given:
             adapter = Path(given) / ADAPTER_FOLDER
-            write_adapter_folder(adapter, self.adapter, tensors, base_path=self._config.model.path)
-            export_model(load_merged(self._config.model, adapter), processor, folder)
+            write_adapter_folder(adapter, self.adapter, tensors, base_path=self._settings.model.path)
+            export_model(load_merged(self._settings.model, adapter), processor, folder)
 
     def save_model(self, processor: Any, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
@@ -307,11 +307,6 @@ class TorchEngine:
         ids = self._fixed_tokens
         completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
         return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], device or self.device)
-
-
-def create_engine(config: RunConfig, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE) -> TorchEngine:
-    """The engine of `learner.engine`, which says how the weights are placed."""
-    return TorchEngine(config, optim, total_updates, ranks)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import ModelSettings
+from asyncrl.config.service_sections import ReferenceConfig
 from asyncrl.errors import UserError
 from asyncrl.models.output_head import Layer, OtherStates
 from learner.ranks.group import ALONE, Ranks
@@ -33,45 +34,43 @@ class Reference(TorchEngine):
 
     role = "reference"
 
-    def __init__(self, config: RunConfig, ranks: Ranks = ALONE):
-        assert config.reference_model is not None
-        super().__init__(config.model_copy(update={"model": config.reference_model}), config.learner.optim, 1, ranks)
-        self._settings = config.reference
-        self._compares_distributions = config.algorithm.kl_estimator == "full"
+    def __init__(self, settings: ModelSettings, reference: ReferenceConfig, ranks: Ranks = ALONE):
+        super().__init__(settings, settings.learner.optim, 1, ranks)
+        self._moves = reference
 
     def _make_updates(self) -> None:
         """Make no updates. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
-        trained = [p for p in self.model.parameters() if p.requires_grad] if self._settings.moves else []
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self._moves.moves else []
         self._moving: list[torch.nn.Parameter] = trained
-        self.masters = self.sharding.masters(self.model if self._settings.ema else torch.nn.Module())
+        self.masters = self.sharding.masters(self.model if self._moves.ema else torch.nn.Module())
         self.model.requires_grad_(False)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, its weights are on the device; afterwards in host memory, where the settings ask for that. An error
         inside ends the run: nothing is moved then."""
-        if self._settings.offload:
+        if self._moves.offload:
             self._sleeper.wake()
         yield
-        if self._settings.offload:
+        if self._moves.offload:
             self._sleeper.sleep(self._tensors())
 
-    def check_fits(self, actor: TorchEngine) -> None:
+    def check_fits(self, actor: TorchEngine, *, compares_distributions: bool) -> None:
         """Raise UserError where it cannot be compared with the policy as the settings say, or cannot become it, or
         where there is no device to take it off."""
-        if self._settings.offload and self.device.type == "cpu":
+        if self._moves.offload and self.device.type == "cpu":
             raise UserError(
-                f"reference.offload is true, but learner.device {self._config.learner.device} is the CPU here, whose "
+                f"reference.offload is true, but learner.device {self._settings.learner.device} is the CPU here, whose "
                 "memory is the host's. Set reference.offload=false"
             )
-        where = f"reference.path is {self._config.model.path!r}"
-        if self._settings.moves and self.facts.architecture != actor.facts.architecture:
+        where = f"reference.path is {self._settings.model.path!r}"
+        if self._moves.moves and self.facts.architecture != actor.facts.architecture:
             raise UserError(
                 f"{where}, a model of another size than the policy, and can neither be set to it nor follow it. Leave "
                 "reference.reset_every_steps and reference.ema out"
             )
         sizes = [engine.facts.vocabulary for engine in (self, actor)]
-        if self._compares_distributions and sizes[0] != sizes[1]:
+        if compares_distributions and sizes[0] != sizes[1]:
             raise UserError(
                 f"{where}, with a vocabulary of {sizes[0]}, and the policy's is {sizes[1]}: algorithm.kl_estimator "
                 "full sums over both. Set algorithm.kl_estimator=k3"
@@ -95,21 +94,21 @@ class Reference(TorchEngine):
         layer = self.model.get_output_embeddings()
         assert isinstance(layer, torch.nn.Linear), "families whose output layer is another are not known"
         weights = self.sharding.weights_of(layer)
-        if self._config.model.float32_head:
+        if self._settings.model.float32_head:
             return lambda hidden: linear(hidden.float(), *(weights[name].float() for name in weights))
         return partial(linear, **weights)
 
     @torch.no_grad()
     def follow(self, actor: TorchEngine, step: int) -> None:
         """Move as the settings say, after the policy's `step`-th step, from 1; a reset may be the optimiser's, too."""
-        every, ema = self._settings.reset_every_steps, self._settings.ema
+        every, ema = self._moves.reset_every_steps, self._moves.ema
         for engine in (self, actor):
             engine.sharding.changed()
         if every and step % every == 0:
             with self.on_device():
                 for mine, policys in zip(self._moving, actor.trained, strict=True):
                     self.sharding.local(mine).copy_(actor.sharding.local(policys))
-            if self._settings.reset_optimizer:
+            if self._moves.reset_optimizer:
                 actor.forget_moments()
         if ema:
             with self.on_device():
@@ -119,14 +118,14 @@ class Reference(TorchEngine):
 
     def fall_asleep(self) -> int:
         """Sleep with the policy: nothing to do where the reference is in host memory between its uses."""
-        return 0 if self._settings.offload else super().fall_asleep()
+        return 0 if self._moves.offload else super().fall_asleep()
 
     def wake_up(self) -> int:
-        return 0 if self._settings.offload else super().wake_up()
+        return 0 if self._moves.offload else super().wake_up()
 
     def files(self, *, copies: bool) -> Write:
         """Weights, and the moving averages that they are the rounded values of."""
-        copies = copies or self._settings.offload  # it is on the device no more when they are written
+        copies = copies or self._moves.offload  # it is on the device no more when they are written
         with self.on_device():
             weights = self.sharding.weights_files(WEIGHTS_FILE, copies=copies)
             averages = self.sharding.state_files(self.masters.state_dict(), AVERAGES_FILE, copies=copies)

@@ -26,7 +26,7 @@ from asyncrl.algorithms.selections import Selected, Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import StepSettings
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from asyncrl.models.vision_features import VisionFeatures
@@ -53,12 +53,12 @@ class LearnerStep:
     trained: TrainedBatch
     """Each row and token of the last batch: what its metrics summarise."""
 
-    def __init__(self, roles: Roles, config: RunConfig, *, total_steps: int = 1):
+    def __init__(self, roles: Roles, settings: StepSettings, *, total_steps: int = 1):
         """`total_steps` of the run."""
         self.roles = roles
-        self.config = config
-        self.budget = TokenBudget(roles, config.batch.microbatch_tokens)
-        a = config.algorithm
+        self.settings = settings
+        self.budget = TokenBudget(roles, settings.microbatch_tokens)
+        a = settings.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
         self.objective = Objective(a)
@@ -67,7 +67,7 @@ class LearnerStep:
     @cached_property
     def _features(self) -> VisionFeatures | None:
         """Shared once the roles are prepared."""
-        return self.roles.share_features(self.config.learner)
+        return self.roles.share_features(self.settings.learner)
 
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
         """One optimiser step per `updates_per_batch`; `version` is the policy's as it takes the batch.
@@ -77,7 +77,7 @@ class LearnerStep:
         """
         features = self._features
         decided = self._decide(batch, version)
-        updates = _split_evenly(decided.train_groups, self.config.algorithm.updates_per_batch)
+        updates = _split_evenly(decided.train_groups, self.settings.algorithm.updates_per_batch)
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         metrics: dict[str, list[float]] = defaultdict(list)
         for number, groups in enumerate(updates, 1):
@@ -122,7 +122,7 @@ class LearnerStep:
 
     def _decide(self, batch: Batch, version: int) -> Decided:
         """Score the roles, give credit, select: all that is decided over the whole batch."""
-        algorithm, coefficients = self.config.algorithm, self.coefficients.of_step(version)
+        algorithm, coefficients = self.settings.algorithm, self.coefficients.of_step(version)
         # With a single update the policy does not move between this forward pass and the next: the proximal
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         num_updates = min(algorithm.updates_per_batch, len(batch.train_groups))
@@ -149,7 +149,7 @@ class LearnerStep:
             is_truncated=batch.is_truncated,
             row=batch.trained.row,
             behaviour_logprobs=behaviour,
-            component_weights=self.config.reward.weights,
+            component_weights=self.settings.reward_weights,
             proximal_logprobs=scored.proximal_logprobs,
             entropies=scored.entropies,
             squared_probabilities=scored.squared_probabilities,
@@ -175,7 +175,7 @@ class LearnerStep:
 
     def _turns(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Columns of turns where there is an environment."""
-        environment = self.config.environment
+        environment = self.settings.environment
         if not environment.is_used:
             return {}
         return batch.turns(zero_over_limit=environment.over_limit == "zero")._asdict()
@@ -184,7 +184,7 @@ class LearnerStep:
         """The selections' choices, and trajectories that a limit ended where these are masked: their scores stay in the
         statistics of their groups, and their tokens in the loss's denominators, so that what is masked makes no other
         row weigh more (Mini-o3, https://arxiv.org/abs/2509.07969)."""
-        environment = self.config.environment
+        environment = self.settings.environment
         if not environment.is_used or environment.over_limit != "mask":
             return selected
         tokens = batch.is_over_limit[batch.trained.row]
@@ -192,7 +192,7 @@ class LearnerStep:
 
     def _credit(self, trajectories: Trajectories) -> Credit:
         """Give credit to what the policy sampled, and to demonstrations where the loss takes them as group members."""
-        algorithm = self.config.algorithm
+        algorithm = self.settings.algorithm
         loss = method_of("policy_loss", algorithm.policy_loss)
         all_members = not algorithm.demonstrations.are_used or (loss is not None and loss.credits_demonstrations)
         if all_members or trajectories.provenance is None:
@@ -212,8 +212,8 @@ class LearnerStep:
             row,
             batch.groups[row],
             batch.trained_provenance.is_inserted[place],
-            self.config.algorithm,
-            max_response_length=self.config.data.max_response_length,
+            self.settings.algorithm,
+            max_response_length=self.settings.max_response_length,
         )
         nothing = torch.zeros_like(weights)
         for number, micro_batch in enumerate(self.roles.micro_batches(groups, tokens_per_microbatch), 1):
@@ -238,7 +238,7 @@ class LearnerStep:
 
     def _trains_actor(self, version: int) -> bool:
         """False while the critic warms up."""
-        return self.roles.critic is None or version >= self.config.critic.warmup_steps
+        return self.roles.critic is None or version >= self.settings.critic.warmup_steps
 
     def _train_critic(
         self, micro_batch: MicroBatch, place: torch.Tensor, decided: Decided, num_tokens: int
@@ -249,7 +249,7 @@ class LearnerStep:
             return {}
         here = critic.device
         values = critic.values(micro_batch)
-        loss = value_loss(values, old[place].to(here), returns[place].to(here), self.config.critic.clip_range)
+        loss = value_loss(values, old[place].to(here), returns[place].to(here), self.settings.critic.clip_range)
         critic.backward(loss.token_loss.sum() / num_tokens * (not micro_batch.is_idle))
         return {
             "critic/loss": loss.token_loss.detach(),

@@ -10,20 +10,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import BatchConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import BadStateError, RestartError, UserError
-from asyncrl.memory_plan.items import CONTEXT_BYTES
-from asyncrl.memory_plan.plan import device_sharing
-from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.telemetry.jsonl import write_atomically
-from learner.ranks.group import Ranks
 from learner.training.packing import TrainGroup
 from learner.training.rank_plan import plan_shares
 from learner.training.roles import Roles
@@ -32,33 +27,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BUDGET_FILE = "token_budget.json"
 """The smaller budget in the run directory."""
-HOLDS_FOR = (
-    "batch.tokens_per_microbatch",
-    *(f"learner.{name}" for name in ("engine", "num_processes", "cpu_offload", "gradient_checkpointing")),
-)
-"""Settings that decide how much memory a micro-batch may take. Where one has changed, the budget is the configured one
-again."""
-
-
-def with_token_budget(config: RunConfig, device: torch.device, ranks: Ranks) -> RunConfig:
-    """The configuration with a number in the place of batch.tokens_per_microbatch=auto, before anything is loaded.
-
-    A collective: all ranks choose by the memory of the one that has least. Of a GPU that nobody else of the run is on,
-    what other processes hold is left to them.
-    """
-    if config.batch.tokens_per_microbatch != "auto":
-        return config
-    config = changed(config, {"learner.num_processes": ranks.size})  # torchrun says how many
-    room = 0
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-        if device_sharing(config) == "apart":
-            room = min(room, torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES)  # the plan counts this one's context
-        room = -ranks.most(-room)
-    settled, chosen = settle_tokens(config, room)
-    if ranks.leads:
-        logger.info("%s", chosen)
-    return settled
+HOLDS_FOR = ("engine", "num_processes", "cpu_offload", "gradient_checkpointing")
+"""Keys of `learner` that decide how much memory a micro-batch may take. Where one has changed, the budget is the
+configured one again."""
 
 
 class TokenBudget:
@@ -73,16 +44,17 @@ class TokenBudget:
         self._file: Path | None = None
         self._settings: dict[str, Any] = {}
 
-    def keep_in_run(self, config: RunConfig) -> None:
-        """Go on with the budget that the run directory has of an earlier process, and leave a smaller one there.
-        `config` is the run's, in which `auto` may stand.
+    def keep_in_run(self, run_path: Path, batch: BatchConfig, learner: LearnerConfig) -> None:
+        """Go on with the budget that the run directory has of an earlier process, and leave a smaller one there. In the
+        run's own `batch` there may be `auto`.
 
         A collective: all ranks take what rank 0 reads. Raises UserError where the file is not one of ours.
         """
-        self._file = config.run_path / BUDGET_FILE
-        self._is_chosen = config.batch.tokens_per_microbatch == "auto"
-        own = {f"learner.{name}": section.model_dump() for name, section in (config.learner.model_extra or {}).items()}
-        self._settings = {name: attrgetter(name)(config) for name in HOLDS_FOR} | own
+        self._file = run_path / BUDGET_FILE
+        self._is_chosen = batch.tokens_per_microbatch == "auto"
+        own = {f"learner.{name}": section.model_dump() for name, section in (learner.model_extra or {}).items()}
+        configured = {f"learner.{name}": getattr(learner, name) for name in HOLDS_FOR}
+        self._settings = {"batch.tokens_per_microbatch": batch.tokens_per_microbatch} | configured | own
         ranks = self._roles.ranks
         read = str(self._read(self._file) if ranks.leads else 0)
         self.tokens = int(ranks.broadcast(read.encode()))

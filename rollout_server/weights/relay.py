@@ -52,7 +52,7 @@ class Relay:
         self._authenticator = CurveAuthenticator(self._context, self._keys) if self._keys else None
         try:
             self._socket = LearnerSocket(
-                endpoint_of(address_towards(config.control_endpoint), 0),
+                endpoint_of(address_towards(config.network.control_endpoint), 0),
                 (ChunkRequest,),
                 setting="network.weights_port",
                 inbound=REQUEST_LIMITS,

@@ -58,7 +58,7 @@ def test_a_full_micro_batch_takes_what_was_planned(
 
 def passing_bytes(config: RunConfig) -> int:
     """The rehearsed pass for real: what it adds at its peak to weights and gradients."""
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     model = engine.unwrap_model()
     train_pass(model, config, engine.device)

@@ -58,6 +58,6 @@ async def differences(config: RunConfig) -> np.ndarray:
         groups = await sample(engine, prompts, config)
     finally:
         await engine.close()
-    learner = create_learner(config, config.learner.optim, total_updates=1)
+    learner = create_learner(config.model_settings, config.learner.optim, total_updates=1)
     learner.prepare()
     return train(learner, prompts, groups, config)

@@ -49,7 +49,9 @@ def parity_judge(config: RunConfig, *parts: Any) -> ParityJudge:
 
 
 def parity_tickets(config: RunConfig, processor: PromptProcessor) -> list[PreparedTicket]:
-    return TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer)).write_parity()
+    return TicketWriter(
+        config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer)
+    ).write_parity()
 
 
 async def answers(
@@ -83,6 +85,6 @@ def verify(received: ReceivedGroup, version: int = 0) -> None:
 
 
 def learner_engine(config: RunConfig) -> TorchEngine:
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     return engine

@@ -45,7 +45,7 @@ OPENING = Observation((Message("user", ("so: ", WIDE)),))
 def conversation_ticket(config: RunConfig, processor: PromptProcessor) -> PreparedTicket:
     """The first ticket of a run, as one of a conversation."""
     stop = processor.tokenizer.eos_token_id
-    item = TicketWriter(config, processor, (stop,)).write(TicketSlot(0, 0, version=0, bound=2))
+    item = TicketWriter(config.ticket_settings, processor, (stop,)).write(TicketSlot(0, 0, version=0, bound=2))
     ticket = item.ticket.model_copy(
         update={
             "conversation": LIMITS,

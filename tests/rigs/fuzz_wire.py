@@ -37,7 +37,7 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool) ->
     if curve:
         make_keys(Path(keys))
     config = small_config(keys_dir=keys)
-    endpoints = (config.control_endpoint, config.weights_endpoint)
+    endpoints = (config.network.control_endpoint, config.network.weights_endpoint)
     started = time.monotonic()
     slowest_probe_s, flooded = 0.0, 0
     sent: Counter[str] = Counter()

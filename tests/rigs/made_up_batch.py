@@ -21,7 +21,7 @@ from protocol.messages import FinishReason, Group, GroupTimings, Ticket, TokenSo
 def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
     """Random completions of unequal lengths, of policy versions 0 to 2, with one unscored row; no engine involved."""
     rng = np.random.default_rng(0)
-    writer = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,))
+    writer = TicketWriter(config.ticket_settings, processor, (processor.tokenizer.eos_token_id,))
     received = []
     size = config.trajectories_per_group
     usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]

@@ -22,7 +22,7 @@ from asyncrl.memory_plan.live_bytes import nbytes
 from asyncrl.models import sampling_distribution
 from learner.ranks.group import Ranks
 from learner.training.critic import Critic
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
 from tests.rigs.full_micro_batch import full_micro_batch
 from tests.rigs.rank_rig import join
@@ -56,10 +56,10 @@ def main(folder: Path) -> None:
 
 def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
     """Bytes of this rank, of all roles together; peaks are what is added to the bytes before."""
-    actor = create_engine(config, config.learner.optim, 4, ranks)
+    actor = TorchEngine(config.model_settings, config.learner.optim, 4, ranks)
     actor.prepare()
-    critic = Critic(config, 4, ranks) if "critic" in config.algorithm.needs else None
-    reference = Reference(config, ranks) if config.reference_model else None
+    critic = Critic(config.critic_settings, config.critic, 4, ranks) if "critic" in config.algorithm.needs else None
+    reference = Reference(config.reference_settings, config.reference, ranks) if config.reference_model else None
     for role in (critic, reference):
         if role:
             role.prepare()

@@ -27,7 +27,7 @@ from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training import sharded_state
 from learner.training.critic import Critic
-from learner.training.engine import TorchEngine, create_engine
+from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
@@ -99,10 +99,10 @@ def take_steps(
     and comes back."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
-    engine = create_engine(config, config.learner.optim, steps, ranks)
+    engine = TorchEngine(config.model_settings, config.learner.optim, steps, ranks)
     engine.prepare()
-    critic = Critic(config, steps, ranks) if "critic" in config.algorithm.needs else None
-    reference = Reference(config, ranks) if config.reference_model else None
+    critic = Critic(config.critic_settings, config.critic, steps, ranks) if "critic" in config.algorithm.needs else None
+    reference = Reference(config.reference_settings, config.reference, ranks) if config.reference_model else None
     for role in (critic, reference):
         if role:
             role.prepare()
@@ -119,7 +119,7 @@ def take_steps(
         engine.backward = lambda loss: TorchEngine.backward(engine, loss * float("inf"))
     passes = [_count_tower(role) for role in (engine, critic, reference) if role]
     towers: list[list[float]] = []
-    step = LearnerStep(Roles(engine, critic, reference, ranks), config, total_steps=steps)
+    step = LearnerStep(Roles(engine, critic, reference, ranks), config.step_settings, total_steps=steps)
     processor = PromptProcessor(config.model)
     engine.companions = tuple(role for role in (critic, reference) if role)
     batch = made_up_batch(config, processor)

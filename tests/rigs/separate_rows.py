@@ -20,7 +20,7 @@ from learner.training.packing import Completion, Segment, TrainGroup, build_micr
 
 def check_packing(config: RunConfig, processor: PromptProcessor, batch: Batch, budget: int) -> int:
     """Compare the packed groups with their rows, vision tower included. Returns the number of micro-batches."""
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     plain: Any = load_model(config.model, device=torch.device("cpu")).train()
     banned = torch.tensor(sorted(processor.placeholder_ids))

@@ -85,7 +85,7 @@ def image_rows(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[dict[str,
 
 
 def writer_for(config: RunConfig) -> TicketWriter:
-    return TicketWriter(config, PromptProcessor(config.model), (1,))
+    return TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_failing_reward_is_a_status_and_never_a_zero(make_config: MakeConfig, 
     )
     processor = PromptProcessor(config.model)
     stop = (processor.tokenizer.eos_token_id,)
-    item = TicketWriter(config, processor, stop).write(TicketSlot(0, 0, version=0, bound=0))
+    item = TicketWriter(config.ticket_settings, processor, stop).write(TicketSlot(0, 0, version=0, bound=0))
     group = asyncio.run(asyncio.wait_for(produce(config, item, processor), 30))
     for record in group.trajectories:
         assert (record.status, record.error_kind) == (status, kind), record.error_message
@@ -262,7 +262,11 @@ def two_images(make_config: MakeConfig, tmp_path: Path) -> tuple[RunConfig, Prom
     data = write_rows(tmp_path, [{"prompt": "<image> or <image>?", "images": ["small.png", "wide.png"]}])
     config = make_config(data={**data, "max_prompt_length": 120})
     processor = PromptProcessor(config.model)
-    return config, processor, TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=3, bound=0))
+    return (
+        config,
+        processor,
+        TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(0, 0, version=3, bound=0)),
+    )
 
 
 def good_group(ticket: Ticket, prompt: EncodedPrompt) -> Group:

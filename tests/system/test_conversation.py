@@ -307,7 +307,7 @@ def stops(processor: PromptProcessor) -> tuple[int, ...]:
 
 
 def writer_of(config: RunConfig, processor: PromptProcessor) -> TicketWriter:
-    return TicketWriter(config, processor, stops(processor))
+    return TicketWriter(config.ticket_settings, processor, stops(processor))
 
 
 def conversation_ticket(writer: TicketWriter, processor: PromptProcessor, number: int, version: int) -> PreparedTicket:

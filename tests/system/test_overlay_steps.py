@@ -25,7 +25,7 @@ from tests.unit.learner.test_algorithm_overlays import ENVIRONMENT, OF_TURNS, OV
 def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callable[..., RunConfig]) -> None:
     """One model and one batch for all; the weights are put back before each."""
     base = make_config(batch={"group_size": 8})
-    engine = TorchEngine(base, base.learner.optim, 100)
+    engine = TorchEngine(base.model_settings, base.learner.optim, 100)
     engine.prepare()
     start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     processor = PromptProcessor(base.model)
@@ -38,13 +38,13 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
         batch = replace(seen, scores=2 * seen.scores, components={"only": seen.scores})
         engine.model.load_state_dict(start)
         engine.updates.optimizer.state.clear()
-        critic = Critic(config, 100) if "critic" in config.algorithm.needs else None
+        critic = Critic(config.critic_settings, config.critic, 100) if "critic" in config.algorithm.needs else None
         if critic:
             critic.prepare()
-        reference = Reference(config) if config.reference_model else None
+        reference = Reference(config.reference_settings, config.reference) if config.reference_model else None
         if reference:
             reference.prepare()
-        step = LearnerStep(Roles(engine, critic, reference), config)
+        step = LearnerStep(Roles(engine, critic, reference), config.step_settings)
         for version in (3, config.critic.warmup_steps + 4):
             metrics = step(batch, version)
             assert all(math.isfinite(value) for key, value in metrics.items() if key != "critic/explained_variance"), (

@@ -143,14 +143,14 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
         assert json.loads((one / "model" / file).read_text()) == json.loads((two / "model" / file).read_text())
     published = load_file(two / f"{STEPS}.safetensors")
     saved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(two / "model")})})
-    engine = create_engine(saved, saved.learner.optim, STEPS)
+    engine = create_engine(saved.model_settings, saved.learner.optim, STEPS)
     engine.prepare()
     engine.load(two)
     engine.updates.masters.round_into_parameters()
     for name, tensor in engine.published_state():
         assert torch.equal(tensor, published[name])
     if "critic" in config.algorithm.needs:
-        critic = Critic(saved, STEPS)
+        critic = Critic(saved.critic_settings, saved.critic, STEPS)
         critic.prepare()
         critic.load(two / "critic")
 
@@ -158,7 +158,7 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
 def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
     """One process restores the ranks' adapter and moments, and both exports have it merged into the same base."""
     published = load_file(two / f"{STEPS}.safetensors")
-    engine = create_engine(config, config.learner.optim, STEPS)
+    engine = create_engine(config.model_settings, config.learner.optim, STEPS)
     engine.prepare()
     engine.load_published(published.items())
     engine.load(two)

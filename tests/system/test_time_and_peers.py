@@ -214,7 +214,7 @@ def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
             assert server.wait(timeout=60) == 3, logs(tmp_path / "config")
         said = (tmp_path / "config" / "rollout_server.log").read_text()
         assert "Traceback" not in said
-        assert f"error: no learner answered at {config.control_endpoint} within 1 s" in said.splitlines()[-1]
+        assert f"error: no learner answered at {config.network.control_endpoint} within 1 s" in said.splitlines()[-1]
         assert list(run.glob("*")) == [], "what is not empty a learner does not begin in"
         assert run.exists() == is_there
         run.mkdir(exist_ok=True)

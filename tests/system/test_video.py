@@ -83,7 +83,7 @@ def video_config(make_config: MakeConfig, model: Path, folder: Path, **data: Any
 
 
 def rendered_rows(config: RunConfig) -> list[RenderedPrompt]:
-    rows = TicketWriter(config, PromptProcessor(config.model), (1,)).train
+    rows = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,)).train
     renderer = PromptRenderer(config.data)
     return [renderer.render(rows[i], rows.row_id(i)) for i in range(len(rows))]
 

@@ -196,7 +196,7 @@ def test_the_largest_group_that_a_ticket_allows_gets_in():
     update = {"prompt_ids": np.zeros(config.data.max_prompt_length, np.int32), "kv_versions": right.versions}
     arrays = sum(memoryview(frame).nbytes for frame in encode(right.model_copy(update=update))[1:])
     with zmq.Context() as context:
-        ports = open_sockets(config, context)
+        ports = open_sockets(config.network, config.network_settings.largest_group_bytes, context)
         inbound = ports.control._inbound
         assert inbound.max_header_bytes + arrays <= inbound.max_message_bytes
         assert inbound.max_message_bytes < ports.control.limits.max_message_bytes / 4

@@ -78,7 +78,7 @@ def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, d
         _parser().parse_args([command, file, *flags])
         overrides = [word for word in rest if "=" in word]
         config = load_config(GRPO, overrides)
-        networks.add((config.control_endpoint, config.weights_endpoint, config.network.keys_dir))
+        networks.add((config.network.control_endpoint, config.network.weights_endpoint, config.network.keys_dir))
     assert networks == {("tcp://learner:7601", "tcp://learner:7602", "/run/secrets/keys")}
 
 
@@ -129,7 +129,7 @@ def test_one_gpu_is_shared_by_one_container(services: dict[str, dict[str, Any]])
     assert (program, command, file) == ("asyncrl", "sync", "/runs/demo/config.yaml")
     _parser().parse_args([command, file, *(word for word in rest if word.startswith("--"))])
     config = load_config(GRPO, [word for word in rest if "=" in word])
-    assert config.control_endpoint.startswith("tcp://127.0.0.1:")
+    assert config.network.control_endpoint.startswith("tcp://127.0.0.1:")
     assert (config.telemetry.learner_port, config.telemetry.rollout_port) == (9101, 9102)
     assert sync["networks"]["asyncrl"]["aliases"] == ["learner", "rollout_server"]
     for same in ("deploy", "restart", "volumes", "healthcheck", "stop_grace_period"):

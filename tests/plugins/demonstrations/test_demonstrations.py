@@ -45,7 +45,13 @@ def slot(number: int, version: int = 0) -> TicketSlot:
 def hinted(make_config: MakeConfig, **hints: Any) -> tuple[Demonstrations, PromptProcessor]:
     config = make_config(algorithm={"policy_loss": "uft", "demonstrations": {"hints": {"segments": 5} | hints}})
     processor = PromptProcessor(config.model)
-    return Demonstrations(config, processor, (processor.tokenizer.eos_token_id,)), processor
+    return Demonstrations(
+        config.algorithm.demonstrations,
+        processor,
+        (processor.tokenizer.eos_token_id,),
+        seed=config.trainer.seed,
+        most_tokens=config.data.max_response_length,
+    ), processor
 
 
 # --- orders ------------------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ def test_a_demonstration_is_the_tokens_of_a_completion_with_its_stop_token(make_
     config = make_config(algorithm={"policy_loss": "luffy"})
     processor = PromptProcessor(config.model)
     stop = processor.tokenizer.eos_token_id
-    writer = TicketWriter(config, processor, (stop,))
+    writer = TicketWriter(config.ticket_settings, processor, (stop,))
     ticket = writer.write(slot(3)).ticket
     *sampled, demonstration = ticket.orders
     assert sampled == [TrajectoryOrder()] * 3
@@ -95,15 +101,21 @@ def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) 
     config = make_config(algorithm={"policy_loss": "chord_mu", "demonstrations": {"share": 0.25}})
     processor = PromptProcessor(config.model)
     stop = processor.tokenizer.eos_token_id
-    demonstrations = Demonstrations(config, processor, (stop,))
+    demonstrations = Demonstrations(
+        config.algorithm.demonstrations,
+        processor,
+        (stop,),
+        seed=config.trainer.seed,
+        most_tokens=config.data.max_response_length,
+    )
     given = [bool(demonstrations.orders(TEXT, slot(number), 4)) for number in range(400)]
     assert sum(given) / 400 == pytest.approx(0.25, abs=0.07)
     for text in ("", "read" + " 1" * 8, "read <|im_end|>", "<|image_pad|>"):
         assert demonstrations.token_ids(text) is None
     nothing = make_config(data={"target_key": "nothing"}, algorithm={"policy_loss": "luffy"})
     with pytest.raises(UserError, match=r"none of 64 training rows has one: column 'nothing' \(data\.target_key\)"):
-        TicketWriter(nothing, processor, (stop,))
-    TicketWriter(make_config(data={"target_key": "nothing"}), processor, (stop,))
+        TicketWriter(nothing.ticket_settings, processor, (stop,))
+    TicketWriter(make_config(data={"target_key": "nothing"}).ticket_settings, processor, (stop,))
 
 
 def test_a_column_that_no_row_has_is_refused(make_config: MakeConfig) -> None:
@@ -123,7 +135,7 @@ def test_a_resumed_run_must_make_the_same_orders(make_config: MakeConfig) -> Non
     for algorithm in ({}, {"policy_loss": "luffy"}, {"policy_loss": "uft"}):
         config = make_config(algorithm=algorithm)
         processor = PromptProcessor(config.model)
-        writer = TicketWriter(config, processor, (1,))
+        writer = TicketWriter(config.ticket_settings, processor, (1,))
         recorded.append(lasting_settings(config, writer, processor, None, ""))
     plain, luffy, uft = recorded
     assert not any("demonstrations" in name for name in plain)
@@ -161,9 +173,9 @@ def prepared(make_config: MakeConfig, name: str, budget: int = 4096, **algorithm
 
 
 def one_step(config: RunConfig, batch: Batch, version: int = 3) -> tuple[dict[str, float], KeepGradients]:
-    engine = KeepGradients(config, config.learner.optim, 1)
+    engine = KeepGradients(config.model_settings, config.learner.optim, 1)
     engine.prepare()
-    return LearnerStep(Roles(engine), config)(batch, version), engine
+    return LearnerStep(Roles(engine), config.step_settings)(batch, version), engine
 
 
 def distance(ours: KeepGradients, theirs: KeepGradients) -> float:
@@ -202,7 +214,7 @@ def test_expert_tokens_have_no_behaviour_policy(make_config: MakeConfig, name: s
 def test_the_supervised_part_is_what_the_formula_says(make_config: MakeConfig, name: str, version: int) -> None:
     config, batch = prepared(make_config, name)
     metrics, engine = one_step(config, batch, version)
-    step = LearnerStep(Roles(engine), config)
+    step = LearnerStep(Roles(engine), config.step_settings)
     logprobs = torch.from_numpy(_learner_logprobs(step, batch, version))[batch.trained_provenance.is_inserted]
     p = logprobs.exp()
     mu = {"chord_mu": 0.125 if version == 50 else 0.26, "chord_phi": 0.1, "uft": 1e-3}[name]
@@ -252,7 +264,7 @@ def test_luffy_credits_demonstrations_as_members_of_their_group(make_config: Mak
     config, batch = prepared(make_config, "luffy")
     for name, credited in (("luffy", True), ("chord_mu", False)):
         config, batch = prepared(make_config, name)
-        step = LearnerStep(Roles(KeepGradients(config, config.learner.optim, 1)), config)
+        step = LearnerStep(Roles(KeepGradients(config.model_settings, config.learner.optim, 1)), config.step_settings)
         step.roles.actor.prepare()
         step(batch, 3)
         advantages = torch.from_numpy(step.trained.advantages)
@@ -271,7 +283,7 @@ def test_hpt_trains_a_group_on_its_demonstration_or_on_what_it_sampled(make_conf
     scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     assert batch.trained_provenance.is_demonstration.tolist() == [False, False, False, True] * 4
     _, engine = one_step(config, batch := replace(batch, scores=scores))
-    decided = LearnerStep(Roles(engine), config)._decide(batch, 3)
+    decided = LearnerStep(Roles(engine), config.step_settings)._decide(batch, 3)
     trained = {batch.trained.row[decided.batch.places_of([group])].unique().numel() for group in decided.train_groups}
     rows = [c.row for group in decided.train_groups for c in group.completions]
     assert rows == [3, 4, 5, 8, 9, 10, 15], "row 6 could not be scored"

@@ -119,11 +119,12 @@ def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_fr
     facts = SimpleNamespace(published_bytes=0)
     engine: Any = SimpleNamespace(adapter=None, device=torch.device("cpu"), facts=facts)
     publication: Any = None
-    assert open_device_sender(make_config(trainer={"mode": "sync"}), publication, engine) is None
-    assert open_device_sender(make_config(learner={"engine": "fsdp2"}), publication, engine) is None
-    assert open_device_sender(make_config(), publication, engine) is not None
-    budget = {"gpu_memory": {"budget_gib": 24}}
-    assert open_device_sender(make_config(**budget), publication, engine) is None, "auto: the plan has no room for it"
-    assert open_device_sender(make_config(**budget, rollout={"weights_channel": "nccl"}), publication, engine)
+    config, budget = make_config(), {"gpu_memory": {"budget_gib": 24}}
+    assert not make_config(trainer={"mode": "sync"}).sends_device_versions
+    assert not make_config(learner={"engine": "fsdp2"}).sends_device_versions
+    assert config.sends_device_versions
+    assert not make_config(**budget).sends_device_versions, "auto: the plan has no room for it"
+    assert make_config(**budget, rollout={"weights_channel": "nccl"}).sends_device_versions
+    assert open_device_sender(config.rollout, config.network, publication, engine, first_s=1) is not None
     engine.adapter = object()
-    assert open_device_sender(make_config(), publication, engine) is None
+    assert open_device_sender(config.rollout, config.network, publication, engine, first_s=1) is None

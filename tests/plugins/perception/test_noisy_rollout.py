@@ -74,7 +74,7 @@ def test_a_noisy_image_is_as_large_the_same_again_and_noisier_with_more_steps() 
 def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig) -> None:
     config = make_config(**NOISY)
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config, processor, (1,))
+    writer = TicketWriter(config.ticket_settings, processor, (1,))
     items = [writer.write(TicketSlot(number, number, version=0, bound=0)) for number in range(2)]
     assert items[0].ticket == writer.write(items[0].slot).ticket
     assert not writer.write(TicketSlot(9, 9, version=6, bound=0)).ticket.orders, "no noise is left"
@@ -118,7 +118,7 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     with pytest.raises(ProtocolError, match="saw other images for completion 2"):
         verify_group(wrong, items[0].ticket, items[0].facts, components=names, **check)
 
-    actor = KeepGradients(config, config.learner.optim, 1)
+    actor = KeepGradients(config.model_settings, config.learner.optim, 1)
     actor.prepare()
     batch = make_batch(received, processor)
     batch = replace(batch, scores=torch.rand(8, generator=torch.Generator().manual_seed(1)))
@@ -127,7 +127,7 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     for shift in (0.0, 3.0):  # what the engine says of noisy rows is of no account
         moved = batch.behaviour_logprobs.clone()
         moved[batch.trained.flat[batch.trained_provenance.lacks_behaviour]] -= shift
-        metrics = LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0)
+        metrics = LearnerStep(Roles(actor), config.step_settings)(replace(batch, behaviour_logprobs=moved), 0)
         results.append((metrics, {name: g.clone() for name, g in actor.gradients.items()}))
     (one, gradients), (two, same) = results
     assert one == two
@@ -164,13 +164,15 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
         **NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"share": 0.7, "steps": 900}}}
     )
     processor = PromptProcessor(config.model)
-    orders = TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.orders
+    orders = (
+        TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.orders
+    )
     assert [bool(order.images) for order in orders] == [False, True, True, False]
     assert [bool(order.prefix) for order in orders] == [False, False, False, True]
     batch = made_up_batch(config, processor)
     assert batch.provenance.saw_other_images.tolist() == [False, True, True, False] * 2
     assert not (batch.trained_provenance.lacks_behaviour & batch.trained_provenance.is_inserted).any()
-    actor = KeepGradients(config, config.learner.optim, 1)
+    actor = KeepGradients(config.model_settings, config.learner.optim, 1)
     actor.prepare()
     results: list[dict[str, float]] = []
     for shift in (0.0, 3.0):
@@ -178,6 +180,6 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
         moved[batch.trained.flat[batch.trained_provenance.lacks_behaviour | batch.trained_provenance.is_inserted]] -= (
             shift
         )
-        results.append(LearnerStep(Roles(actor), config)(replace(batch, behaviour_logprobs=moved), 0))
+        results.append(LearnerStep(Roles(actor), config.step_settings)(replace(batch, behaviour_logprobs=moved), 0))
     assert results[0] == results[1]
     assert results[0]["demonstrations/tokens"] > 0

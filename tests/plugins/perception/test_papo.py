@@ -54,12 +54,12 @@ def test_patches_are_black_by_the_seed_and_the_size_stays() -> None:
 
 def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Callable[..., RunConfig]) -> None:
     def step(**algorithm: dict[str, float]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        metrics = LearnerStep(Roles(engine), make_config(algorithm=algorithm))(batch, 3)
+        metrics = LearnerStep(Roles(engine), make_config.step_settings(algorithm=algorithm))(batch, 3)
         return metrics, engine.gradients
 
     config = make_config()
     batch = made_up_batch(config, PromptProcessor(config.model))
-    engine = KeepGradients(config, config.learner.optim, 1)
+    engine = KeepGradients(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     before, plain_gradients = step()
     assert "kl_prcp" not in before

@@ -350,10 +350,10 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
         batch={"tokens_per_microbatch": 256},
     )
     torch.manual_seed(0)
-    engine = KeepGradients(config, config.learner.optim, 1)
+    engine = KeepGradients(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     batch = made_up_batch(config, PromptProcessor(config.model))
-    step = LearnerStep(Roles(engine), config)
+    step = LearnerStep(Roles(engine), config.step_settings)
     values = step(batch, 2)
     trained = ~np.isnan(step.trained.logprobs)
     scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([i.group.lengths for i in batch.received]))

@@ -60,8 +60,8 @@ class _HostileLearner:
     def __init__(self, seed: int):
         self._rng = random.Random(seed)
         self._config = small_config(start_timeout_s=HEARD_S)
-        self.control = _router(self._config.control_endpoint)
-        self.weights = _router(self._config.weights_endpoint)
+        self.control = _router(self._config.network.control_endpoint)
+        self.weights = _router(self._config.network.weights_endpoint)
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
 
@@ -121,7 +121,7 @@ class _HostileLearner:
 
     async def fuzz_transfers(self, messages: int) -> None:
         """Chunks are damaged on their way: what counts as arrived must still be right, or there is an error."""
-        socket = ServerSocket(self._config.weights_endpoint, WeightsFromLearner, linger_s=0)
+        socket = ServerSocket(self._config.network.weights_endpoint, WeightsFromLearner, linger_s=0)
         weights = self._rng.randbytes(TRANSFER_BYTES)
         while self.counts["damaged chunks to the transfer"] < messages:
             self.counts["transfers"] += 1

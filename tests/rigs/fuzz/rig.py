@@ -64,13 +64,13 @@ class LearnerRig:
 
     def __init__(self, config: RunConfig, folder: Path):
         self.config = config
-        self.endpoints = (config.control_endpoint, config.weights_endpoint)
+        self.endpoints = (config.network.control_endpoint, config.network.weights_endpoint)
         self.journal_path = folder / "journal.db"
         self.journal = Journal(self.journal_path)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=1, total_groups=ENDLESS)
         self.publication = Publication("fuzz", folder)
         self.network = NetworkThread(
-            config,
+            config.network_settings,
             "fuzz",
             ledger=self.ledger,
             write_ticket=write_ticket,

@@ -185,7 +185,7 @@ def test_a_run_with_such_a_template_is_refused_before_it_begins(
     with pytest.raises(UserError, match="in a longer conversation"):
         preview_rows(config)
     with pytest.raises(UserError, match="in a longer conversation"):
-        TicketWriter(config, processor, stops(processor))
+        TicketWriter(config.ticket_settings, processor, stops(processor))
     assert "first prompt" in preview_rows(make_config(**model))[0]
 
 

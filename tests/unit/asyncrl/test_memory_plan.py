@@ -86,7 +86,7 @@ def test_an_update_takes_what_was_planned(
     model = {"dtype": dtype, "freeze_vision_tower": frozen}
     config = planned(make_config, small, model=model, learner={"gradient_checkpointing": checkpointing})
     plan = rehearse(config)
-    engine = TorchEngine(config, config.learner.optim, 10)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 10)
     engine.prepare()
     trained = engine.unwrap_model()
     weights = [*trained.parameters(), *trained.buffers()]
@@ -112,7 +112,7 @@ def test_offload_leaves_weights_and_a_pass_on_the_device(make_config: MakeConfig
     config = planned(make_config, small, **sections, trainer={"mode": "sync"}, learner={"cpu_offload": True})
     plan = make_plan(config)
     assert plan.model.critic
-    engine = TorchEngine(config, config.learner.optim, 10)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 10)
     engine.prepare()
     model = engine.unwrap_model()
     micro_batch = full_micro_batch(model, SHAPE)
@@ -135,7 +135,7 @@ def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config:
     gradients = []
     for checkpointing in (False, True):
         config = planned(make_config, small, learner={"gradient_checkpointing": checkpointing})
-        engine = TorchEngine(config, config.learner.optim, 10)
+        engine = TorchEngine(config.model_settings, config.learner.optim, 10)
         engine.prepare()
         engine.backward(engine.forward(full_micro_batch(engine.unwrap_model(), SHAPE)).logprobs.sum())
         gradients.append([p.grad for p in engine.unwrap_model().parameters() if p.grad is not None])
@@ -206,7 +206,7 @@ def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -
     config = planned(make_config, small, model={"lora": {"rank": 4}}, algorithm={"adv_estimator": "gae"})
     plan = rehearse(config)
     assert plan.critic
-    critic = Critic(config, 10)
+    critic = Critic(config.critic_settings, config.critic, 10)
     critic.prepare()
     weights = [*critic.model.parameters(), *critic.model.buffers()]
     micro_batch = full_micro_batch(critic.model, SHAPE)

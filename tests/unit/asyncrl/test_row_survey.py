@@ -232,16 +232,16 @@ def test_a_run_with_other_bad_rows_is_another_run(make_config: MakeConfig, tmp_p
     """The order of the rows, by which a run resumes, is that of the usable ones: the journal's settings tell them."""
     config = configured(make_config, tmp_path)
     processor = PromptProcessor(config.model)
-    before = TicketWriter(config, processor, (1,))
+    before = TicketWriter(config.ticket_settings, processor, (1,))
     first = before.data_fingerprint()
-    assert first == TicketWriter(config, processor, (1,)).data_fingerprint()
+    assert first == TicketWriter(config.ticket_settings, processor, (1,)).data_fingerprint()
     (tmp_path / "there.png").rename(tmp_path / "gone.png")
     lines = (tmp_path / "rows.jsonl").read_text().replace("there.png", "other.png").splitlines()
     lines[5] = lines[5].replace("other.png", "broken.png")  # row 5 is bad in place of row 2
     (tmp_path / "gone.png").rename(tmp_path / "other.png")
     lines[2] = lines[2].replace("gone.png", "other.png")
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    after = TicketWriter(config, processor, (1,))
+    after = TicketWriter(config.ticket_settings, processor, (1,))
     assert [bad.row_id for bad in (*before.bad_rows, *after.bad_rows)] == ["rows.jsonl:2", "rows.jsonl:5"]
     assert before.num_train_rows == after.num_train_rows
     assert first != after.data_fingerprint()

@@ -21,11 +21,11 @@ from asyncrl.memory_plan.rehearsal import NoPlanError
 from asyncrl.memory_plan.token_choice import KEY, settle_tokens, token_steps
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.numbers import GIB
-from learner.loop.trainer import Trainer
+from learner.loop import trainer
+from learner.loop.trainer import Trainer, with_token_budget
 from learner.ranks.group import Ranks
 from learner.sft import choose_tokens
-from learner.training import token_budget
-from learner.training.token_budget import BUDGET_FILE, TokenBudget, with_token_budget
+from learner.training.token_budget import BUDGET_FILE, TokenBudget
 from tests.rigs.made_up_batch import made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_ranks_choose_by_the_memory_of_the_one_that_has_least(
         return changed(config, {KEY: 4096}), "chosen"
 
     total = 8 * GIB
-    monkeypatch.setattr(token_budget, "settle_tokens", choose)
+    monkeypatch.setattr(trainer, "settle_tokens", choose)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
     config = make_config(**{**AUTO, "learner": {"engine": "fsdp2", "device": "cuda:0"}})
     for free in (5 * GIB, 2 * GIB):
@@ -136,7 +136,7 @@ def test_what_memory_has_left_of_it_caps_it(make_config: MakeConfig) -> None:
     trainer = Trainer(changed(config, {KEY: 512}), PromptProcessor(config.model), num_rows=64)
     roles = trainer.step.roles
     budget = TokenBudget(roles, 512)
-    budget.keep_in_run(config)
+    budget.keep_in_run(config.run_path, config.batch, config.learner)
     assert budget.report() == {"memory/tokens_per_microbatch": 512}
 
     groups = made_up_batch(config, trainer.processor).train_groups
@@ -150,7 +150,7 @@ def test_what_memory_has_left_of_it_caps_it(make_config: MakeConfig) -> None:
     assert (config.run_path / BUDGET_FILE).exists()
     for chosen, expected in ((768, less), (less // 2, less // 2)):
         again = TokenBudget(roles, chosen)
-        again.keep_in_run(config)
+        again.keep_in_run(config.run_path, config.batch, config.learner)
         assert again.tokens == expected
 
 

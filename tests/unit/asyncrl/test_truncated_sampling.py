@@ -94,7 +94,7 @@ def test_a_draw_never_takes_a_token_of_probability_zero() -> None:
 
 
 def request_of(config: RunConfig, processor: PromptProcessor, number: int, **sampling: Any) -> GenerationRequest:
-    item = TicketWriter(config, processor, (1,)).write(TicketSlot(number, number, version=0, bound=0))
+    item = TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(number, number, version=0, bound=0))
     changed = item.ticket.sampling.model_copy(update={"stop_token_ids": (), **sampling})
     return GenerationRequest(number, processor.encode(item.ticket.prompt, item.blobs), 4, item.ticket.seed, changed)
 
@@ -187,7 +187,7 @@ def test_what_takes_truncation_for_drift_is_refused(make_config: MakeConfig) -> 
 
 def test_training_tickets_truncate_and_evaluation_does_not(make_config: MakeConfig) -> None:
     cut = make_config(rollout={"top_p": 0.9, "temperature": 0.7, "min_p": 0.05})
-    writer = TicketWriter(cut, PromptProcessor(cut.model), (1,))
+    writer = TicketWriter(cut.ticket_settings, PromptProcessor(cut.model), (1,))
     training = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.sampling
     assert (training.temperature, training.top_p, training.top_k, training.min_p) == (0.7, 0.9, 0, 0.05)
     evaluation = writer.write_evaluation(0, 0).ticket.sampling
@@ -196,7 +196,7 @@ def test_training_tickets_truncate_and_evaluation_does_not(make_config: MakeConf
 
 def test_a_ticket_with_another_distribution_goes_back_to_the_learner(make_config: MakeConfig) -> None:
     mine, learner = make_config(), make_config(rollout={"top_p": 0.9})
-    writer = TicketWriter(learner, PromptProcessor(learner.model), (1,))
+    writer = TicketWriter(learner.ticket_settings, PromptProcessor(learner.model), (1,))
     ticket = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket
     check_sampling([ticket], learner.rollout)
     sent: list[Any] = []

@@ -39,7 +39,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def engines(config: RunConfig) -> tuple[TorchEngine, Critic, Batch]:
-    actor, critic = TorchEngine(config, config.learner.optim, 1), Critic(config, 1)
+    actor, critic = (
+        TorchEngine(config.model_settings, config.learner.optim, 1),
+        Critic(config.critic_settings, config.critic, 1),
+    )
     actor.prepare()
     critic.prepare()
     return actor, critic, made_up_batch(config, PromptProcessor(config.model))
@@ -67,7 +70,7 @@ def test_explained_variance() -> None:
 def test_a_critic_learns_and_warms_up_alone(make_config: MakeConfig) -> None:
     config = make_config(**SETTINGS | {"critic": {"optim": {"lr": 1e-3}, "clip_range": 0.0, "warmup_steps": 12}})
     actor, critic, batch = engines(config)
-    step, before = LearnerStep(Roles(actor, critic), config), weights(actor)
+    step, before = LearnerStep(Roles(actor, critic), config.step_settings), weights(actor)
     metrics = [step(batch, version) for version in range(12)]
     assert metrics[0]["critic/value"] == 0, "the head begins with zeros"
     assert metrics[0]["critic/explained_variance"] == 0
@@ -84,7 +87,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig) -> None:
     for budget in (72, 4096):
         config = make_config(**SETTINGS, batch={"tokens_per_microbatch": budget})
         actor, critic, batch = engines(config)
-        metrics = LearnerStep(Roles(actor, critic), config)(batch, 0)
+        metrics = LearnerStep(Roles(actor, critic), config.step_settings)(batch, 0)
         found.append((metrics, weights(critic)))
     (many, of_many), (one, of_one) = found
     for name in ("loss", "critic/loss", "critic/grad_norm", "grad_norm"):
@@ -95,12 +98,12 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig) -> None:
 def test_a_critic_comes_back_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(**SETTINGS)
     actor, critic, batch = engines(config)
-    step = LearnerStep(Roles(actor, critic), config)
+    step = LearnerStep(Roles(actor, critic), config.step_settings)
     step(batch, 0)
     (tmp_path / "critic").mkdir()
     critic.files(copies=False)(tmp_path / "critic")
     actor.files(copies=False)(tmp_path)
-    again = Critic(config, 1)
+    again = Critic(config.critic_settings, config.critic, 1)
     again.prepare()
     again.load(tmp_path / "critic")
     assert all(torch.equal(now, weights(again)[name]) for name, now in weights(critic).items())

@@ -45,7 +45,15 @@ class Rig:
         self.ports = Ports()
         self.ledger = TicketLedger(throwaway_journal(), prompts_per_step=PER_STEP, bound=BOUND, total_groups=100)
         facts = ModelFacts("m", "p", 100)
-        self.servers = Servers(config, "run", cast(Any, self.ports), self.ledger, facts)
+        self.servers = Servers(
+            config.network,
+            config.trainer.mode,
+            config.rollout.quantization,
+            "run",
+            cast(Any, self.ports),
+            self.ledger,
+            facts,
+        )
         self.tickets = TicketSender(self.servers, self.ledger, prepared, Limits())
         self.evaluations = EvaluationSender(self.servers, self.ledger, self.tickets, publication)
         self.written: list[int] = []
@@ -312,7 +320,7 @@ def make_schedule(rig: Rig, tmp_path: Path) -> Callable[[RunConfig, int], StepSc
         progress = SimpleNamespace(step=0, version=0, is_last=False)
         network = Network(rig, rig.evaluations.publication)
         parts: Any = (progress, network, rig.ledger, device, None, writer, Recorded(), lambda *_: None)
-        return StepSchedule(config, *parts)
+        return StepSchedule(config.schedule_settings, *parts)
 
     return make
 

@@ -90,7 +90,7 @@ class Rig:
         journal = Journal(folder / "journal.sqlite")
         self.ledger = TicketLedger(journal, prompts_per_step=2, bound=1, total_groups=20, on_stale="drop")
         self.network = NetworkThread(
-            config.model_copy(update={"network": network}),
+            config.model_copy(update={"network": network}).network_settings,
             "run",
             ledger=self.ledger,
             write_ticket=prepared,
@@ -237,7 +237,18 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
         counted = {"rows": 16, "errors": 1, "seconds": step + 0.5}
         recorder.evaluation({"step": step, "version": step, "accuracy": accuracy, "reward": accuracy / 2, **counted})
     processor: Any = None
-    reporter = Reporter(config, rig.network, rig.ledger, processor, rig.exporter, total_steps=50)
+    reporter = Reporter(
+        recorder,
+        rig.network,
+        rig.ledger,
+        processor,
+        rig.exporter,
+        total_steps=50,
+        trainer=config.trainer,
+        accuracy="",
+        group_size=1,
+        has_turns=False,
+    )
     reporter.truncate_after(6, made_again=7)
     values = rig.scrape()
     assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.35)

@@ -31,7 +31,8 @@ def few_files() -> Iterator[int]:
 
 def test_a_learner_takes_as_many_connections_as_the_system_allows(make_config: MakeConfig, few_files: int) -> None:
     context = zmq.Context()
-    open_sockets(make_config(network={"control_port": own_port(), "weights_port": own_port()}), context).close()
+    network = make_config(network={"control_port": own_port(), "weights_port": own_port()}).network
+    open_sockets(network, 2**20, context).close()
     context.term()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files
 
@@ -46,7 +47,15 @@ def test_an_idle_server_is_lost_only_if_it_has_had_a_ticket_for_as_long(
     ledger: Any = Ledger()
     ledger.holds_since = lambda server_id, moment: asked.append(moment) or holds
     config = make_config(network={"timeout_s": 30.0})
-    servers = Servers(config, "run", ports, ledger, ModelFacts("m", "p", 100))
+    servers = Servers(
+        config.network,
+        config.trainer.mode,
+        config.rollout.quantization,
+        "run",
+        ports,
+        ledger,
+        ModelFacts("m", "p", 100),
+    )
     servers.connected["a"] = ServerState(content.hello("a"), b"a")
     numbers = dict.fromkeys(ServerHeartbeat.model_fields.keys() - {"type"}, 0)
     for second in range(61):

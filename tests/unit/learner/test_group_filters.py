@@ -108,7 +108,7 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
 def test_a_filter_may_look_at_accuracy_whatever_its_name() -> None:
     """Where all are wrong, penalties of other lengths are no spread."""
     config = config_of(algorithm=ZERO_VARIANCE | {"zero_variance": {"component": "accuracy"}})
-    judge = make_judge(config, DataOrder(1, seed=0, shuffle=False))
+    judge = judge_of(config, DataOrder(1, seed=0, shuffle=False))
     assert judge._accuracy == config.reward.accuracy_component != "accuracy"
     scores = [{"right": 0.0, "short": short} for short in (0.1, 0.2)]
     made = [
@@ -425,6 +425,19 @@ def test_on_policy_the_order_of_arrival_decides_nothing(kind: str) -> None:
     assert batches(1) == batches(2) == batches(3)
 
 
+def judge_of(config: RunConfig, order: DataOrder) -> GroupJudge:
+    return make_judge(
+        config.algorithm,
+        config.data.curriculum,
+        order,
+        prompts_per_step=config.batch.prompts_per_step,
+        total_steps=config.total_steps(order.num_rows),
+        has_end=not config.trainer.max_steps,
+        seed=config.trainer.seed,
+        accuracy=config.reward.accuracy_component,
+    )
+
+
 # --- prompt sources --------------------------------------------------------------------------------------------
 
 
@@ -432,8 +445,8 @@ def test_the_judge_of_a_configuration() -> None:
     order = DataOrder(10, 1)
     for visits, expected in (("all", PromptSource), ("greso", Greso), ("pass_rate", PassRate)):
         config = config_of(data={"curriculum": {"visits": visits}}, trainer={"max_steps": 0, "total_epochs": 3})
-        judge = make_judge(config, order)
+        judge = judge_of(config, order)
         assert type(judge.source) is expected
         assert judge.is_idle == (visits == "all")
         assert judge.source.next(100, 0) == list(range(32)), "three epochs, in whole steps; all rows are unseen"
-    assert make_judge(config_of(trainer={"max_steps": 1}), order).source.end is None
+    assert judge_of(config_of(trainer={"max_steps": 1}), order).source.end is None

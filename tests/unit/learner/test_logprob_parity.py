@@ -154,7 +154,7 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
     after = compare(learner, processor, received, 512)
     assert (after.largest > limit) == stale
 
-    values = LearnerStep(Roles(learner), pair_config)(make_batch(received, processor), version=1)
+    values = LearnerStep(Roles(learner), pair_config.step_settings)(make_batch(received, processor), version=1)
     nothing: Any = None
     parity_judge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]

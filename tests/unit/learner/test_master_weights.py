@@ -20,7 +20,7 @@ OPTIM = {"optim": {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.95], "max_
 
 def prepared(make_config: MakeConfig, dtype: str, model: Any = None, **learner: Any) -> TorchEngine:
     config = make_config(model={"dtype": dtype, **(model or {})}, learner={**OPTIM, **learner})
-    engine = TorchEngine(config, config.learner.optim, 100)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 100)
     engine.prepare()
     return engine
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfi
 
     def engine(**optim: Any) -> TorchEngine:
         config = make_config(learner={"optim": {"lr_warmup_steps": 4, **optim}})
-        made = TorchEngine(config, config.learner.optim, 100)
+        made = TorchEngine(config.model_settings, config.learner.optim, 100)
         made.prepare()
         return made
 

@@ -79,8 +79,8 @@ class PaddedEngine(SteppingEngine):
         number, first = torch.tensor([begin[row] for row in micro_batch.row.tolist()]).T
         inputs = padded_inputs(self.model, [(prompt, each.token_ids) for prompt, each in rows])
         logits = self.model(**inputs, use_cache=False).logits[number, first + micro_batch.column - 1]
-        banned = torch.tensor(sorted(PromptProcessor(self._config.model).placeholder_ids))
-        logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=banned)
+        banned = torch.tensor(sorted(PromptProcessor(self._settings.model).placeholder_ids))
+        logprobs = sampling_logprobs(logits, temperature=self._settings.rollout.temperature, banned=banned)
         return TokenOutputs(gather_logprobs(logprobs, micro_batch.targets), entropies=entropies(logprobs))
 
 
@@ -134,9 +134,9 @@ def test_a_step_is_that_of_padded_rows_in_one_micro_batch_and_in_many(
         batch = made_up_batch(config, PromptProcessor(config.model))
         parts = len(plan_micro_batches(batch.train_groups, budget))
         assert parts == 1 if budget == whole else parts >= 4
-        engine = kind(config, config.learner.optim, 1)
+        engine = kind(config.model_settings, config.learner.optim, 1)
         engine.prepare()
-        done.append((LearnerStep(Roles(engine), config)(batch, 3)["loss"], engine))
+        done.append((LearnerStep(Roles(engine), config.step_settings)(batch, 3)["loss"], engine))
     (loss, expected), *others = reversed(done)
     largest = max(float(grad.abs().max()) for grad in expected.gradients.values())
     assert {part_of(name.split(".")) for name in expected.gradients} == {"vision_tower", "connector", "language_model"}

@@ -22,7 +22,7 @@ MakeConfig = Callable[..., RunConfig]
 def prepared(make_config: MakeConfig, model: dict[str, Any] | None = None, **optim: Any) -> TorchEngine:
     optim = {"lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1e9, **optim}
     config = make_config(model=model or {}, learner={"optim": optim})
-    engine = TorchEngine(config, config.learner.optim, 100)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 100)
     engine.prepare()
     return engine
 

@@ -32,7 +32,15 @@ class Rig(ParityHandshake):
 
         self.ports = Ports()
         ledger = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1)
-        servers = Servers(small_config(), "run", cast(Any, self.ports), ledger, ModelFacts("m", "p", 9))
+        servers = Servers(
+            small_config().network,
+            small_config().trainer.mode,
+            small_config().rollout.quantization,
+            "run",
+            cast(Any, self.ports),
+            ledger,
+            ModelFacts("m", "p", 9),
+        )
         super().__init__(
             servers, ledger, [write_ticket(TicketSlot(i, i, 0, 0)) for i in range(rows)], check, deadline_s
         )

@@ -140,17 +140,21 @@ UNDER_TORCHRUN = {
 
 def test_ranks_that_take_turns_are_on_one_machine(make_config: MakeConfig) -> None:
     config = make_config(learner={"engine": "fsdp2"}, trainer={"mode": "sync"})
-    assert rank_environment(config, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).size == 4
+    assert rank_environment(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).size == 4
     with pytest.raises(UserError, match=r"torchrun started 2 of 4 ranks on this machine.*trainer.mode=async"):
-        rank_environment(config, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
+        rank_environment(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_torchrun_says_how_many_ranks_there_are(make_config: MakeConfig) -> None:
     config = make_config(learner={"engine": "fsdp2"})
-    assert rank_environment(config, UNDER_TORCHRUN) == RankEnvironment(3, 4, 1, is_given=True)
+    assert rank_environment(config.learner, config.trainer.mode, UNDER_TORCHRUN) == RankEnvironment(
+        3, 4, 1, is_given=True
+    )
     assert with_given_ranks(config, UNDER_TORCHRUN).learner.num_processes == 4
-    assert rank_environment(make_config(learner=FSDP2), {"WORLD_SIZE": "1"}) == RankEnvironment(0, 2, 0)
-    assert rank_environment(make_config(learner=FSDP2), {}) == RankEnvironment(0, 2, 0)
+    assert rank_environment(make_config(learner=FSDP2).learner, "async", {"WORLD_SIZE": "1"}) == RankEnvironment(
+        0, 2, 0
+    )
+    assert rank_environment(make_config(learner=FSDP2).learner, "async", {}) == RankEnvironment(0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(
 ) -> None:
     changed = {name: value for name, value in {**UNDER_TORCHRUN, **variables}.items() if value is not None}
     with pytest.raises(UserError, match=says):
-        rank_environment(make_config(learner=learner), changed)
+        rank_environment(make_config(learner=learner).learner, "async", changed)
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_the_number_that_fits(
@@ -189,15 +193,15 @@ def test_fewer_gpus_than_ranks_are_refused_with_the_number_that_fits(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     config = make_config(learner={"engine": "fsdp2", "num_processes": 4, "device": "cuda"})
     with pytest.raises(UserError, match=r"4 ranks .* on this machine, which shows 3 GPU.*num_processes=3"):
-        check_local_ranks(config, 4)
-    check_local_ranks(config, 3)
+        check_local_ranks(config.learner.device, 4)
+    check_local_ranks(config.learner.device, 3)
 
 
 def test_a_rank_that_does_not_come_is_named(make_config: MakeConfig) -> None:
     config = make_config(learner={**FSDP2, "wait_timeout_s": 0.5})
     store: Any = HashStore()
     with pytest.raises(WaitTimeoutError, match=r"rank 1 of 2 has not come within 0\.5 s \(learner\.wait_timeout_s\)"):
-        join(config, store, RankEnvironment(0, 2, 0), orders=None)  # type: ignore[arg-type]
+        join(config.learner, store, RankEnvironment(0, 2, 0), orders=None)  # type: ignore[arg-type]
 
 
 def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_config: MakeConfig) -> None:
@@ -206,7 +210,7 @@ def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_con
 
     store: Any = HashStore()
     with pytest.raises(UserError, match="rank 1: no such folder"):
-        join(make_config(learner=FSDP2), store, RankEnvironment(0, 2, 0), None, ended)  # type: ignore[arg-type]
+        join(make_config(learner=FSDP2).learner, store, RankEnvironment(0, 2, 0), None, ended)  # type: ignore[arg-type]
 
 
 def test_a_store_that_does_not_answer_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,4 +220,4 @@ def test_a_store_that_does_not_answer_is_named(make_config: MakeConfig, monkeypa
         monkeypatch.setenv(name, value)
     config = make_config(learner={"engine": "fsdp2", "wait_timeout_s": 1.0})
     with pytest.raises(WaitTimeoutError, match=rf"rank 0's store at 127\.0\.0\.1:{port} .* within 1 s"):
-        given_store(config)
+        given_store(config.learner.wait_timeout_s)

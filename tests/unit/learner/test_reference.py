@@ -28,10 +28,13 @@ KL: dict[str, dict[str, Any]] = {"data": {"max_prompt_length": 64}, "algorithm":
 
 
 def engines(config: RunConfig, actor: type[TorchEngine] = TorchEngine) -> tuple[TorchEngine, Reference, Batch]:
-    policy, reference = actor(config, config.learner.optim, 1), Reference(config)
+    policy, reference = (
+        actor(config.model_settings, config.learner.optim, 1),
+        Reference(config.reference_settings, config.reference),
+    )
     policy.prepare()
     reference.prepare()
-    reference.check_fits(policy)
+    reference.check_fits(policy, compares_distributions=config.algorithm.kl_estimator == "full")
     return policy, reference, made_up_batch(config, PromptProcessor(config.model))
 
 
@@ -46,7 +49,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_frozen_reference_stays_where_the_policy_began(make_config: MakeConfig) -> None:
     config = make_config(**KL)
     actor, reference, batch = engines(config)
-    before, step = weights(reference), LearnerStep(Roles(actor, own_reference=reference), config)
+    before, step = weights(reference), LearnerStep(Roles(actor, own_reference=reference), config.step_settings)
     assert equal(before, weights(actor))
     kl = [step(batch, version)["reference_kl"] for version in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-6)
@@ -58,13 +61,13 @@ def test_a_frozen_reference_stays_where_the_policy_began(make_config: MakeConfig
 def test_a_reference_is_reset_to_the_policy(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(**KL, reference={"reset_every_steps": 2})
     actor, reference, batch = engines(config)
-    step = LearnerStep(Roles(actor, own_reference=reference), config)
+    step = LearnerStep(Roles(actor, own_reference=reference), config.step_settings)
     step(batch, 0)
     assert not equal(weights(reference), weights(actor))
     step(batch, 1)
     assert equal(weights(reference), weights(actor))
     reference.files(copies=False)(tmp_path)
-    again = Reference(config)
+    again = Reference(config.reference_settings, config.reference)
     again.prepare()
     again.load(tmp_path)
     assert equal(weights(again), weights(reference))
@@ -74,7 +77,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     """AdamW begins anew, and a run that is resumed from just after that makes the same next step."""
     config = make_config(**KL, reference={"reset_every_steps": 2, "reset_optimizer": True})
     actor, reference, batch = engines(config)
-    step = LearnerStep(Roles(actor, own_reference=reference), config)
+    step = LearnerStep(Roles(actor, own_reference=reference), config.step_settings)
     step(batch, 0)
     assert actor.updates.optimizer.state
     step(batch, 1)
@@ -87,7 +90,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
     resumed.model.load_state_dict(actor.model.state_dict())
     resumed.load(tmp_path)
     its_reference.load(folder)
-    again = LearnerStep(Roles(resumed, own_reference=its_reference), config)(batch, 2)
+    again = LearnerStep(Roles(resumed, own_reference=its_reference), config.step_settings)(batch, 2)
     assert again == step(batch, 2)
     assert equal(weights(resumed), weights(actor))
 
@@ -96,7 +99,7 @@ def test_a_reset_of_the_optimiser_survives_a_resume(make_config: MakeConfig, tmp
 def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Path, dtype: str) -> None:
     config = make_config(**KL, model={"dtype": dtype, "freeze_vision_tower": True}, reference={"ema": 0.9})
     actor, reference, batch = engines(config)
-    step = LearnerStep(Roles(actor, own_reference=reference), config)
+    step = LearnerStep(Roles(actor, own_reference=reference), config.step_settings)
     expected = [master.clone().double() for master in actor.updates.masters.stepped()]
     for version in range(3):
         step(batch, version)
@@ -106,7 +109,7 @@ def test_a_moving_average_follows_in_fp32(make_config: MakeConfig, tmp_path: Pat
         torch.testing.assert_close(found, average.float(), rtol=1e-6, atol=1e-7)
     assert len(reference.masters.copies()) == (len(expected) if dtype == "bfloat16" else 0)
     reference.files(copies=False)(tmp_path)
-    again = Reference(config)
+    again = Reference(config.reference_settings, config.reference)
     again.prepare()
     again.load(tmp_path)
     assert equal(weights(again), weights(reference))
@@ -135,15 +138,18 @@ def test_off_the_device_between_its_uses_it_is_the_same(
     found: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
     for offload in (False, True):
         config = make_config(**KL, reference={"offload": offload, **moving})
-        actor, reference = TorchEngine(config, config.learner.optim, 1), Reference(config)
+        actor, reference = (
+            TorchEngine(config.model_settings, config.learner.optim, 1),
+            Reference(config.reference_settings, config.reference),
+        )
         actor.prepare()
         actor.companions = (reference,)
         reference.prepare()
         if offload:
             with pytest.raises(UserError, match="is the CPU here"):
-                reference.check_fits(actor)
+                reference.check_fits(actor, compares_distributions=config.algorithm.kl_estimator == "full")
         step, batch = (
-            LearnerStep(Roles(actor, own_reference=reference), config),
+            LearnerStep(Roles(actor, own_reference=reference), config.step_settings),
             made_up_batch(config, PromptProcessor(config.model)),
         )
         metrics = [step(batch, version) for version in range(2)]
@@ -154,7 +160,7 @@ def test_off_the_device_between_its_uses_it_is_the_same(
         folder = tmp_path / str(offload)
         folder.mkdir()
         reference.files(copies=False)(folder)
-        again = Reference(config)
+        again = Reference(config.reference_settings, config.reference)
         again.prepare()
         again.load(folder)
         with reference.on_device(), again.on_device():
@@ -178,14 +184,14 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, where: str, est
             config = config.model_copy(
                 update={"reference": config.reference.model_copy(update={"path": config.model.path})}
             )
-        actor = KeepGradients(config, config.learner.optim, 1)
+        actor = KeepGradients(config.model_settings, config.learner.optim, 1)
         actor.prepare()
         load_published(actor.unwrap_model(), made_up_adapter(config, 1).items())
-        reference = Reference(config) if config.reference_model else None
+        reference = Reference(config.reference_settings, config.reference) if config.reference_model else None
         if reference:
             reference.prepare()
         batch = made_up_batch(config, PromptProcessor(config.model))
-        metrics = LearnerStep(Roles(actor, own_reference=reference), config)(batch, 3)
+        metrics = LearnerStep(Roles(actor, own_reference=reference), config.step_settings)(batch, 3)
         found.append((metrics, torch.cat([g.flatten() for g in actor.gradients.values()])))
     assert abs(found[0][0]["reference_kl"]) > 0.01, "made-up tokens: k1 may be negative"
     for metrics, gradient in found[1:]:
@@ -199,7 +205,7 @@ def test_kl_in_the_reward_pulls_back_what_has_no_score(make_config: MakeConfig) 
     config = make_config(**KL | {"algorithm": {"kl_reward_coef": 0.5, "adv_estimator": "reinforce", "gamma": 1.0}})
     actor, reference, batch = engines(config, KeepGradients)
     batch.scores[:] = torch.where(batch.scores.isnan(), batch.scores, 0.0)
-    step = LearnerStep(Roles(actor, own_reference=reference), config)
+    step = LearnerStep(Roles(actor, own_reference=reference), config.step_settings)
     assert step(batch, 3)["grad_norm"] == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         for parameter in reference.model.parameters():

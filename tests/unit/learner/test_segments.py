@@ -114,7 +114,7 @@ def made(request: pytest.FixtureRequest, make_config: MakeConfig) -> tuple[RunCo
 
 
 def produced(config: RunConfig, processor: PromptProcessor, environment: type[Zoom] = Zoom) -> ReceivedGroup:
-    writer = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,))
+    writer = TicketWriter(config.ticket_settings, processor, (processor.tokenizer.eos_token_id,))
     item = writer.write(TicketSlot(0, 0, version=0, bound=0))
 
     async def produce() -> Group:
@@ -322,9 +322,9 @@ def test_turns_are_those_of_the_records_and_every_sampled_token_learns_once(
 
     for estimator in ("grpo", "gigpo"):
         algorithm = AlgorithmConfig.model_validate(config.algorithm.model_dump() | {"adv_estimator": estimator})
-        engine = KeepTokenGradients(config, config.learner.optim, 1)
+        engine = KeepTokenGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
-        step = LearnerStep(Roles(engine), config.model_copy(update={"algorithm": algorithm}))
+        step = LearnerStep(Roles(engine), config.model_copy(update={"algorithm": algorithm}).step_settings)
         assert np.isfinite(step(batch, 0)["loss"])
         assert engine.logprobs.grad is not None
         assert len(engine.logprobs) == int(item.group.is_sampled.sum()), "token means divide by sampled tokens"

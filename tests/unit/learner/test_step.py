@@ -95,7 +95,7 @@ def prepared(config: RunConfig) -> tuple[KeepTokenGradients, Batch]:
     """An engine whose weights never move, and a batch: the same for all tests of one model."""
     key = str(config.model.path)
     if key not in _PREPARED:
-        engine = KeepTokenGradients(config, config.learner.optim, 1)
+        engine = KeepTokenGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
         _PREPARED[key] = engine, made_up_batch(config, PromptProcessor(config.model))
     engine, batch = _PREPARED[key]
@@ -106,7 +106,7 @@ def prepared(config: RunConfig) -> tuple[KeepTokenGradients, Batch]:
 def one_step(config: RunConfig) -> tuple[dict[str, float], KeepTokenGradients, int]:
     """Metrics, engine and the number of micro-batches of a step at version 3."""
     engine, batch = prepared(config)
-    metrics = LearnerStep(Roles(engine), config)(batch, 3)
+    metrics = LearnerStep(Roles(engine), config.step_settings)(batch, 3)
     return metrics, engine, len(plan_micro_batches(batch.train_groups, config.batch.microbatch_tokens))
 
 
@@ -172,7 +172,7 @@ def test_what_stands_at_tokens_that_are_not_trained_reaches_nothing(make_config:
     before, batch = engine.gradients, prepared(config)[1]
     behaviour = torch.where(batch.trained.place < 0, bad, batch.behaviour_logprobs)
     assert not behaviour.isfinite().all()
-    assert LearnerStep(Roles(engine), config)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
+    assert LearnerStep(Roles(engine), config.step_settings)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
     assert all(torch.equal(gradient, before[name]) for name, gradient in engine.gradients.items())
 
 
@@ -183,12 +183,12 @@ def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeC
     for masks in ([], [veto]):
         algorithm["correction"]["masks"] = masks
         config = make_config(batch=WHOLE, model={"lora": {"rank": 1}}, algorithm=algorithm)
-        engine = KeepGradients(config, config.learner.optim, 1)
+        engine = KeepGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
         for name, parameter in engine.model.named_parameters():
             if "lora_B" in name:  # an adapter that changes something, so that there is a KL
                 torch.nn.init.constant_(parameter, 0.01)
-        metrics = LearnerStep(Roles(engine), config)(prepared(make_config())[1], 3)
+        metrics = LearnerStep(Roles(engine), config.step_settings)(prepared(make_config())[1], 3)
         assert metrics["reference_kl"] > 0
         assert metrics["mask_fraction"] == len(masks)
         gradients.append(any(bool(gradient.any()) for gradient in engine.gradients.values()))
@@ -234,7 +234,7 @@ def test_only_recomputing_costs_a_forward_pass(
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"selections": ["m2po"]})
     engine, batch = prepared(config)
-    assert LearnerStep(Roles(engine), config)(replace(batch, train_groups=()), 3) == {}
+    assert LearnerStep(Roles(engine), config.step_settings)(replace(batch, train_groups=()), 3) == {}
 
 
 # --- numbers that are not finite ----------------------------------------------------------------------
@@ -278,11 +278,11 @@ def test_a_bad_number_stops_the_run_before_the_update(
     make_config: MakeConfig, engine_class: type[TorchEngine], number: str, says: str
 ) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"tokens_per_microbatch": 72})
-    engine = engine_class(config, config.learner.optim, 1)
+    engine = engine_class(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     with pytest.raises(NotFiniteError, match=says) as stop:
-        LearnerStep(Roles(engine), config)(prepared(config)[1], 6)
+        LearnerStep(Roles(engine), config.step_settings)(prepared(config)[1], 6)
     assert stop.value.number == number
     assert all(torch.equal(before[name], p) for name, p in engine.model.named_parameters())
 
@@ -311,7 +311,7 @@ def test_packing_with_shared_prompts_equals_separate_passes(make_config: MakeCon
     """Log-probs and gradients, vision tower included."""
     config = make_config(rollout={"temperature": 0.7})
     _, batch = prepared(config)
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     plain: Any = load_model(config.model, device=torch.device("cpu")).train()
 
@@ -407,7 +407,7 @@ def test_model_flops_agree_with_torchs_count_of_matrix_products(
     make_config: MakeConfig, model: dict[str, Any], tolerance: float
 ) -> None:
     config = make_config(model=model)
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     _, batch = prepared(config)
     micro_batch = build_micro_batch(engine.unwrap_model(), batch.train_groups, engine.device)

@@ -44,12 +44,12 @@ class SmallMemory(KeepGradients):
 
 
 def engine_and_step(config: RunConfig, ranks: Ranks | None = None) -> tuple[SmallMemory, LearnerStep]:
-    engine = SmallMemory(config, config.learner.optim, 1)
+    engine = SmallMemory(config.model_settings, config.learner.optim, 1)
     engine.prepare()
-    critic = Critic(config, 1) if "critic" in config.algorithm.needs else None
+    critic = Critic(config.critic_settings, config.critic, 1) if "critic" in config.algorithm.needs else None
     if critic:
         critic.prepare()
-    return engine, LearnerStep(Roles(engine, critic, ranks=ranks or Ranks()), config)
+    return engine, LearnerStep(Roles(engine, critic, ranks=ranks or Ranks()), config.step_settings)
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"updates_per_batch": 2}, {"adv_estimator": "gae"}], ids=str)
@@ -130,7 +130,7 @@ def test_several_ranks_begin_the_step_again_in_new_processes(make_config: MakeCo
     config.run_path.mkdir()
     while True:
         budget = TokenBudget(step.roles, 512)
-        budget.keep_in_run(config)
+        budget.keep_in_run(config.run_path, config.batch, config.learner)
         assert budget.tokens == found[-1]
         with pytest.raises((RestartError, BadStateError)) as caught:
             two_ranks(budget).run(fail, groups, "step 1")
@@ -143,7 +143,7 @@ def test_several_ranks_begin_the_step_again_in_new_processes(make_config: MakeCo
     assert all(after <= before // 2 for before, after in pairwise(found))
     changed = config.model_copy(update={"learner": config.learner.model_copy(update={"gradient_checkpointing": True})})
     budget = TokenBudget(step.roles, 512)
-    budget.keep_in_run(changed)
+    budget.keep_in_run(changed.run_path, changed.batch, changed.learner)
     assert budget.tokens == 512, "with other settings there may be room"
 
 
@@ -152,9 +152,9 @@ def test_a_smaller_budget_holds_for_the_processes_that_come(make_config: MakeCon
     config.run_path.mkdir()
     batch = made_up_batch(config, PromptProcessor(config.model))
     engine, step = engine_and_step(config)
-    step.budget.keep_in_run(config)
+    step.budget.keep_in_run(config.run_path, config.batch, config.learner)
     engine.room = 200
     step(batch, 3)
     again = TokenBudget(step.roles, config.batch.microbatch_tokens)
-    again.keep_in_run(config)
+    again.keep_in_run(config.run_path, config.batch, config.learner)
     assert again.tokens == step.budget.tokens < config.batch.microbatch_tokens

@@ -98,13 +98,15 @@ def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeC
 
 def test_a_ticket_orders_a_greedy_row_for_an_estimator_that_needs_one(make_config: MakeConfig) -> None:
     config = make_config(data={"max_prompt_length": 64}, algorithm={"adv_estimator": "remax"})
-    writer = TicketWriter(config, PromptProcessor(config.model), (STOP,))
+    writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (STOP,))
     slot = TicketSlot(7, 3, version=2, bound=1)
     ticket = writer.write(slot).ticket
     assert ticket.group_size == config.batch.group_size + 1 == config.trajectories_per_group
     assert [order.greedy for order in ticket.orders] == [False] * config.batch.group_size + [True]
     assert ticket == writer.write(slot).ticket
-    plain = TicketWriter(make_config(data={"max_prompt_length": 64}), PromptProcessor(config.model), (STOP,))
+    plain = TicketWriter(
+        make_config(data={"max_prompt_length": 64}).ticket_settings, PromptProcessor(config.model), (STOP,)
+    )
     assert (ticket.seed, plain.write(slot).ticket.orders) == (plain.write(slot).ticket.seed, ())
 
 

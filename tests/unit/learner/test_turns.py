@@ -276,9 +276,9 @@ def test_the_first_turn_learns_from_a_reward_at_the_end_and_from_what_it_was_sho
 ) -> None:
     processor, item = made
     batch = make_batch([item], processor)
-    engine = KeepTokenGradients(config, config.learner.optim, 1)
+    engine = KeepTokenGradients(config.model_settings, config.learner.optim, 1)
     engine.prepare()
-    metrics = LearnerStep(Roles(engine), config)(batch, 2)
+    metrics = LearnerStep(Roles(engine), config.step_settings)(batch, 2)
     assert np.isfinite(metrics["loss"])
     gradients = torch.zeros(len(item.group.token_ids))
     assert engine.logprobs.grad is not None
@@ -324,7 +324,7 @@ def test_estimators_see_turns_where_there_is_an_environment(
 ) -> None:
     processor, item = made
     batch = make_batch([item], processor)
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     seen: list[Trajectories] = []
 
@@ -334,7 +334,7 @@ def test_estimators_see_turns_where_there_is_an_environment(
 
     for name in ("", "some.py:Where"):
         environment = config.environment.model_copy(update={"name": name})
-        step = LearnerStep(Roles(engine), config.model_copy(update={"environment": environment}))
+        step = LearnerStep(Roles(engine), config.model_copy(update={"environment": environment}).step_settings)
         step.estimator = estimator
         step(batch, 2)
     plain, several = seen
@@ -356,9 +356,9 @@ def test_what_a_limit_ended_is_trained_or_masked_at_its_place(
     for over_limit in ("score", "mask"):
         environment = config.environment.model_copy(update={"name": "some.py:Where", "over_limit": over_limit})
         asked = config.model_copy(update={"environment": environment})
-        engine = KeepTokenGradients(asked, asked.learner.optim, 1)
+        engine = KeepTokenGradients(asked.model_settings, asked.learner.optim, 1)
         engine.prepare()
-        LearnerStep(Roles(engine), asked)(batch, 2)
+        LearnerStep(Roles(engine), asked.step_settings)(batch, 2)
         assert engine.logprobs.grad is not None
         gradients[over_limit] = engine.logprobs.grad
     ended = batch.trained.row == 3

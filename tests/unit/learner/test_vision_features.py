@@ -69,14 +69,14 @@ def make_run(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: 
 
 def take_steps(config: RunConfig, steps: int = 1) -> tuple[CountImages, list[dict[str, float]], list[Any]]:
     """The engine, and metrics and gradients of each step of one batch, whose weights stay."""
-    engine = CountImages(config, config.learner.optim, steps)
+    engine = CountImages(config.model_settings, config.learner.optim, steps)
     engine.prepare()
-    reference = Reference(config) if config.reference_model else None
-    critic = Critic(config, steps) if "critic" in config.algorithm.needs else None
+    reference = Reference(config.reference_settings, config.reference) if config.reference_model else None
+    critic = Critic(config.critic_settings, config.critic, steps) if "critic" in config.algorithm.needs else None
     for role in (reference, critic):
         if role:
             role.prepare()
-    step = LearnerStep(Roles(engine, critic, reference), config, total_steps=steps)
+    step = LearnerStep(Roles(engine, critic, reference), config.step_settings, total_steps=steps)
     batch = made_up_batch(config, PromptProcessor(config.model))
     metrics, gradients = [], []
     for _ in range(steps):
@@ -145,7 +145,7 @@ def test_a_critic_of_the_same_tower_finds_the_policys_features(make_config: Make
 
 def test_another_tower_has_another_fingerprint(make_config: MakeConfig) -> None:
     config = make_config(model=FROZEN)
-    engine = CountImages(config, config.learner.optim, 1)
+    engine = CountImages(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     before = engine.facts.frozen_vision
     assert before == frozen_vision(engine.model)
@@ -158,7 +158,7 @@ def test_another_tower_has_another_fingerprint(make_config: MakeConfig) -> None:
 
 def test_memory_is_bounded_and_a_steps_own_features_stay(make_config: MakeConfig) -> None:
     config = make_config(model=FROZEN)
-    engine = CountImages(config, config.learner.optim, 1)
+    engine = CountImages(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     batch = made_up_batch(config, PromptProcessor(config.model))
     micro_batches = [engine.pack([group]) for group in batch.train_groups]

@@ -48,7 +48,7 @@ def with_keys(config: RunConfig, keys: Path | str) -> RunConfig:
 @contextmanager
 def learner_at(config: RunConfig) -> Iterator[LearnerSockets]:
     with zmq.Context() as context:
-        ports = open_sockets(config, context)
+        ports = open_sockets(config.network, config.network_settings.largest_group_bytes, context)
         try:
             yield ports
         finally:
@@ -60,9 +60,9 @@ def learner_at(config: RunConfig) -> Iterator[LearnerSockets]:
 
 def knock(ports: LearnerSockets, config: RunConfig, *, weights: bool = False) -> None:
     """A server of this configuration says hello to one of the learner's sockets, and hears an answer."""
-    learner, endpoint = ports.control, config.control_endpoint
+    learner, endpoint = ports.control, config.network.control_endpoint
     if weights:
-        learner, endpoint = ports.weights, config.weights_endpoint
+        learner, endpoint = ports.weights, config.network.weights_endpoint
 
     async def server() -> None:
         sock = dial(config, endpoint, (Error,))

@@ -77,7 +77,7 @@ def converse(make_config: MakeConfig, *plays: Play, tokens: int = 80, **settings
         rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
     )
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,))
+    writer = TicketWriter(config.ticket_settings, processor, (processor.tokenizer.eos_token_id,))
     item = writer.write(TicketSlot(0, 0, version=0, bound=0))
     item = replace(item, ticket=item.ticket.model_copy(update={"group_size": size}))
     rest = iter(plays)

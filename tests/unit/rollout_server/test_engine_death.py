@@ -59,7 +59,7 @@ def learner_with(tickets: Tickets) -> Any:
 
 
 def written(config: RunConfig, processor: PromptProcessor, count: int) -> Tickets:
-    writer = TicketWriter(config, processor, (1,))
+    writer = TicketWriter(config.ticket_settings, processor, (1,))
     made = [writer.write(TicketSlot(number, number, version=0, bound=0)) for number in range(count)]
     blobs: dict[str, Any] = {digest: blob for one in made for digest, blob in one.blobs.items()}
     return Tickets(tickets=tuple(one.ticket for one in made), blobs=blobs)

@@ -15,7 +15,6 @@ from asyncrl.models.published import load_published
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.loop.logprob_parity import compare
 from learner.training.engine import TorchEngine
-from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import build_micro_batch, plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
@@ -36,10 +35,10 @@ TOWER = {"vision_tower": True}
 @pytest.mark.parametrize("lora", [{}, TOWER], ids=["language model", "vision tower, too"])
 def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: dict[str, Any]) -> None:
     config = lora_config(make_config, lora, data={"max_prompt_length": 64})
-    engine = TorchEngine(config, config.learner.optim, 1)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.unwrap_model().named_parameters()}
-    LearnerStep(Roles(engine), config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+    LearnerStep(Roles(engine), config.step_settings)(made_up_batch(config, PromptProcessor(config.model)), 3)
     moved = {n for n, p in engine.unwrap_model().named_parameters() if not torch.equal(p, before[n])}
     assert moved == {name for name in before if ".lora_B." in name}, "A has no gradient while B is 0"
     assert any(".visual." in name for name in moved) == bool(lora)
@@ -49,7 +48,7 @@ def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: di
 def test_the_same_seed_begins_with_the_same_adapter(make_config: MakeConfig) -> None:
     def initial(seed: int) -> dict[str, torch.Tensor]:
         config = lora_config(make_config, trainer={"seed": seed})
-        engine = TorchEngine(config, config.learner.optim, 1)
+        engine = TorchEngine(config.model_settings, config.learner.optim, 1)
         torch.rand(seed)
         engine.prepare()
         return dict(engine.published_state())
@@ -70,10 +69,12 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, kl: float) -> N
             batch={"tokens_per_microbatch": budget},
             algorithm={"kl_loss_coef": kl},
         )
-        engine = KeepGradients(config, config.learner.optim, 1)
+        engine = KeepGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
         load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
-        metrics = LearnerStep(Roles(engine), config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+        metrics = LearnerStep(Roles(engine), config.step_settings)(
+            made_up_batch(config, PromptProcessor(config.model)), 3
+        )
         results.append((metrics, engine.gradients))
     (many_metrics, many), (metrics, one) = results
     # Terms of about 1 that cancel to 0.002: fp32 rounds the former, so the error is theirs.
@@ -92,7 +93,7 @@ def test_the_reference_is_the_base_model(make_config: MakeConfig) -> None:
     batch = made_up_batch(config, PromptProcessor(config.model))
     engines = []
     for each in (config, plain):
-        engine = create_train_engine(each, each.learner.optim, 1)
+        engine = TorchEngine(each.model_settings, each.learner.optim, 1)
         engine.prepare()
         engines.append(engine)
     adapted, base = engines
@@ -114,11 +115,11 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
     metrics = {}
     for coefficient in (0.0, 0.5):
         config = lora_config(make_config, algorithm={"kl_loss_coef": coefficient})
-        engine = KeepGradients(config, config.learner.optim, 1)
+        engine = KeepGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
         load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
         batch = made_up_batch(config, PromptProcessor(config.model))
-        step = LearnerStep(Roles(engine), config)
+        step = LearnerStep(Roles(engine), config.step_settings)
         step.estimator = lambda trajectories, algorithm: Credit(torch.zeros(len(trajectories.row)))
         metrics[coefficient] = step(batch, 3), engine.gradients
     (without, no_gradient), (with_kl, gradient) = metrics[0.0], metrics[0.5]

@@ -96,7 +96,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 def trained(config: RunConfig, *, naps: bool) -> TorchEngine:
     """Two optimiser steps on made-up gradients, the last gradients still there."""
     torch.manual_seed(0)
-    engine = TorchEngine(config, config.learner.optim, 3)
+    engine = TorchEngine(config.model_settings, config.learner.optim, 3)
     engine.prepare()
     for _ in range(3):
         for p in engine.model.parameters():

@@ -58,7 +58,9 @@ def servers(make_config: MakeConfig, ports: Ports) -> Servers:
     ledger: Any = Ledger()
     learner_ports: Any = ports
     facts = ModelFacts(content.MODEL, content.PROCESSOR, 9)
-    return Servers(config, "run", learner_ports, ledger, facts)
+    return Servers(
+        config.network, config.trainer.mode, config.rollout.quantization, "run", learner_ports, ledger, facts
+    )
 
 
 def hello(name: str, pid: int, mode: str = "sync") -> Hello:
@@ -136,8 +138,11 @@ def test_the_successor_of_a_dead_server_is_welcome_at_once(servers: Servers, por
 def test_the_learner_sleeps_before_it_lends_and_wakes_after_it_has_the_device(make_config: MakeConfig) -> None:
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 0.3})
     both: Any = Mock(**{"sleep.return_value": 42}, returned=None)
-    lease, timeline = first_turn(config), Timeline()
-    turns = DeviceTurns(config, lease, both, both, lambda method, *args: method(*args), timeline)
+    lease, timeline = (
+        first_turn(config.run_path, timeout_s=config.network.timeout_s, wait_timeout_s=config.learner.wait_timeout_s),
+        Timeline(),
+    )
+    turns = DeviceTurns(config.learner.wait_timeout_s, lease, both, both, lambda method, *args: method(*args), timeline)
     turns.take_back(lambda: None)
     assert both.mock_calls == [], "it is ours"
     turns.lend()
