@@ -194,8 +194,8 @@ class LearnerLink:
         elif isinstance(message, Welcome):
             if message.run_id != self._run_id:
                 raise BadStateError(
-                    f"the learner at {self._config.network.control_endpoint} now makes run {message.run_id}; this server "
-                    f"worked for run {self._run_id}. Start it again for the new run"
+                    f"the learner at {self._config.network.control_endpoint} now makes run {message.run_id}; "
+                    f"this server worked for run {self._run_id}. Start it again for the new run"
                 )
             for sent in list(self.unacknowledged.values()):
                 await self._send_again(sent)
