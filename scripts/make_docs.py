@@ -13,7 +13,7 @@ import yaml
 
 from asyncrl import plugins
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.explain import core_reference, key_tables, keys_of
+from asyncrl.config.explain import core_reference, key_tables, keys_of, method_settings
 from asyncrl.config.installed_methods import method_sets
 from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
 from asyncrl.telemetry.metric_set import document
@@ -97,6 +97,11 @@ both sides and a mean over trajectories.
 
 | overlay | | needs |
 |---|---|---|"""
+SETTINGS = """## Settings
+
+They exist only where their method is chosen.
+
+"""
 KL = """## KL to a reference policy
 
 `algorithm.kl_loss_coef`, `algorithm.kl_reward_coef`, `algorithm.kl_estimator`
@@ -231,7 +236,7 @@ def pages() -> dict[str, str]:
     )
     core = method_sets()[""]
     overlays = "\n".join([OVERLAYS, _overlays(core, "../configs/algorithms")])
-    algorithms = "\n\n".join([ALGORITHMS, overlays, *_tables(core), KL, BESIDE])
+    algorithms = "\n\n".join([ALGORITHMS, overlays, *_tables(core), SETTINGS + method_settings(), KL, BESIDE])
     return {
         "docs/algorithms.md": algorithms + "\n",
         "docs/configuration.md": core_reference().strip() + "\n",
