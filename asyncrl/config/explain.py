@@ -18,8 +18,8 @@ REFERENCE = """# Configuration reference
 Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a list has its \
 index in place of `N`, as in `reward.functions.0.weight=2`, and `key+=value` adds an item or a list of them, as in \
 `reward.functions+={function: format_think}`. Settings of one method, such as `algorithm.gae.lam`, exist only where \
-it is chosen: they are listed with the methods ([algorithms](algorithms.md#settings)). Unknown keys are refused. Relative \
-paths are relative to the directory in which the command runs.
+it is chosen: they are listed with the methods ([algorithms](algorithms.md#settings)). Unknown keys are refused. \
+Relative paths are relative to the directory in which the command runs.
 """
 
 
