@@ -20,7 +20,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.vllm.rules import model_problems
 from tests.conftest import small_config
-from tests.rigs.tiny_composed import COMPOSED, LANGUAGES, WIDTH, compose, make_language, make_towers
+from tests.plugins.compose.tiny_composed import COMPOSED, LANGUAGES, WIDTH, compose, make_language, make_towers
 from tests.unit.asyncrl.test_measured_prompts import picture, prompt_of
 
 ELSEWHERE = """

@@ -25,7 +25,6 @@ from learner.training.packing import build_micro_batch
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.pictures import picture
-from tests.rigs.tiny_composed import COMPOSED, make_composed
 from tests.rigs.tiny_tiled import TILED, make_tiled
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.unit.asyncrl.test_measured_prompts import prompt_of
@@ -36,12 +35,10 @@ SIZES = [(40, 150), (28, 28), (90, 40), (160, 200)]
 """Of the images in the rows: height and width in pixels."""
 
 
-@pytest.fixture(scope="module", params=[*TILED, *COMPOSED, "gemma", "stablelm"])
+@pytest.fixture(scope="module", params=TILED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "smolvlm":
         pytest.importorskip("num2words", reason="transformers' SmolVLMProcessor needs it")
-    if request.param not in TILED:
-        return make_composed(request.param, tmp_path_factory.mktemp(request.param))
     return make_tiled(request.param, tmp_path_factory.mktemp(request.param))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sam
 from asyncrl.processing.model_inputs import media_inputs
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.training.engine import TorchEngine
-from learner.training.packing import MicroBatch, TrainGroup, plan_micro_batches
+from learner.training.packing import MicroBatch, plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
-from tests.rigs.tiny_composed import make_composed
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.rigs.tiny_tiled import make_tiled
 from tests.system.test_bad_input import image_rows, write_rows
@@ -39,16 +37,10 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "internvl": lambda folder: make_tiled("internvl", folder),
     "gemma3": lambda folder: make_tiled("gemma3", folder),
     "llava_next": lambda folder: make_tiled("llava_next", folder),
-    "tokens": lambda folder: make_composed("tokens", folder),
 }
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows: height and width in pixels."""
 LR = 1e-2
-
-
-@dataclass(frozen=True)
-class Padded(MicroBatch):
-    groups: Sequence[TrainGroup] = ()
 
 
 class SteppingEngine(TorchEngine):
@@ -69,11 +61,7 @@ class PaddedEngine(SteppingEngine):
         super().prepare()
         self.model.set_attn_implementation({"text_config": "sdpa"})
 
-    def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
-        return Padded(**vars(super().pack(groups)), groups=groups)
-
     def forward(self, micro_batch: MicroBatch, **asked: Any) -> TokenOutputs:
-        assert isinstance(micro_batch, Padded)
         rows = [(group.prompt, each) for group in micro_batch.groups for each in group.completions]
         begin = {each.row: (number, len(prompt.token_ids)) for number, (prompt, each) in enumerate(rows)}
         number, first = torch.tensor([begin[row] for row in micro_batch.row.tolist()]).T
@@ -116,11 +104,15 @@ def rows_of(family: str, folder: Path) -> list[dict[str, Any]]:
 def test_a_step_is_that_of_padded_rows_in_one_micro_batch_and_in_many(
     make_config: MakeConfig, tmp_path: Path, family: str
 ) -> None:
-    """The loss, every gradient, and the weights after AdamW's step."""
+    check_step(make_config, tmp_path, family, FAMILIES[family](tmp_path / "model"))
+
+
+def check_step(make_config: MakeConfig, tmp_path: Path, family: str, model: Path) -> None:
+    """Compare the loss, every gradient, and the weights after AdamW's step."""
     rows = rows_of(family, tmp_path) * 2
     whole, small = 8192, 160 if family.startswith("qwen") else 88
     sections: dict[str, Any] = {
-        "model": {"path": str(FAMILIES[family](tmp_path / "model"))},
+        "model": {"path": str(model)},
         "data": {**write_rows(tmp_path, rows), "shuffle": False, "max_prompt_length": small - 8},
         "rollout": {"temperature": 0.8},
         "learner": {"optim": {"lr": LR, "weight_decay": 0.01}},

@@ -17,7 +17,6 @@ from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
-from tests.rigs.tiny_composed import make_composed
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.rigs.tiny_tiled import make_tiled
 from tests.system.test_bad_input import image_rows, write_rows
@@ -31,7 +30,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "llava": make_llava,
     "gemma3": lambda folder: make_tiled("gemma3", folder),
     "internvl": lambda folder: make_tiled("internvl", folder),
-    "channels": lambda folder: make_composed("channels", folder),
 }
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows: height and width in pixels."""
@@ -56,7 +54,11 @@ class CountImages(KeepGradients):
 @pytest.fixture(params=FAMILIES)
 def make_run(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunConfig]:
     """A configuration whose rows have no, one and three images, in parts of groups; by its changed sections."""
-    model = FAMILIES[request.param](tmp_path / "model")
+    return runs_of(FAMILIES[request.param](tmp_path / "model"), make_config, tmp_path)
+
+
+def runs_of(model: Path, make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Configurations of a model whose rows have no, one and three images."""
     data = {**write_rows(tmp_path, image_rows(tmp_path, SIZES) * 2), "max_prompt_length": 400}
 
     def make(**sections: Any) -> RunConfig:
@@ -110,9 +112,14 @@ def test_loss_and_gradients_stay_and_each_image_is_computed_once(make_run: Calla
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_micro_batch_of_text_alone_has_no_features(make_config: MakeConfig, tmp_path: Path, family: str) -> None:
-    model = {"path": str(FAMILIES[family](tmp_path / "model")), **FROZEN}
+    check_text_alone(make_config, tmp_path, FAMILIES[family](tmp_path / "model"))
+
+
+def check_text_alone(make_config: MakeConfig, tmp_path: Path, model: Path) -> None:
+    """Check that no image is computed."""
     data = write_rows(tmp_path, [{"prompt": "no image"}] * 2)
-    config = make_config(model=model, data=data, batch={"prompts_per_step": 2, "group_size": 4})
+    batch = {"prompts_per_step": 2, "group_size": 4}
+    config = make_config(model={"path": str(model), **FROZEN}, data=data, batch=batch)
     engine, (metrics,), _ = take_steps(config)
     assert engine.calls == 0
     assert "vision/images" not in metrics

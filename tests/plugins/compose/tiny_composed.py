@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
@@ -82,7 +81,6 @@ def make_language(folder: Path, name: str) -> Path:
 
 def compose(parts: Path, target: Path, *words: str) -> int:
     """Exit code of `asyncrl compose` with parts by the names of their folders in `parts`."""
-    pytest.importorskip("asyncrl_plugins.compose", reason="the plug-in that composes models is not installed")
     named = ("vision_tower=", "language_model=", "second_vision_tower=")
     given = [word.replace("=", f"={parts}/", 1) if word.startswith(named) else word for word in words]
     return asyncrl(["compose", str(target), *given])
