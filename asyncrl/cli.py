@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import plugins
-from asyncrl.errors import ExitCode, UserError
+from asyncrl.errors import ExitCode, UserError, did_you_mean
 from asyncrl.launch.command import command
-from asyncrl.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -229,7 +228,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from asyncrl.run_folder.checkpoints import find_checkpoint
+    from asyncrl.run_folder.contents import find_checkpoint
 
     checkpoint = find_checkpoint(arguments.run_dir, arguments.checkpoint)
     if arguments.target.exists():

@@ -1,8 +1,12 @@
-"""Exceptions and exit codes of a run's processes."""
+"""Exceptions and exit codes of a run's processes, and what a mistyped name may have meant."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -41,3 +45,45 @@ class ExitCode(IntEnum):
     LEARNER_LEFT = 4
     """A rollout server lost its learner, and is needed again when the learner continues the run."""
     INTERRUPTED = 130
+
+
+METHOD_OVERLAYS = Path(__file__).parent / "algorithms" / "overlays"
+"""The core's; each plug-in with methods has its own folder."""
+
+
+def close_names(name: str, choices: Iterable[str]) -> list[str]:
+    """The most similar of the choices, best first; case does not count."""
+    lower = {choice.lower(): choice for choice in choices}
+    return [lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=2, cutoff=0.6)]
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A sentence with the most similar choice, after a space; empty if none is similar."""
+    close = close_names(name, choices)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def field_problem(detail: Any, fields: Iterable[str], prefix: str = "") -> str:
+    """One error of a pydantic ValidationError, in words. `fields` of the model; `prefix` of its keys as users write
+    them."""
+    key, said = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    if not key:  # settings that do not go together
+        return f"{prefix.rstrip('.')}: {said}" if prefix else said
+    if detail["type"] == "missing":
+        return f"{prefix}{key} is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {prefix}{key}.{did_you_mean(key, fields)}"
+    return f"{prefix}{key} is {detail['input']!r:.120}: {said}"
+
+
+def file_hint(path: Path) -> str:
+    """Half a sentence about a missing file: similar names in its folder, or where the path stops existing."""
+    folder = path.parent
+    if not folder.is_dir():
+        existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        return f"the folder {folder} does not exist, only {existing}."
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(str(folder / name) for name in close)}?"
+    return f"{folder.resolve()} has {', '.join(names[:8]) or 'no files'}."

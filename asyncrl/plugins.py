@@ -20,8 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

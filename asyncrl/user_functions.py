@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl.errors import UserError
+from asyncrl.errors import METHOD_OVERLAYS, UserError, did_you_mean, file_hint
 from asyncrl.plugins import Group, descriptions, what_to_install
-from asyncrl.suggest import METHOD_OVERLAYS, did_you_mean, file_hint
 
 F = TypeVar("F", bound=Callable[..., object])
 MAX_MESSAGE_CHARS = 300

@@ -85,7 +85,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     from asyncrl.devices.device import free_caches
     from asyncrl.models.wake_parity import fixed_prompt
     from asyncrl.processing.processor import PromptProcessor
-    from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+    from asyncrl.run_folder.contents import MODEL_FOLDER
     from learner.checkpoint.background_write import BackgroundWrite
     from learner.checkpoint.storage import LearnerState, Snapshot, make_building_folder, save_checkpoint
     from learner.ranks.group import Ranks

@@ -24,7 +24,7 @@ import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.models.loading import load_model
-from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+from asyncrl.run_folder.contents import MODEL_FOLDER
 from learner.checkpoint.storage import newest_checkpoint
 from learner.training.engine import ENGINE_FILE
 

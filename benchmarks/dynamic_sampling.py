@@ -102,7 +102,7 @@ def lines(run: Path, name: str) -> list[dict[str, Any]]:
 def check(run: Path) -> list[str]:
     """Name what is not as it must be."""
     from asyncrl.journal import JOURNAL_FILE
-    from asyncrl.journal.reader import JournalReader
+    from asyncrl.journal.database import JournalReader
 
     problems: list[str] = []
     steps, status = lines(run, "metrics.jsonl"), json.loads((run / "status.json").read_text())

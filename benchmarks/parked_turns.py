@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from asyncrl.demo.model import main as make_demo
+from asyncrl.processing.model_inputs import joined_row, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.rows import joined_row, sampled_piece
 from benchmarks.random_models import make_model
 from protocol.messages import Sampling
 from rollout_server.engines.base import Completion, GenerationRequest, Parking

@@ -55,7 +55,7 @@ def save(name: str, measured: dict[str, Any]) -> None:
 
 def measure_recording() -> None:
     """Measure recording in the learner."""
-    from asyncrl.telemetry.tracker_threads import TrackerThread
+    from asyncrl.telemetry.tracker import TrackerThread
     from learner.reporting.reporter import Reporter
 
     spent: dict[str, float] = {}

@@ -20,8 +20,7 @@ from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import RunRecorder, is_finished
 from asyncrl.telemetry.timeline import LEARNER
-from asyncrl.telemetry.tracker import TrackedRun
-from asyncrl.telemetry.tracker_threads import open_trackers
+from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.resume import (

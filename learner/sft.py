@@ -24,20 +24,19 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
-from asyncrl.data.order import DataOrder
+from asyncrl.data.prompt_sources import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.data.survey.row_survey import usable_rows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import check_plan
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.tracker import TrackedRun
-from asyncrl.telemetry.tracker_threads import open_trackers
+from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
 from learner.loop.trainer import check_room, with_token_budget

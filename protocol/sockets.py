@@ -18,13 +18,35 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import Expected, Frame, Limits, decode, encode, read_header
-from protocol.curve import ServerKeys
-from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, become_curve_client
+from protocol.curve import CurveAuthenticator, HandshakeWatch, ServerKeys, become_curve_client
 from protocol.endpoints import bind, check_dial
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.handshake import refuse_other_protocol
+from protocol.handshake import Muted, PeerBudget, PeerLimits, refuse_other_protocol
 from protocol.messages import Error, Message, Refusal, Wire
-from protocol.peers import Muted, PeerBudget, PeerLimits
+
+SLOWEST_TURN_S = 2.0
+"""Longest regular time between two looks for messages, beyond what a look waits for them."""
+
+
+class Stalls:
+    """How far the time between two looks for messages exceeds what is regular: every `heard_at` is moved by it.
+
+    Example:
+        stalls = Stalls(wait_s + SLOWEST_TURN_S)
+        heard_at += stalls.look(time.monotonic())  # in each turn
+    """
+
+    def __init__(self, regular_s: float):
+        self._regular_s = regular_s
+        self.looked_at = float("inf")
+        """Monotonic time of the last look; infinite before the first."""
+
+    def look(self, now: float) -> float:
+        """Seconds of a stall since the last look; 0 where there was none."""
+        stalled_s = max(0.0, now - self.looked_at - self._regular_s)
+        self.looked_at = now
+        return stalled_s
+
 
 LINGER_S = 1.0
 """Longest that closing a socket waits for unsent messages."""

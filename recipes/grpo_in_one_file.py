@@ -39,7 +39,7 @@ from asyncrl.devices.device import resolve_dtype, set_up_training
 from asyncrl.errors import UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.spec import load_reward
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, MicroBatch, TrainGroup, plan_micro_batches

@@ -18,8 +18,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.run_folder.lock import is_starting
 from protocol.codec import MIB, Expected, Limits
-from protocol.curve import KeyFileError, read_server_keys
-from protocol.curve_auth import HandshakeRejected
+from protocol.curve import HandshakeRejected, KeyFileError, read_server_keys
 from protocol.endpoints import BindError, host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -36,8 +35,7 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from protocol.stalls import SLOWEST_TURN_S, Stalls
+from protocol.sockets import SLOWEST_TURN_S, BadMessage, SendTimeout, ServerSocket, Stalls
 
 logger = logging.getLogger(__name__)
 OVER = "the run is finished: its directory says so"

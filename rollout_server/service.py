@@ -17,7 +17,7 @@ from asyncrl.config.weight_channels import device_channels
 from asyncrl.devices.device import check_device_channel, resolve_device
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import RewardPool

@@ -14,12 +14,10 @@ from asyncrl.config.device_rules import same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
-from asyncrl.errors import UserError
-from asyncrl.model_files.folder import check_same_inputs, describe_folder, has_eyes, text_part
-from asyncrl.model_files.weight_files import check_weights
+from asyncrl.errors import UserError, did_you_mean
+from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
 from asyncrl.rewards.spec import check_rewarded, check_rewards
-from asyncrl.suggest import did_you_mean
-from asyncrl.telemetry.tracker_threads import check_trackers
+from asyncrl.telemetry.tracker import check_trackers
 from asyncrl.user_functions import load, own_functions
 
 Side = Literal["learner", "rollout_server"]
@@ -46,7 +44,7 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
 def check_budget(config: RunConfig, *sides: Side) -> None:
     """Refuse a memory budget that is too small, and too little shared memory where the learner is here."""
     if config.gpu_memory.budget_gib:
-        from asyncrl.memory_plan.refusal import check_plan, check_shared_memory
+        from asyncrl.memory_plan.plan import check_plan, check_shared_memory
 
         plan = check_plan(config)  # both halves, whichever side starts here: its numbers are one run's
         if plan is not None and "learner" in sides:

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.sections import DataConfig, Section
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, field_problem
 from asyncrl.plugins import description, installed
-from asyncrl.suggest import field_problem
 from protocol.messages.tickets import HistoryRule
 
 OverLimit = Literal["mask", "score", "zero"]

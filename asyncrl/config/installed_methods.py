@@ -15,8 +15,7 @@ from asyncrl.config.method import BY_SECTION, KINDS, NEEDS, TAKES_FROM, Kind, Me
 from asyncrl.config.methods import METHODS
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.sections import Section
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.errors import UserError, did_you_mean
 
 USER_FIELDS = {field.name for field in fields(Method)} - {"implementation", "name", "settings", "problems", "notes"}
 """Fields of Method that a user's METHODS may give: literals."""

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.schema import RunConfig
-from asyncrl.suggest import close_names
+from asyncrl.errors import close_names
 
 REQUIRED: Any = PydanticUndefined
 """Default of a key that has none."""

@@ -23,8 +23,7 @@ from asyncrl.config.method import Kind, Method
 from asyncrl.config.open_section import OpenSection
 from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
-from asyncrl.suggest import file_hint
+from asyncrl.errors import UserError, file_hint
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
 CHOICES = ("adv_estimator", "policy_loss", "selections", "filters")

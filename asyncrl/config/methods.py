@@ -20,7 +20,7 @@ from asyncrl.config.method_settings import (
     TopEntropyConfig,
     ZeroVarianceConfig,
 )
-from asyncrl.suggest import METHOD_OVERLAYS
+from asyncrl.errors import METHOD_OVERLAYS
 
 ACCURACY = "accuracy"
 """Name that means the component of `reward.accuracy`, unless a component has that very name."""

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from asyncrl.config.installed_methods import method_sets
 from asyncrl.config.keys import all_keys
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, did_you_mean
 from asyncrl.plugins import descriptions, what_to_install
-from asyncrl.suggest import did_you_mean
 
 Kind = Literal["algorithms", "tasks"]
 Place = tuple[str | int, ...]

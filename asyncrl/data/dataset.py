@@ -22,8 +22,7 @@ from asyncrl.data.tables import (
     read_image_folder,
     read_json,
 )
-from asyncrl.errors import UserError
-from asyncrl.suggest import close_names, file_hint
+from asyncrl.errors import UserError, close_names, file_hint
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from asyncrl.errors import BadStateError, UserError
-from asyncrl.suggest import file_hint
+from asyncrl.errors import BadStateError, UserError, file_hint
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused: a small file may unpack to gigabytes. Pillow warns from the same number on."""

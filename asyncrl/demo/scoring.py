@@ -26,11 +26,9 @@ from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
 from asyncrl.processing.prompt_media import media_arguments
-from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.presentation import sample_of
-from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import Score
+from asyncrl.rewards.sample import RewardSample, sample_of
+from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
 from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import TrajectoryRecord
 

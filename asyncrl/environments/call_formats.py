@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.environments.interface import Call
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import shorten
 
 Schemas = Mapping[str, Mapping[str, Any]]

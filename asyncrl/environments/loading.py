@@ -26,9 +26,8 @@ from asyncrl.environments.tool_environment import (
     waited,
 )
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, did_you_mean, field_problem
 from asyncrl.rewards import channel
-from asyncrl.suggest import did_you_mean, field_problem
 
 TOOLS = {"calculator": "asyncrl.environments.calculator:calculator"}
 """Built-in tools by the name that `environment.tools` takes; plug-ins bring others."""

@@ -26,8 +26,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from asyncrl.environments.interface import ToolError
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import one_line, shorten
 
 HIDDEN = "ctx"

@@ -21,7 +21,7 @@ import xxhash
 
 from asyncrl.errors import BadStateError
 from asyncrl.journal.full_disk import find_no_room
-from asyncrl.rewards.presentation import plain_text
+from asyncrl.rewards.sample import plain_text
 from asyncrl.user_functions import storable
 from protocol.messages import Group, Prompt, TrajectoryRecord
 

@@ -12,8 +12,11 @@ inspection; rows of consumption stay: 40 bytes a group.
 
 from __future__ import annotations
 
+import sqlite3
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
@@ -21,17 +24,55 @@ from asyncrl.journal.database import (
     LOG_BYTES,
     TRANSACTION_BYTES,
     JournalState,
+    JournalView,
     TicketSlot,
     explain_errors,
     open_database,
 )
 from asyncrl.journal.integrity import CommitMark, ContentDigest, check_journal
-from asyncrl.journal.reader import JournalView
 from asyncrl.journal.segments import PLACE, Place, Segments, pack_frames
-from asyncrl.journal.wal_checkpointer import WalCheckpointer
 from protocol.codec import Frame
 from protocol.faults import crash_point
 from protocol.messages import Group
+
+
+class WalCheckpointer:
+    """Copies in the background. `copy_soon` never waits; an error is raised by the next `check`."""
+
+    def __init__(self, journal: Path, segments: Segments):
+        self._journal = journal
+        self._segments = segments
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal-log")
+        self._copies: deque[Future[None]] = deque()
+
+    def copy_soon(self) -> None:
+        self._copies.append(self._thread.submit(self._copy, "PASSIVE"))
+
+    def check(self) -> None:
+        """Raises what stopped the copying: a full disk, an unreadable file."""
+        while self._copies and self._copies[0].done():
+            self._copies[0].result()
+            self._copies.popleft()
+
+    def copy_all(self) -> None:
+        """Empty the log."""
+        self._thread.submit(self._copy, "TRUNCATE").result()
+
+    def close(self) -> None:
+        """Wait for a copy that is under way."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _copy(self, mode: str) -> None:
+        """Copy as far as the log reaches now. It starts again from its beginning once all of it is copied."""
+        obsolete = list(self._segments.obsolete)  # by transactions that are in the log by now
+        self._segments.sync()  # what the rows name: the file without its log is whole, too
+        with closing(sqlite3.connect(self._journal, isolation_level=None)) as db:
+            busy, pages, copied = db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        if busy or copied < pages:  # a reader of the log holds it up
+            return
+        for path in obsolete:
+            path.unlink(missing_ok=True)
+            self._segments.obsolete.remove(path)
 
 
 class Journal(JournalView):

@@ -17,14 +17,13 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.launch.display import MISSING, number, open_display
+from asyncrl.launch.display import MISSING, RunProgress, number, open_display
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
-from asyncrl.run_folder.progress import RunProgress
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
 from protocol.messages import TrajectoryStatus
 

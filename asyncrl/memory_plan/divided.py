@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.memory_plan.live_bytes import nbytes
-from asyncrl.models.gathered_units import gathered_units
+from asyncrl.models.parts import gathered_units
 
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time: the one that is computed, and the one that is fetched meanwhile."""
@@ -38,7 +38,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together (asyncrl/models/gathered_units.py)."""
+    """Parameters that are gathered together (asyncrl/models/parts.py)."""
 
     parameters: tuple[Parameter, ...]
 

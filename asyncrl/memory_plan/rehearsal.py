@@ -30,13 +30,11 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan.divided import DividedModel, divide
 from asyncrl.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 from asyncrl.model_files.folder import read_config
-from asyncrl.models.gathered_units import gathered_units
 from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
-from asyncrl.models.output_head import OutputHead
-from asyncrl.models.parts import freeze_parts
+from asyncrl.models.output_head import OutputHead, add_value_head
+from asyncrl.models.parts import freeze_parts, gathered_units
 from asyncrl.models.published import published_tensors
-from asyncrl.models.value_head import add_value_head
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import UserError
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
+from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.recorder import CONFIG_FILE
 
 

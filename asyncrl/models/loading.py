@@ -15,8 +15,7 @@ from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import describe_model, model_folder
-from asyncrl.model_files.weight_files import open_weights, weight_files
+from asyncrl.model_files.folder import describe_model, model_folder, open_weights, weight_files
 from asyncrl.processing.model_inputs import place_text_after_videos
 
 _PARTS = ("text_config", "vision_config", "connector_config")

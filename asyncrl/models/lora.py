@@ -19,8 +19,7 @@ from torch import nn
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import ADAPTER_CONFIG
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import ADAPTER_CONFIG, base_fingerprint
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint

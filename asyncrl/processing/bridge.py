@@ -20,7 +20,7 @@ from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt, PromptProcessor
-from asyncrl.rewards.presentation import plain_text
+from asyncrl.rewards.sample import plain_text
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
 _ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"

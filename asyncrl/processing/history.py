@@ -26,8 +26,8 @@ from asyncrl.environments.observation import (
     without_images,
 )
 from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.model_inputs import sampled_piece
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.processing.rows import sampled_piece
 from protocol.messages import ConversationLimits
 
 _NOTHING = Observation(())

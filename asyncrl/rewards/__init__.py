@@ -2,7 +2,7 @@
 
 Reading order:
 
-1. `sample.py`   what a reward function is given; `presentation.py` makes it of a completion
+1. `sample.py`   what a reward function is given, and how it is made of a completion
 2. `builtin.py`, `shaping.py`  the rewards that come with asyncrl, and examples of how to write one
 3. `spec.py`     from the name in the configuration to a function; `calls.py` calls it
 4. `pool.py`     `RewardPool.group(size).score(index, sample) -> Score`, the part that the rollout server uses

@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, did_you_mean
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.suggest import did_you_mean
 
 
 def call_reward(function: Callable[..., Any], sample: RewardSample, kwargs: Mapping[str, Any]) -> Any:

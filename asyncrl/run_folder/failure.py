@@ -1,4 +1,4 @@
-"""failure.json: the reason a run stopped, for the launcher, for scripts, and for later readers.
+"""failure.json: the reason a run stopped, for launcher, scripts and later readers, and the errors of reading.
 
 Only the process that has the run directory to itself writes it: the learner (lock.py), and after its end the launcher,
 where a server ended the run. A server by itself writes nothing there: that it stops is not the end of the run.
@@ -10,15 +10,42 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
-from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import read_status
+
+
+def is_there(path: Path) -> bool:
+    """True if a file or folder of a run exists. Raises UserError if it, or the folder above it, cannot be read."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as problem:
+        raise cannot_read(path, problem) from None
+    return True
+
+
+@contextmanager
+def unreadable_as_user_error() -> Iterator[None]:
+    """Turn the OSError of a file that cannot be read within the block into a UserError that names the file."""
+    try:
+        yield
+    except OSError as problem:
+        if not isinstance(problem.filename, str | bytes):  # of a terminal or a connection
+            raise
+        raise cannot_read(Path(os.fsdecode(problem.filename)), problem) from None
+
+
+def cannot_read(path: Path, problem: OSError) -> UserError:
+    return UserError(f"cannot read {path}: {problem.strerror}. Restore it, make it readable, or copy the run again")
+
 
 logger = logging.getLogger(__name__)
 

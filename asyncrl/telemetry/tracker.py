@@ -1,15 +1,28 @@
-"""The interface of a tracker, and the data that it gets."""
+"""The interface of a tracker, the data that it gets, and a thread for each, so that a slow service delays no step."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from asyncrl.errors import UserError
+from asyncrl.plugins import Part, description, implementation
+from asyncrl.telemetry.host_versions import installed_version
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from asyncrl.config.run_sections import TelemetryConfig
+
 
 LARGEST_EDGE = 512
 """Pixels of a picture that is shown; the file in images/ is as the model saw it."""
@@ -63,3 +76,144 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", 0) == 0)
+
+
+logger = logging.getLogger(__name__)
+
+QUEUE_LENGTH = 256
+"""Calls that a slow tracker may be behind; further ones are lost, and counted."""
+SAMPLES_EVERY_STEPS = 20
+"""Steps between those whose samples trackers show with their images; samples.jsonl has those of all steps."""
+CLOSE_S = 10.0
+"""Seconds to close all trackers. A launcher that stops a run waits ENDING_S (asyncrl.process_end) longer."""
+
+Call = Callable[[Tracker], None]
+Opener = Callable[[TrackedRun], Tracker]
+
+
+def check_trackers(telemetry: TelemetryConfig) -> None:
+    """Raise UserError for a tracker whose package is missing. Imports none of them: they take seconds."""
+    for name in telemetry.trackers:
+        part = description("trackers", name)
+        for package in part.packages:
+            if installed_version(package) is None:
+                raise UserError(
+                    f"telemetry.trackers names {name}, and the package {package} is not installed here. Run: "
+                    f"pip install 'asyncrl[{part.extra}]', or take {name} out of telemetry.trackers"
+                )
+
+
+def openers_of(telemetry: TelemetryConfig) -> dict[str, Opener]:
+    """Functions that open the trackers of telemetry.trackers, by name; their modules are imported then."""
+    return {name: partial(_open, description("trackers", name), telemetry) for name in telemetry.trackers}
+
+
+def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
+    settings = telemetry.settings_of(cast(Any, part.section)) if part.section else None
+    return implementation(part.implementation)(run, settings)
+
+
+def open_trackers(telemetry: TelemetryConfig, run: TrackedRun, errors: Counter[str]) -> Trackers:
+    """The trackers of telemetry.trackers. Their errors are counted in `errors`, as `tracker_<name>`."""
+    return Trackers(run, openers_of(telemetry), errors, samples_every_steps=SAMPLES_EVERY_STEPS)
+
+
+class Trackers:
+    """All trackers of a run. They are opened by the first call, when it is known whether the run is resumed."""
+
+    def __init__(
+        self, run: TrackedRun, openers: Mapping[str, Opener], errors: Counter[str], *, samples_every_steps: int = 1
+    ):
+        self._run = run
+        self._openers = openers
+        self._errors = errors
+        self._samples_every_steps = samples_every_steps
+        self._samples: list[Sample] = []
+
+    @cached_property
+    def _threads(self) -> list[TrackerThread]:
+        return [TrackerThread(name, self._run, opener, self._errors) for name, opener in self._openers.items()]
+
+    def resume(self, after: int, last_recorded: int, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Set the fields of TrackedRun before any other call."""
+        self._run = replace(self._run, resumed_after=after, last_recorded=last_recorded, evaluations=tuple(evaluations))
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._pass_samples_on()
+        step, metrics = numbers(record)
+        self._call(lambda tracker: tracker.step(step, metrics))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        step, results = numbers(record)
+        self._call(lambda tracker: tracker.evaluation(step, results))
+
+    def sample(self, record: Mapping[str, Any], images: Mapping[str, bytes]) -> None:
+        """Keep the sample: those of one step are passed on together when the next step begins."""
+        if self._openers and record["step"] % self._samples_every_steps == 0:
+            self._samples.append(Sample(record, tuple(images.values())))
+
+    def _pass_samples_on(self) -> None:
+        samples, self._samples = self._samples, []
+        if samples:
+            self._call(lambda tracker: tracker.samples(samples[0].record["step"], samples))
+
+    def _call(self, call: Call | None) -> None:
+        for thread in self._threads:
+            thread.put(call)
+
+    def close(self) -> None:
+        """Let the trackers write pending calls, within CLOSE_S."""
+        if not self._samples and "_threads" not in vars(self):
+            return  # nothing was called: none was opened
+        self._pass_samples_on()
+        self._call(None)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.finish(deadline)
+
+
+class TrackerThread(threading.Thread):
+    """Thread that opens one tracker, calls it in order, and counts its errors, which never stop training."""
+
+    def __init__(self, tracker: str, run: TrackedRun, opener: Opener, errors: Counter[str]):
+        super().__init__(name=f"tracker {tracker}", daemon=True)
+        self._tracker = tracker
+        self._run = run
+        self._opener = opener
+        self._errors = errors
+        self._has_warned = False
+        self._queue: queue.Queue[Call | None] = queue.Queue(QUEUE_LENGTH)
+        self.start()
+
+    def put(self, call: Call | None) -> None:
+        """Add a call, without waiting; None is the last one."""
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            self._failed(f"it is {QUEUE_LENGTH} calls behind")
+
+    def finish(self, deadline: float) -> None:
+        self.join(max(0.0, deadline - time.monotonic()))
+        if self.is_alive():
+            self._failed(f"it was not done {CLOSE_S:g} s after the end")
+
+    def run(self) -> None:
+        try:
+            tracker = self._opener(self._run)
+        except Exception as error:
+            self._failed(f"it could not be opened: {type(error).__name__}: {error}")
+            return
+        is_open = True
+        while is_open:
+            call = self._queue.get()
+            is_open = call is not None
+            try:
+                call(tracker) if call else tracker.close()
+            except Exception as error:
+                self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, why: str) -> None:
+        self._errors[f"tracker_{self._tracker}"] += 1
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s lost some data; the run continues: %s (logged once)", self._tracker, why)

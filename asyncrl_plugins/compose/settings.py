@@ -10,8 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config import yaml_text
 from asyncrl.config.sections import Section
-from asyncrl.errors import UserError
-from asyncrl.suggest import field_problem, file_hint
+from asyncrl.errors import UserError, field_problem, file_hint
 
 
 class Composition(Section):

@@ -16,12 +16,11 @@ from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import model_folder
-from asyncrl.model_files.weight_files import weight_files
+from asyncrl.model_files.folder import model_folder, weight_files
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
 from asyncrl.telemetry.numbers import size

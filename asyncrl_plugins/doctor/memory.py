@@ -16,10 +16,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.items import Phase
-from asyncrl.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.memory_plan.refusal import check_shared_memory
+from asyncrl.memory_plan.plan import MemoryPlan, check_shared_memory, make_plan
 from asyncrl.memory_plan.token_choice import settle_tokens
-from asyncrl.model_files.weight_files import check_weights
+from asyncrl.model_files.folder import check_weights
 from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem

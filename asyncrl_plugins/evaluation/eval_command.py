@@ -12,7 +12,7 @@ from statistics import fmean
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.scoring import EvaluatedRow, score_held_out, scores_line, summarise
-from asyncrl.environments.conversations import describe_conversations
+from asyncrl.environments.recording import describe_conversations
 from asyncrl.errors import UserError
 from asyncrl.telemetry.jsonl import write_atomically
 

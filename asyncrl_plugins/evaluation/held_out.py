@@ -19,8 +19,7 @@ from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
 from asyncrl.demo.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
-from asyncrl.environments.conversations import EnvironmentHealth
-from asyncrl.environments.recording import Decode, described_turns
+from asyncrl.environments.recording import Decode, EnvironmentHealth, described_turns
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder

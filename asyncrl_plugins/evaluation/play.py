@@ -22,8 +22,7 @@ from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
-from asyncrl.errors import UserError
-from asyncrl.suggest import did_you_mean
+from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import one_line
 from asyncrl_plugins.evaluation.played_history import Past, PlayedHistory
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import yaml_text
-from asyncrl.errors import ExitCode, UserError
-from asyncrl.suggest import file_hint
+from asyncrl.errors import ExitCode, UserError, file_hint
 from asyncrl.user_functions import shorten
 from asyncrl_plugins.import_config.table import TranslatedKey, Translation, recognise, translate
 

@@ -41,8 +41,7 @@ class RewardModelSettings(Section):
 
 def check_reward_model(component: RewardFunctionConfig) -> None:
     """Raise UserError for every mistake that can be seen without loading the model."""
-    from asyncrl.model_files.folder import describe_folder
-    from asyncrl.model_files.weight_files import check_weights
+    from asyncrl.model_files.folder import check_weights, describe_folder
 
     settings, name = settings_of(component, RewardModelSettings), f"reward {component_name(component)}"
     if component.group:

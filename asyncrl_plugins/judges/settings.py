@@ -7,8 +7,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from asyncrl.config.sections import RewardFunctionConfig, Section, component_name
-from asyncrl.errors import UserError
-from asyncrl.suggest import field_problem
+from asyncrl.errors import UserError, field_problem
 
 S = TypeVar("S", bound=Section)
 

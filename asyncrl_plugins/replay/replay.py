@@ -25,15 +25,15 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.environments.shown_tools import ShownTools
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from asyncrl.launch.command import command
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
+from asyncrl.run_folder.contents import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
+from asyncrl.run_folder.failure import is_there, unreadable_as_user_error
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl_plugins.replay.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
 from learner.checkpoint.storage import complete_checkpoints, read_state

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import wandb
 
-from asyncrl.telemetry import tracker_threads
+from asyncrl.telemetry import tracker
 from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import WandbConfig
 
@@ -40,7 +40,7 @@ class WandbTracker:
                 console="off",
                 disable_git=True,
                 disable_code=True,
-                finish_timeout=tracker_threads.CLOSE_S,
+                finish_timeout=tracker.CLOSE_S,
                 finish_timeout_raises=True,
             ),
         )

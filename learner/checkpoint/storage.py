@@ -26,7 +26,7 @@ import xxhash
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.models.lora import read_adapter
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
+from asyncrl.run_folder.contents import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
 from learner.training.train_engine import TrainEngine, Write
 from protocol.faults import crash_point, slow_point
 from protocol.messages import AdapterSpec

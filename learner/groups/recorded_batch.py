@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.journal.reader import JournalView
+from asyncrl.journal.database import JournalView
 from asyncrl.journal.writer import TicketSlot
 from learner.groups.group_verification import prompt_problems
 from learner.groups.staleness import within_bound

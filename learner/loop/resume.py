@@ -24,12 +24,12 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import PARTS
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalView
+from asyncrl.journal.database import JournalView
 from asyncrl.journal.writer import Journal
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+from asyncrl.run_folder.contents import MODEL_FOLDER
 from asyncrl.user_functions import own_functions, read_source
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter

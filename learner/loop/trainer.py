@@ -17,13 +17,12 @@ from asyncrl.config.changes import changed
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.memory_plan.items import CONTEXT_BYTES
-from asyncrl.memory_plan.plan import device_sharing
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
+from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.numbers import size
 from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.groups.ticket import ReceivedGroup

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.environments.conversations import EnvironmentHealth
+from asyncrl.environments.recording import EnvironmentHealth
 from asyncrl.errors import UserError
 from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import Servers

@@ -22,7 +22,7 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_writer import PARITY_IDS
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets
-from protocol.stalls import SLOWEST_TURN_S
+from protocol.sockets import SLOWEST_TURN_S
 
 logger = logging.getLogger(__name__)
 

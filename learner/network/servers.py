@@ -20,7 +20,7 @@ from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
-from protocol.handshake import check_hello, check_mode
+from protocol.handshake import Muted, check_hello, check_mode
 from protocol.messages import (
     DeviceSource,
     Error,
@@ -35,9 +35,7 @@ from protocol.messages import (
     Wire,
     printable,
 )
-from protocol.peers import Muted
-from protocol.sockets import Delivery, Encoded
-from protocol.stalls import SLOWEST_TURN_S, Stalls
+from protocol.sockets import SLOWEST_TURN_S, Delivery, Encoded, Stalls
 
 logger = logging.getLogger(__name__)
 

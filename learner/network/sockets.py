@@ -15,11 +15,10 @@ import zmq
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Limits
-from protocol.curve import KeyFileError, read_learner_keys
-from protocol.curve_auth import CurveAuthenticator
+from protocol.curve import CurveAuthenticator, KeyFileError, read_learner_keys
 from protocol.endpoints import BindError
+from protocol.handshake import PeerLimits
 from protocol.messages import ControlFromServer, WeightsFromServer
-from protocol.peers import PeerLimits
 from protocol.sockets import CHUNK_QUEUES, CONTROL_QUEUES, LearnerSocket
 
 CHUNK_LIMITS = PeerLimits(messages=100_000)

@@ -36,6 +36,7 @@ from learner.network.ticket_sender import TicketSender
 from learner.network.weight_tree import WeightTree
 from learner.tickets.ledger import TicketLedger
 from protocol.errors import ErrorCode
+from protocol.handshake import Muted
 from protocol.messages import (
     Ack,
     Chunk,
@@ -54,7 +55,6 @@ from protocol.messages import (
     TransferRequest,
     WeightsLoaded,
 )
-from protocol.peers import Muted
 from protocol.sockets import BadMessage, Delivery, Received
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication

@@ -17,13 +17,12 @@ import torch
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.data.survey.row_survey import BadRow
 from asyncrl.devices.device import device_name, memory_by_state
-from asyncrl.environments.conversations import describe_conversations
+from asyncrl.environments.recording import describe_conversations
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.evaluation_scores import evaluation_scores
-from asyncrl.telemetry.background_writer import BackgroundWriter
+from asyncrl.rewards.score import evaluation_scores
 from asyncrl.telemetry.host_versions import record_start
-from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.environments.recording import Decode, described_messages, described_turns
-from asyncrl.rewards.presentation import plain_text
+from asyncrl.rewards.sample import plain_text
 from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TrajectoryOrder
 

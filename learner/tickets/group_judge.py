@@ -15,8 +15,7 @@ from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.loading import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.order import DataOrder
-from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
+from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.user_functions import one_line

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.algorithms.filters import SPREAD
-from asyncrl.journal.reader import JournalView
+from asyncrl.journal.database import JournalView
 from asyncrl.journal.writer import TicketSlot
 from learner.groups.recorded_batch import as_journaled
 from learner.groups.ticket import PreparedTicket, ReceivedGroup

@@ -15,7 +15,7 @@ from asyncrl.config.part_settings import TicketSettings
 from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash
-from asyncrl.data.order import DataOrder
+from asyncrl.data.prompt_sources import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
 from asyncrl.data.survey.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows

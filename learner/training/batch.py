@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.provenance import Provenance
-from asyncrl.environments.conversations import describe_conversations
-from asyncrl.environments.recording import observation_of
+from asyncrl.environments.recording import describe_conversations, observation_of
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.groups.ticket import ReceivedGroup

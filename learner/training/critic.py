@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.service_sections import CriticConfig
-from asyncrl.models.value_head import add_value_head, read_score_head, values
+from asyncrl.models.output_head import add_value_head, read_score_head, values
 from asyncrl.models.wake_parity import fixed_tokens
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine

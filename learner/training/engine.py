@@ -27,7 +27,7 @@ from asyncrl.models.parts import freeze_parts
 from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER
+from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.loss_scale import LossScale
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig
-from asyncrl.models.gathered_units import gathered_units
+from asyncrl.models.parts import gathered_units
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
 from learner.training.loss_scale import LossScale

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from asyncrl.environments.recording import history_of, images_of, observation_of
 from asyncrl.processing.history import History
-from asyncrl.processing.rows import joined_row
+from asyncrl.processing.model_inputs import joined_row
 from learner.groups.ticket import ReceivedGroup
 from learner.training.packing import Segment
 

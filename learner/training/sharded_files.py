@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
 from asyncrl.models.export import export_model
-from asyncrl.models.gathered_units import is_adapted
+from asyncrl.models.parts import is_adapted
 from asyncrl.models.published import published_parts
 from learner.ranks.group import Ranks
 from learner.training.sharded_state import (

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 from protocol.messages.groups import (
     Ack,
+    EditedTurn,
     Group,
     GroupTimings,
     Limit,
+    ObservedImage,
+    ObservedMessage,
     TicketFailed,
     TicketReturned,
+    ToolCall,
     TrajectoryRecord,
     TrajectoryStatus,
+    Turn,
 )
 from protocol.messages.life_cycle import (
     Error,
@@ -33,7 +38,6 @@ from protocol.messages.life_cycle import (
     ServerHeartbeat,
     Welcome,
 )
-from protocol.messages.sources import TokenSource, TrajectoryRole
 from protocol.messages.tickets import (
     NO_ORDER,
     ChatMessage,
@@ -52,7 +56,6 @@ from protocol.messages.tickets import (
     Video,
     VideoPart,
 )
-from protocol.messages.turns import EditedTurn, ObservedImage, ObservedMessage, ToolCall, Turn
 from protocol.messages.weights import (
     AdapterSpec,
     Channel,
@@ -70,7 +73,15 @@ from protocol.messages.weights import (
     WeightManifest,
     WeightsLoaded,
 )
-from protocol.messages.wire import LONGEST_TEXT, PROTOCOL_MAJOR, PROTOCOL_MINOR, Wire, printable
+from protocol.messages.wire import (
+    LONGEST_TEXT,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    TokenSource,
+    TrajectoryRole,
+    Wire,
+    printable,
+)
 
 ControlFromServer = (
     Hello | Group | TicketFailed | TicketReturned | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error

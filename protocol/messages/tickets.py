@@ -10,8 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from protocol.frames import Blob, Float32Array, Int32Array
-from protocol.messages.sources import TrajectoryRole
-from protocol.messages.wire import ContentHash, Many, TicketId, Version, Wire
+from protocol.messages.wire import ContentHash, Many, TicketId, TrajectoryRole, Version, Wire
 
 
 class TextPart(Wire):

@@ -27,10 +27,10 @@ from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.history import History, Shown
+from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.processing.rows import joined_row
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from protocol.messages import (
     NO_ORDER,

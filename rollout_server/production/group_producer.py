@@ -18,7 +18,7 @@ from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.pool import GroupScoring, RewardPool
-from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from protocol.messages import (
     FinishReason,

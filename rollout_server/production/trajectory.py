@@ -10,8 +10,8 @@ import numpy as np
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.recording import recorded
 from asyncrl.processing.history import Shown
+from asyncrl.processing.model_inputs import sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.rows import sampled_piece
 from asyncrl.rewards.score import Score
 from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion, Parking

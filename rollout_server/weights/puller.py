@@ -9,8 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from protocol.codec import MIB, Limits
-from protocol.curve import read_server_keys
-from protocol.curve_auth import HandshakeRejected
+from protocol.curve import HandshakeRejected, read_server_keys
 from protocol.download import Download, SourceFailed
 from protocol.endpoints import BindError
 from protocol.errors import ErrorCode, ProtocolError

@@ -18,14 +18,13 @@ import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from protocol.codec import MIB, Limits
-from protocol.curve import RelayKeys, read_server_keys
-from protocol.curve_auth import CurveAuthenticator
+from protocol.curve import CurveAuthenticator, RelayKeys, read_server_keys
 from protocol.download import Download
 from protocol.endpoints import BindError, address_towards, endpoint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
+from protocol.handshake import PeerLimits
 from protocol.messages import Chunk, ChunkRequest, Error
-from protocol.peers import PeerLimits
 from protocol.sockets import CHUNK_QUEUES, TURN_MESSAGES, Delivery, LearnerSocket, Received
 from protocol.transfer import check_size
 

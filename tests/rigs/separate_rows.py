@@ -11,8 +11,8 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.rows import joined_row
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, Segment, TrainGroup, build_micro_batch, plan_micro_batches

@@ -18,8 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.database import PAGE_BYTES
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import PAGE_BYTES, JournalReader
 from asyncrl.run_folder.failure import read_failure
 from learner.checkpoint.storage import newest_checkpoint, write_checksums
 from learner.loop.resume import find_start

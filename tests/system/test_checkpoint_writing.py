@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+from asyncrl.run_folder.contents import MODEL_FOLDER
 from learner.checkpoint.storage import CHECKSUMS_FILE, STATE_FILE, complete_checkpoints
 from learner.training.engine import ENGINE_FILE
 from tests.rigs.small_disks import needs_mount, small_disks

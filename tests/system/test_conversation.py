@@ -18,7 +18,7 @@ from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.published import published_tensors
 from asyncrl.plugins import installed

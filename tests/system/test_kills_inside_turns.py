@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from protocol.messages import Group, TrajectoryStatus
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs

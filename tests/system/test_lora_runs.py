@@ -14,7 +14,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors

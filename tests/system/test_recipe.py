@@ -32,7 +32,7 @@ ALLOWED = (
     "asyncrl.errors",
     "asyncrl.models.loading",
     "asyncrl.processing",
-    "asyncrl.rewards.presentation",
+    "asyncrl.rewards.sample",
     "asyncrl.rewards.spec",
     "learner.training.engine",
     "learner.training.packing",

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import Group

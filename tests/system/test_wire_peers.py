@@ -20,8 +20,8 @@ from learner.network.sockets import open_sockets
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import encode
 from protocol.errors import ErrorCode
+from protocol.handshake import PeerLimits
 from protocol.messages import Ack, Goodbye, TicketFailed, Tickets, Welcome
-from protocol.peers import PeerLimits
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, pack
 from tests.rigs.fuzz.peers import WAIT_S, Peer, good_server

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.command import command
-from asyncrl.telemetry.reading import unreadable_as_user_error
+from asyncrl.run_folder.failure import unreadable_as_user_error
 from asyncrl_plugins.viewer.inspect.filters import ANY_ERROR, CALL_ERRORS, ENDS, FILTERS, ORDERS, STATUSES, read_query
 from asyncrl_plugins.viewer.inspect.records import detail_record, row_record
 from asyncrl_plugins.viewer.inspect.terminal import print_group, print_listing

@@ -10,8 +10,7 @@ from typing import get_args
 from asyncrl.errors import UserError
 from asyncrl_plugins.viewer.samples.model import Order, SampleQuery
 from protocol.messages import TrajectoryStatus
-from protocol.messages.groups import Limit
-from protocol.messages.turns import CallErrorKind
+from protocol.messages.groups import CallErrorKind, Limit
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 STATUSES = tuple(str(status) for status in TrajectoryStatus)

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.telemetry.reading import unreadable_as_user_error
+from asyncrl.run_folder.failure import unreadable_as_user_error
 from asyncrl.telemetry.recorder import read_status
 from asyncrl_plugins.viewer.inspect.filters import ORDERS, STATUSES, read_query
 from asyncrl_plugins.viewer.inspect.pictures import for_browser

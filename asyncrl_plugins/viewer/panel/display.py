@@ -10,8 +10,7 @@ from rich.live import Live
 
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.display import REFRESH_S, Display
-from asyncrl.run_folder.failure import read_failure
-from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
+from asyncrl.run_folder.failure import is_there, read_failure, unreadable_as_user_error
 from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
 from asyncrl_plugins.viewer.panel.console import Console
 from asyncrl_plugins.viewer.panel.panel import RunPanel

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.method_line import recorded_method_line
-from asyncrl.run_folder.progress import RunProgress
+from asyncrl.launch.display import RunProgress
 from asyncrl.telemetry.host_versions import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import CONFIG_FILE, SAMPLES_FILE

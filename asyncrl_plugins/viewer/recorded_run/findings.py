@@ -14,7 +14,7 @@ from itertools import groupby
 from statistics import fmean, linear_regression
 from typing import Literal
 
-from asyncrl.run_folder.progress import ENDED
+from asyncrl.launch.display import ENDED
 from asyncrl.telemetry.numbers import count, duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     STARVES_AT_BOUND,

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from asyncrl.launch.display import ENDED
 from asyncrl.run_folder.failure import Failure
-from asyncrl.run_folder.progress import ENDED
 
 SAME_PROCESS_S = 2.0
 """Largest difference between the beginnings that two steps of one process tell."""

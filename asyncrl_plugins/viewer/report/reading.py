@@ -7,11 +7,10 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
-from asyncrl.run_folder.progress import has_step
+from asyncrl.launch.display import has_step
+from asyncrl.run_folder.failure import FAILURE_FILE, is_there, read_failure
 from asyncrl.telemetry.host_versions import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.jsonl import read_records
-from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import (
     CONFIG_FILE,
     EVALUATIONS_FILE,

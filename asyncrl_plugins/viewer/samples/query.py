@@ -8,7 +8,7 @@ from typing import Any, get_args
 from asyncrl.errors import UserError
 from asyncrl.journal.sample_index import call_name
 from asyncrl_plugins.viewer.samples.model import SampleQuery, SampleRow
-from protocol.messages.turns import CallErrorKind
+from protocol.messages.groups import CallErrorKind
 
 PROMPT_SHOWN = 200
 """Characters of a prompt in a list."""

@@ -16,8 +16,8 @@ from asyncrl.config.sections import DataConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.journal.sample_index import PromptText
-from asyncrl.run_folder.checkpoints import MODEL_FOLDER, checkpoint_folders
-from asyncrl.telemetry.reading import is_there
+from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders
+from asyncrl.run_folder.failure import is_there
 from asyncrl.telemetry.recorder import CONFIG_FILE, IMAGES_FOLDER
 from asyncrl_plugins.viewer.samples.model import SampleImage
 from protocol.messages import Group

@@ -17,9 +17,9 @@ import numpy as np
 
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader, read_only_uri
+from asyncrl.journal.database import JournalReader, read_only_uri
 from asyncrl.journal.sample_index import INDEX_FILE, SCHEMA, TABLES, PromptText, insert_group, read_trained_tokens
-from asyncrl.telemetry.reading import is_there
+from asyncrl.run_folder.failure import is_there
 from asyncrl_plugins.viewer.samples import query as queries
 from asyncrl_plugins.viewer.samples.model import (
     Page,

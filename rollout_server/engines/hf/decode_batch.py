@@ -16,9 +16,8 @@ import torch
 
 from asyncrl.config.engine_rules import cache_columns
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
-from asyncrl.processing.model_inputs import prompt_positions
+from asyncrl.processing.model_inputs import prompt_positions, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.rows import sampled_piece
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest, Parking
 from rollout_server.engines.hf.growing_cache import GrowingCache

@@ -15,8 +15,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
 from asyncrl.memory_plan import rank_lines
-from asyncrl.memory_plan.plan import make_plan
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import check_plan, make_plan
 from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.doctor.advice import advice
 from benchmarks import random_models

@@ -15,8 +15,7 @@ from PIL import Image
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.errors import UserError
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.tracker import TrackedRun
-from asyncrl.telemetry.tracker_threads import Trackers, check_trackers, openers_of
+from asyncrl.telemetry.tracker import TrackedRun, Trackers, check_trackers, openers_of
 from tests.unit.asyncrl.test_trackers import record_steps
 
 CONFIG = {"learner": {"optim": {"lr": 1e-4}, "max_staleness": 2}, "data": {"train_files": ["a.parquet"]}}

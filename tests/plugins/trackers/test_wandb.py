@@ -42,7 +42,7 @@ def test_wandb_offline_is_one_run_with_each_step_once_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setattr("asyncrl.telemetry.tracker_threads.CLOSE_S", 60.0)  # a busy machine
+    monkeypatch.setattr("asyncrl.telemetry.tracker.CLOSE_S", 60.0)  # a busy machine
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("NETRC", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):

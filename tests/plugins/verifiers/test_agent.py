@@ -19,7 +19,7 @@ from asyncrl.environments.observation import Message, Observation, PastTurn
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from asyncrl_plugins.verifiers.agent import VERIFIERS_PROGRAM
 from protocol.messages import TrajectoryStatus
 from tests.plugins.verifiers.asking_agent import ADD

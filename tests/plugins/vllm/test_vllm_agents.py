@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.demo.model import main as make_model
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.database import JournalReader
 from asyncrl.launch.ports import free_port
 from learner.sft import SupervisedRun
 from protocol.messages import TrajectoryRecord, TrajectoryStatus

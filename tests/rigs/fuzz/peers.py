@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import zmq
 
 from protocol.codec import Limits, decode
-from protocol.curve import read_server_keys
-from protocol.curve_auth import become_curve_client
+from protocol.curve import become_curve_client, read_server_keys
 from protocol.errors import ErrorCode
 from protocol.messages import (
     Ack,

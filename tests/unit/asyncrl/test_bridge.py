@@ -20,9 +20,8 @@ from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.processing.bridge import TurnBridge
-from asyncrl.processing.model_inputs import prompt_positions
+from asyncrl.processing.model_inputs import joined_row, prompt_positions, sampled_piece
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.rows import joined_row, sampled_piece
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture

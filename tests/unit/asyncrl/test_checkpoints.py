@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.run_folder.checkpoints import MODEL_FOLDER, checkpoint_folder
+from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folder
 from learner.checkpoint.storage import STATE_FILE, complete_checkpoints, newest_checkpoint
 
 

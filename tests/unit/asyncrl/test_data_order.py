@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.order import DataOrder
+from asyncrl.data.prompt_sources import DataOrder
 
 
 @settings(max_examples=50, deadline=None)

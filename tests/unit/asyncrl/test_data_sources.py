@@ -22,7 +22,7 @@ from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.rewards.calls import call_reward
-from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import sample_of
 
 COLOURS = ("red", "green", "blue", "white", "black")
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch import display as module
-from asyncrl.launch.display import Display
-from asyncrl.run_folder.progress import RunProgress
+from asyncrl.launch.display import Display, RunProgress
 from tests.rigs.shown_run import write_run
 
 

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo import scoring as module
 from asyncrl.demo.scoring import evaluate
-from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import evaluation_scores
 
 
 def test_completions_of_a_row_are_one_observation_and_those_without_a_score_are_counted() -> None:

@@ -17,6 +17,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
+from asyncrl.launch.display import RunProgress
 from asyncrl.launch.processes import Service
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
@@ -28,7 +29,6 @@ from asyncrl.run_folder.failure import (
     failure_of,
     read_failure,
 )
-from asyncrl.run_folder.progress import RunProgress
 from tests.rigs.small_runs import save_failure
 
 

@@ -12,8 +12,8 @@ from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Par
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History, without_thinking
+from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.rows import joined_row
 from protocol.messages import ChatMessage, ConversationLimits, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
 from tests.rigs.tiny_families import make_family

@@ -19,7 +19,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published, published_tensors

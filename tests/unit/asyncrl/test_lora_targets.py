@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.model_files.weight_files import base_fingerprint
+from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models import loading
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 

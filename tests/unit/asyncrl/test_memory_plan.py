@@ -19,14 +19,13 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import prefilled_prompts
 from asyncrl.memory_plan.items import CONTEXT_BYTES
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import MemoryPlan, check_plan, make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from asyncrl.processing.model_inputs import joined_row, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.rows import joined_row, sampled_piece
 from asyncrl.telemetry.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.loop.trainer import Trainer

@@ -14,8 +14,7 @@ from asyncrl.attention import shared_prefix
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.memory_plan.plan import make_plan
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import check_plan, make_plan
 from asyncrl.memory_plan.rehearsal import rehearse, train_pass
 from asyncrl.models.loading import load_model, model_class
 

@@ -12,8 +12,7 @@ import pytest
 from asyncrl.config import learner_engines
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import MemoryPlan, check_plan, make_plan
 from benchmarks import random_models
 from benchmarks.random_models import make_model
 from tests.rigs.full_micro_batch import Shape

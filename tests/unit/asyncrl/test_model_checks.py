@@ -19,8 +19,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import describe_folder, model_folder
-from asyncrl.model_files.weight_files import check_weights
+from asyncrl.model_files.folder import check_weights, describe_folder, model_folder
 from asyncrl.processing.processor import PromptProcessor
 
 MakeConfig = Callable[..., RunConfig]

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.order import DataOrder
-from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource, greso_skip_probability
+from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource, greso_skip_probability
 from tests.rigs.tiny import ROOT
 
 VECTOR = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())["greso_skip_prob"]

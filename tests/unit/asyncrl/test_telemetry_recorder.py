@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.telemetry import background_writer
-from asyncrl.telemetry.background_writer import MAX_WAITING, BackgroundWriter
+from asyncrl.telemetry import recorder as module
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import RunRecorder, read_status
+from asyncrl.telemetry.recorder import MAX_WAITING, BackgroundWriter, RunRecorder, read_status
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 
@@ -121,7 +120,7 @@ def test_an_error_of_background_work_is_raised_by_the_next_call(monkeypatch: pyt
         with pytest.raises(OSError, match="No space"):  # noqa: PT012 by the call itself, or the next one
             writer.do(fail)
             writer.wait()
-    monkeypatch.setattr(background_writer, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(module, "DEADLINE_S", 0.1)
     writer.do(go.wait, 30)
     with pytest.raises(OSError, match=r"samples could not be written within 0\.1 s"):
         writer.close()

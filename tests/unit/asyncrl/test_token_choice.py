@@ -15,8 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import token_choice
 from asyncrl.memory_plan.items import CONTEXT_BYTES
-from asyncrl.memory_plan.plan import longest_sequence, make_plan
-from asyncrl.memory_plan.refusal import check_plan
+from asyncrl.memory_plan.plan import check_plan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
 from asyncrl.memory_plan.token_choice import KEY, settle_tokens, token_steps
 from asyncrl.processing.processor import PromptProcessor

@@ -15,8 +15,7 @@ from PIL import Image
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.plugins import what_to_install
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.tracker import TrackedRun, Tracker
-from asyncrl.telemetry.tracker_threads import Trackers
+from asyncrl.telemetry.tracker import TrackedRun, Tracker, Trackers
 
 
 def png(colour: str) -> bytes:
@@ -77,8 +76,8 @@ def test_a_tracker_that_raises_is_counted_and_the_run_goes_on(
 
 
 def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.telemetry.tracker_threads.QUEUE_LENGTH", 4)
-    monkeypatch.setattr("asyncrl.telemetry.tracker_threads.CLOSE_S", 0.2)
+    monkeypatch.setattr("asyncrl.telemetry.tracker.QUEUE_LENGTH", 4)
+    monkeypatch.setattr("asyncrl.telemetry.tracker.CLOSE_S", 0.2)
     errors: Counter[str] = Counter()
     trackers = trackers_of(tmp_path, lambda _: Broken(hangs_s=30), errors)
     began = time.monotonic()

@@ -17,8 +17,7 @@ from asyncrl.algorithms.filters import SampledGroup, zero_variance
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.order import DataOrder
-from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
+from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
 from learner.groups.ticket import PreparedTicket, ReceivedGroup

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.data.survey.held_out import EVALUATION_IDS
-from asyncrl.environments.conversations import LAST_TRAJECTORIES, EnvironmentHealth
+from asyncrl.environments.recording import LAST_TRAJECTORIES, EnvironmentHealth
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from learner.network.group_receiver import GroupReceiver

@@ -10,7 +10,7 @@ from learner.network.sockets import CHUNK_LIMITS
 from protocol import codec, messages, transfer
 from protocol.codec import ALL_MODELS, Limits
 from protocol.errors import ErrorCode
-from protocol.peers import PeerLimits
+from protocol.handshake import PeerLimits
 from protocol.sockets import CHUNK_QUEUES, CONTROL_QUEUES, TURN_MESSAGES, TURN_S
 
 ROOT = Path(__file__).parents[3]

@@ -15,10 +15,10 @@ import zmq
 
 from asyncrl.launch.ports import free_port
 from protocol.codec import Limits
-from protocol.curve_auth import HandshakeEvents
+from protocol.curve import HandshakeEvents
 from protocol.endpoints import BindError, PortInUseError, host_id
 from protocol.errors import ErrorCode
-from protocol.handshake import check_hello
+from protocol.handshake import MAX_ACCOUNTS, PeerBudget, PeerLimits, check_hello
 from protocol.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -32,7 +32,6 @@ from protocol.messages import (
     Refusal,
     Welcome,
 )
-from protocol.peers import MAX_ACCOUNTS, PeerBudget, PeerLimits
 from protocol.sockets import BadMessage, Delivery, LearnerSocket, Queues, Received, SendTimeout, ServerSocket
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, pack

@@ -20,7 +20,7 @@ from asyncrl.rewards.score import Score
 from learner.groups.group_verification import verify_group
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import Group, TicketFailed, TrajectoryStatus
-from protocol.messages.turns import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
+from protocol.messages.groups import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.environments import Environments
 from rollout_server.production.group_producer import GroupProducer

@@ -15,8 +15,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.model_inputs import joined_row, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.processing.rows import joined_row, sampled_piece
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest, Parking
 from rollout_server.engines.hf.decode_batch import DecodeBatch
