@@ -20,7 +20,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.demo.model import main as make_model
 from asyncrl.processing.processor import PromptProcessor
 from learner.network.publication import publish
-from learner.training.engine import create_engine as create_train_engine
+from learner.training.engine import TorchEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.weights import Publication
 from rollout_server.engines import create_engine
@@ -55,7 +55,7 @@ class Pair:
     """A learner's training engine and a server's `hf` engine, with a publication between them."""
 
     def __init__(self, config: RunConfig):
-        self._trainer = create_train_engine(config.model_settings, config.learner.optim, 1)
+        self._trainer = TorchEngine(config.model_settings, config.learner.optim, 1)
         self._trainer.prepare()
         self._engine = create_engine(config, PromptProcessor(config.model))
         self._publication = Publication("benchmark", SHARED_MEMORY)

@@ -89,7 +89,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     from learner.checkpoint.background_write import BackgroundWrite
     from learner.checkpoint.storage import LearnerState, Snapshot, make_building_folder, save_checkpoint
     from learner.ranks.group import Ranks
-    from learner.training.engine import create_engine
+    from learner.training.engine import TorchEngine
     from learner.training.packing import Completion, TrainGroup
 
     torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
                 "reward": {"functions": [{"function": "exact_match"}]},
             }
         )
-        engine = create_engine(config.model_settings, config.learner.optim, 1000, Ranks(rank, ranks, rank))
+        engine = TorchEngine(config.model_settings, config.learner.optim, 1000, Ranks(rank, ranks, rank))
         without = own_memory()
         with most_memory() as loading:
             engine.prepare()

@@ -25,7 +25,6 @@ from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.telemetry.numbers import GIB
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
-from learner.training.engine import create_engine as create_learner
 from learner.training.packing import Completion as TrainCompletion
 from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
@@ -115,7 +114,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     processor = PromptProcessor(config.model)
     prompts = make_prompts(processor, shape)
     cycle = Cycle(make_plan(config))
-    learner = create_learner(config.model_settings, config.learner.optim, total_updates=10)
+    learner = TorchEngine(config.model_settings, config.learner.optim, total_updates=10)
     publication = open_publication("gpu-cycle")
     engine = create_engine(config, processor)
     receiver = WeightReceiver(config, engine, "shm", "")

@@ -26,7 +26,7 @@ from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.engine import create_engine as create_train_engine
+from learner.training.engine import TorchEngine
 from protocol.messages import Group, TicketKind
 from rollout_server.engines import create_engine
 from rollout_server.production.group_producer import GroupProducer
@@ -66,7 +66,7 @@ def main() -> None:
         config = resolve_dtype(load_config(arguments.config, overrides))
         processor = PromptProcessor(config.model)
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
-        trainer = create_train_engine(config.model_settings, config.learner.optim, total_updates=1)
+        trainer = TorchEngine(config.model_settings, config.learner.optim, total_updates=1)
         trainer.prepare()
         parity = compare(trainer, processor, received, config.batch.microbatch_tokens)
         completions = sum(one.group.lengths.size for one in received)

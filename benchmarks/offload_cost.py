@@ -23,7 +23,7 @@ from asyncrl.telemetry.numbers import size
 from benchmarks.gpu_cycle import TINY, WHOLE, cycle_config, make_prompts
 from benchmarks.gpu_report import settings
 from benchmarks.random_models import SIZES, make_model
-from learner.training.engine import TorchEngine, create_engine
+from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 
 
@@ -77,7 +77,7 @@ def main() -> None:
         gc.collect()
         sections = {**whole, "learner": {**whole["learner"], "cpu_offload": offload}}
         config = cycle_config(model, folder, shape, **sections)
-        learner = create_engine(config.model_settings, config.learner.optim, total_updates=10)
+        learner = TorchEngine(config.model_settings, config.learner.optim, total_updates=10)
         learner.prepare()
         prompts, rows = make_prompts(PromptProcessor(config.model), shape), iter(range(10**6))
         groups = [

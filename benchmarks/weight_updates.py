@@ -35,7 +35,6 @@ from asyncrl.models.published import load_published
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
-from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion as Sampled
@@ -207,7 +206,7 @@ def main() -> None:
         torch.set_num_threads(config.rollout.cpu_threads)
     processor = PromptProcessor(config.model)
     requests = requests_of(config, processor, arguments.groups, arguments.median_length)
-    trainer = create_train_engine(config.model_settings, config.learner.optim, total_updates=arguments.updates)
+    trainer = TorchEngine(config.model_settings, config.learner.optim, total_updates=arguments.updates)
     trainer.prepare()
     initial = [{name: tensor.clone() for name, tensor in trainer.published_state()}]
     warm_up = asyncio.run(sample(config, processor, requests, initial))

@@ -29,7 +29,7 @@ from learner.loop.trainer import Trainer
 from learner.network.publication import open_publication, publish
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, build_micro_batch, plan_micro_batches
 
 
@@ -51,7 +51,7 @@ def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
     processor = PromptProcessor(config.model)
     writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     training = Trainer(config, processor, writer.num_train_rows)
-    bare_engine = create_engine(config.model_settings, config.learner.optim, steps)
+    bare_engine = TorchEngine(config.model_settings, config.learner.optim, steps)
     bare_engine.prepare()
     updates: Any = bare_engine.updates  # torch's AdamW
     bare = BareLoop(bare_engine.unwrap_model(), updates.optimizer)

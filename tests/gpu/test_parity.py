@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from benchmarks.gpu_cycle import TINY, cycle_config, make_prompts, sample, train
-from learner.training.engine import create_engine as create_learner
+from learner.training.engine import TorchEngine
 from rollout_server.engines import create_engine
 
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (0.2, 0.03)}
@@ -58,6 +58,6 @@ async def differences(config: RunConfig) -> np.ndarray:
         groups = await sample(engine, prompts, config)
     finally:
         await engine.close()
-    learner = create_learner(config.model_settings, config.learner.optim, total_updates=1)
+    learner = TorchEngine(config.model_settings, config.learner.optim, total_updates=1)
     learner.prepare()
     return train(learner, prompts, groups, config)

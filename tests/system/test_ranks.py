@@ -21,7 +21,7 @@ from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
 from learner.training.critic import Critic
-from learner.training.engine import create_engine
+from learner.training.engine import TorchEngine
 from tests.conftest import small_config
 from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
@@ -143,7 +143,7 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
         assert json.loads((one / "model" / file).read_text()) == json.loads((two / "model" / file).read_text())
     published = load_file(two / f"{STEPS}.safetensors")
     saved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(two / "model")})})
-    engine = create_engine(saved.model_settings, saved.learner.optim, STEPS)
+    engine = TorchEngine(saved.model_settings, saved.learner.optim, STEPS)
     engine.prepare()
     engine.load(two)
     engine.updates.masters.round_into_parameters()
@@ -158,7 +158,7 @@ def check_weights(config: RunConfig, one: Path, two: Path) -> None:
 def check_adapter(config: RunConfig, one: Path, two: Path) -> None:
     """One process restores the ranks' adapter and moments, and both exports have it merged into the same base."""
     published = load_file(two / f"{STEPS}.safetensors")
-    engine = create_engine(config.model_settings, config.learner.optim, STEPS)
+    engine = TorchEngine(config.model_settings, config.learner.optim, STEPS)
     engine.prepare()
     engine.load_published(published.items())
     engine.load(two)

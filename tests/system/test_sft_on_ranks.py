@@ -15,10 +15,9 @@ from tests.rigs.one_process import in_one_process
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, write_config
 from tests.rigs.waiting import exit_codes
-from tests.rigs.zero import HAS_ZERO
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_end_to_end import lines
-from tests.system.test_families_on_ranks import ENGINES, FLIPPED
+from tests.system.test_families_on_ranks import FLIPPED, FSDP2
 from tests.system.test_ranks import TOLERANCE
 from tests.system.test_torchrun import end, start_ranks
 
@@ -59,17 +58,14 @@ def check(one: Path, two: Path) -> None:
     assert flipped <= FLIPPED * sum(tensor.numel() for tensor in mine.values())
 
 
-@pytest.mark.parametrize(
-    ("engine", "model"),
-    [("fsdp2", {}), ("ZeRO-2", {}), ("ZeRO-3", {}), ("fsdp2", {"lora": {"rank": 4}})],
-    ids=["fsdp2", "ZeRO-2", "ZeRO-3", "an adapter"],
-)
-def test_two_ranks_learn_what_one_process_does(
-    make_config: MakeConfig, tmp_path: Path, engine: str, model: dict[str, Any]
-) -> None:
-    if ENGINES[engine]["engine"] == "deepspeed" and not HAS_ZERO:
-        pytest.skip("deepspeed is not installed")
-    config = config_of(make_config, tmp_path, ENGINES[engine], model)
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["full", "an adapter"])
+def test_two_ranks_learn_what_one_process_does(make_config: MakeConfig, tmp_path: Path, model: dict[str, Any]) -> None:
+    check_two_ranks(make_config, tmp_path, FSDP2, model)
+
+
+def check_two_ranks(make_config: MakeConfig, tmp_path: Path, learner: dict[str, Any], model: dict[str, Any]) -> None:
+    """Compare a warm start on two ranks with that of one process."""
+    config = config_of(make_config, tmp_path, learner, model)
     assert exit_codes([start("learner.sft", write_config(config, tmp_path / "two"))], 240) == [0], logs(
         tmp_path / "two"
     )
@@ -78,7 +74,7 @@ def test_two_ranks_learn_what_one_process_does(
 
 
 def test_torchruns_ranks_do_as_well(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = config_of(make_config, tmp_path, ENGINES["fsdp2"], {})
+    config = config_of(make_config, tmp_path, FSDP2, {})
     log = tmp_path / "torchrun.log"
     ranks = start_ranks(write_config(config, tmp_path / "two"), log, 0, words=("sft",))
     try:
@@ -95,7 +91,7 @@ def test_a_rank_without_memory_names_the_budget_to_start_again_with(make_config:
         "import os, torch\nfrom learner.training.engine import TorchEngine\n"
         "def fail(*_, **__):\n    raise torch.OutOfMemoryError('CUDA out of memory')\nTorchEngine.forward = fail\n"
     )
-    config = config_of(make_config, tmp_path, ENGINES["fsdp2"], {})
+    config = config_of(make_config, tmp_path, FSDP2, {})
     file = write_config(config, tmp_path / "two")
     assert exit_codes([start("learner.sft", file, first=str(first))], 240) == [3], logs(tmp_path / "two")
     assert "Start again with batch.tokens_per_microbatch=" in logs(tmp_path / "two", whole=True)

@@ -12,16 +12,14 @@ from learner.ranks.group import ALONE
 from tests.conftest import small_config
 from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
-from tests.rigs.zero import HAS_ZERO
 from tests.system.test_bad_input import image_rows, write_rows
-from tests.system.test_families_on_ranks import ENGINES
+from tests.system.test_families_on_ranks import FSDP2
 from tests.system.test_ranks import STEPS, TOLERANCE, check_weights
 
 pytestmark = pytest.mark.slow
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows, which have none, one, three and one."""
 KEPT, COMPUTED = "kept", "computed in each pass"
-TESTED = [name for name, learner in ENGINES.items() if learner["engine"] == "fsdp2" or HAS_ZERO]
 
 
 def config_of(model: Path, data: Path, folder: Path, learner: dict[str, Any]) -> RunConfig:
@@ -41,23 +39,33 @@ def config_of(model: Path, data: Path, folder: Path, learner: dict[str, Any]) ->
 
 
 @pytest.fixture(scope="module")
+def engines() -> dict[str, dict[str, Any]]:
+    """Settings of the engines that are compared with one process. A plug-in's tests have others."""
+    return {"fsdp2": FSDP2}
+
+
+@pytest.fixture(params=["fsdp2"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
 def found(
-    tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory
+    engines: dict[str, dict[str, Any]], tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, RunConfig, dict[str, Any]]:
     """Two steps of one batch: alone, and on two ranks of each engine."""
     folder = tmp_path_factory.mktemp("vision")
     configs = {
-        f"{engine}, {name}": config_of(tiny_model, digits_data, folder, {**ENGINES[engine], "vision_features_mib": mib})
-        for engine in TESTED
+        f"{engine}, {name}": config_of(tiny_model, digits_data, folder, {**learner, "vision_features_mib": mib})
+        for engine, learner in engines.items()
         for name, mib in ((KEPT, 64), (COMPUTED, 0))
     }
-    alone = in_one_process(configs[f"fsdp2, {COMPUTED}"])
+    alone = in_one_process(config_of(tiny_model, digits_data, folder, {**FSDP2, "vision_features_mib": 0}))
     results = {"alone": take_steps(alone, folder / "alone", ALONE, STEPS)}
     return folder, alone, {**results, **run_ranks(folder / "two", configs, steps=STEPS)}
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("engine", TESTED)
 def test_steps_are_those_of_one_process_that_keeps_nothing(
     found: tuple[Path, RunConfig, dict[str, Any]], engine: str
 ) -> None:
@@ -73,7 +81,6 @@ def test_steps_are_those_of_one_process_that_keeps_nothing(
     check_weights(config, folder / "two" / f"{engine}, {COMPUTED}", folder / "two" / f"{engine}, {KEPT}")
 
 
-@pytest.mark.parametrize("engine", TESTED)
 def test_the_tower_runs_less_often_and_on_ranks_that_gather_it_alike(
     found: tuple[Path, RunConfig, dict[str, Any]], engine: str
 ) -> None:

@@ -1,0 +1,27 @@
+"""Steps of every family under ZeRO are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.rigs.zero import HAS_ZERO, zero
+from tests.system import test_families_on_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed")]
+ZERO: dict[str, dict[str, Any]] = {f"ZeRO-{stage}": zero(stage) for stage in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, dict[str, Any]]:
+    return ZERO
+
+
+@pytest.fixture(params=ZERO)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+found = test_families_on_ranks.found
+test_a_step_on_ranks_is_that_of_one_process = test_families_on_ranks.test_a_step_on_ranks_is_that_of_one_process
