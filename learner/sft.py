@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompt_sources import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target

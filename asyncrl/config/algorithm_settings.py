@@ -8,17 +8,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.demonstrations import DemonstrationConfig
 from asyncrl.config.installed_methods import chosen_methods, methods, sections_of, with_defaults
 from asyncrl.config.method import KINDS, Kind, Method
 from asyncrl.config.method_settings import (
+    CorrectionConfig,
     EntropyControlConfig,
     KlControlConfig,
     KlEstimator,
 )
-from asyncrl.config.open_section import OpenSection, S
-from asyncrl.config.sections import Section
+from asyncrl.config.sections import OpenSection, S, Section
 
 
 class AlgorithmSettings(OpenSection):

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, method_line
 from asyncrl.config.keys import REQUIRED, Key, all_keys, section_of
 from asyncrl.config.load import dump_config
-from asyncrl.config.method_line import method_line
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 

@@ -13,8 +13,7 @@ from asyncrl import plugins, user_functions
 from asyncrl.config.demonstrations import DemonstrationConfig
 from asyncrl.config.method import BY_SECTION, KINDS, NEEDS, TAKES_FROM, Kind, Method, MethodSet
 from asyncrl.config.methods import METHODS
-from asyncrl.config.open_section import OpenSection
-from asyncrl.config.sections import Section
+from asyncrl.config.sections import OpenSection, Section
 from asyncrl.errors import UserError, did_you_mean
 
 USER_FIELDS = {field.name for field in fields(Method)} - {"implementation", "name", "settings", "problems", "notes"}

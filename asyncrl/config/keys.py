@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from asyncrl.config.open_section import OpenSection
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OpenSection
 from asyncrl.errors import close_names
 
 REQUIRED: Any = PydanticUndefined

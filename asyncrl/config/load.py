@@ -20,9 +20,9 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key, section_of
 from asyncrl.config.method import Kind, Method
-from asyncrl.config.open_section import OpenSection
 from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OpenSection
 from asyncrl.errors import UserError, file_hint
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}

@@ -14,9 +14,8 @@ from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
-from asyncrl.config.open_section import OpenSection
 from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.sections import DataConfig, ModelConfig, RewardConfig, Section
+from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, RewardConfig, Section
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
 from asyncrl.plugins import descriptions, find_part, require_part, sections_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -297,3 +297,16 @@ def replay_problems(config: RunSections) -> Iterator[str]:
             f"{where}, but batch.prompts_per_step is 1, and every step trains a new group. Raise the latter, or leave "
             "the former out"
         )
+
+
+def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
+    """The configuration with other values at these dotted keys; not checked again."""
+    for key, value in changes.items():
+        config = _changed(config, key.split("."), value)
+    return config
+
+
+def _changed(section: object, path: list[str], value: object):  # any section of the configuration
+    name, *rest = path
+    inner = _changed(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})  # pyright: ignore[reportAttributeAccessIssue]

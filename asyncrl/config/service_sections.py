@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config import learner_engines, rollout_engines, rollout_weights, weight_channels
-from asyncrl.config.open_section import OpenSection
-from asyncrl.config.sections import Section
+from asyncrl.config.sections import OpenSection, Section
 from asyncrl.plugins import find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]

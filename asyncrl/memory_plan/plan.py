@@ -10,11 +10,10 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import same_device
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.weight_channels import weight_channel
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError

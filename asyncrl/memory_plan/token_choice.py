@@ -10,10 +10,9 @@ from itertools import count
 
 import torch
 
-from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.run_sections import USUAL_TOKENS
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan

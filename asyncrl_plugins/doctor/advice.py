@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from asyncrl.config.changes import changed
 from asyncrl.config.engine_rules import training_engine_problems
 from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.schema import why_not_offloaded
+from asyncrl.config.schema import changed, why_not_offloaded
 from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import (

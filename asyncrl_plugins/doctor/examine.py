@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.checks.inputs import check_algorithm, check_demonstrations, check_media
+from asyncrl.config.algorithm import method_line
 from asyncrl.config.load import load_config
-from asyncrl.config.method_line import method_line
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import network_is_open
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.launch.ports import fixed_ports, reserve_ports
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.changes import changed
 from asyncrl.config.device_rules import meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE
 from asyncrl.config.load import load_config
 from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import ExitCode

@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.changes import changed
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.device import max_logprob_difference
 from asyncrl.errors import ExitCode
 from asyncrl.run_folder.failure import read_failure

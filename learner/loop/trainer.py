@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.memory_plan.items import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import check_plan, device_sharing

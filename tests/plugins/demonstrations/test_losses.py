@@ -14,9 +14,9 @@ from asyncrl.algorithms.losses import PolicyLoss, token_weights, update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.correction import CorrectionConfig, MaskConfig
 from asyncrl.config.demonstrations import HintConfig
 from asyncrl.config.installed_methods import methods
+from asyncrl.config.method_settings import CorrectionConfig, MaskConfig
 from asyncrl_plugins.demonstrations.settings import ChordConfig, SuccessGateConfig, UftConfig
 from tests.rigs.provenance import provenance_of
 from tests.rigs.tiny import ROOT

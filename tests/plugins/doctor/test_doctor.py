@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port

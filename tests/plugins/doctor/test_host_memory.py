@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.vllm.memory import GRAPHS_BYTES

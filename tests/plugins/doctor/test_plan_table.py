@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.changes import changed
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import ExitCode
 from asyncrl.memory_plan import rank_lines
 from asyncrl.memory_plan.plan import check_plan, make_plan

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
-from asyncrl.config.open_section import OpenSection
-from asyncrl.config.sections import Section
+from asyncrl.config.sections import OpenSection, Section
 
 
 class Gae(Section):

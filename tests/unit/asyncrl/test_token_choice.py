@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.config.changes import changed
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import token_choice
 from asyncrl.memory_plan.items import CONTEXT_BYTES
