@@ -59,7 +59,15 @@ class Pair:
         self._trainer.prepare()
         self._engine = create_engine(config, PromptProcessor(config.model))
         self._publication = Publication("benchmark", SHARED_MEMORY)
-        self._receiver = WeightReceiver(config, self._engine, "shm", "tcp://127.0.0.1:9")
+        self._receiver = WeightReceiver(
+            config.model.path,
+            config.network,
+            config.trainer.mode,
+            config.first_meeting_s,
+            self._engine,
+            "shm",
+            "tcp://127.0.0.1:9",
+        )
         self.publish_s: list[float] = []
         self.load_s: list[float] = []
 

@@ -46,7 +46,7 @@ def server(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> N
 
 
 async def _fetch(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> None:
-    puller = WeightPuller(config, f"session-{number}")
+    puller = WeightPuller(config.network, config.trainer.mode, f"session-{number}")
     socket = ServerSocket(endpoint, WeightsFromLearner)
     pipe.send("ready")
     manifest: WeightManifest = await asyncio.to_thread(pipe.recv)

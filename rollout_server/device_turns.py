@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.device_lock import POLL_S, DeviceLease, LeaseError, StaleFence
@@ -31,16 +31,25 @@ HOLDER = "rollout_server"
 class SharedDevice:
     """The device lease on the event loop; fences only increase: the largest grant and the largest recall count."""
 
-    def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, metrics: MetricSet):
+    def __init__(
+        self,
+        run_path: Path,
+        engine: InferenceEngine,
+        link: LearnerLink,
+        metrics: MetricSet,
+        *,
+        wait_timeout_s: float,
+        heartbeat_s: float,
+    ):
         self.is_loaded = False
         """True once the engine has been started."""
         self.on_asleep = lambda: None
         """Callback after the engine has fallen asleep."""
-        self._config = config
+        self._wait_timeout_s, self._heartbeat_s = wait_timeout_s, heartbeat_s
         self._engine = engine
         self._link = link
         self._metrics = metrics
-        self._lease = DeviceLease(config.run_path, HOLDER)
+        self._lease = DeviceLease(run_path, HOLDER)
         self._granted = 0
         self._over = 0
         """Grants up to this fence are void: recalled, used, or of a learner that has gone."""
@@ -128,7 +137,7 @@ class SharedDevice:
 
     async def _take(self, fence: int) -> None:
         """Take the lease, which is free unless a process that had it is ending. Raises BadStateError naming that."""
-        wait_s = self._config.learner.wait_timeout_s
+        wait_s = self._wait_timeout_s
         deadline = time.monotonic() + wait_s
         try:
             while not self._lease.try_take(fence):
@@ -163,7 +172,7 @@ class SharedDevice:
                 return
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._config.network.heartbeat_s):
+                async with asyncio.timeout(self._heartbeat_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

@@ -14,7 +14,8 @@ from typing import get_args
 
 import zmq.asyncio
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.part_settings import LinkSettings
+from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.run_folder.lock import is_starting
 from protocol.codec import MIB, Expected, Limits
@@ -44,10 +45,9 @@ HELLO_EVERY_S = 1.0
 
 
 def dial(
-    config: RunConfig, endpoint: str, expected: Expected, context: zmq.asyncio.Context | None = None
+    network: NetworkConfig, endpoint: str, expected: Expected, context: zmq.asyncio.Context | None = None
 ) -> ServerSocket:
     """Connect to one of the learner's endpoints. Raises UserError naming the setting to change."""
-    network = config.network
     try:
         return ServerSocket(
             endpoint,
@@ -78,7 +78,7 @@ class LearnerLink:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: LinkSettings,
         *,
         engine: str,
         fingerprints: tuple[str, str],
@@ -86,8 +86,8 @@ class LearnerLink:
         is_over: Callable[[], bool] = lambda: False,
         base_fingerprint: str = "",
     ):
-        self._config = config
-        self._timeout_s = config.network.timeout_s
+        self._settings = settings
+        self._timeout_s = settings.network.timeout_s
         self._in_work = in_work
         self._is_over = is_over
         model, processor = fingerprints
@@ -102,19 +102,21 @@ class LearnerLink:
             model_fingerprint=model,
             processor_fingerprint=processor,
             base_fingerprint=base_fingerprint,
-            quantization=config.rollout.quantization,
-            max_groups=config.groups_in_flight,
+            quantization=settings.quantization,
+            max_groups=settings.groups_in_flight,
             pid=os.getpid(),
-            mode=config.trainer.mode,
+            mode=settings.mode,
         )
         self._context = zmq.asyncio.Context()
         try:
-            self.socket = dial(config, config.network.control_endpoint, get_args(ControlFromLearner), self._context)
+            self.socket = dial(
+                settings.network, settings.network.control_endpoint, get_args(ControlFromLearner), self._context
+            )
         except UserError:
             self._context.term()
             raise
         self.unacknowledged: dict[int, SentGroup] = {}
-        self._stalls = Stalls(config.network.heartbeat_s + SLOWEST_TURN_S)
+        self._stalls = Stalls(settings.network.heartbeat_s + SLOWEST_TURN_S)
         self.heard_at = time.monotonic()
         """Time of the learner's last message, in monotonic seconds."""
         self.learner_is_silent = False
@@ -129,11 +131,11 @@ class LearnerLink:
         A learner that looks at its rows, or loads its model, is waited for as long as that takes: it ends by an answer
         or with its process.
         """
-        deadline = time.monotonic() + self._config.start_timeout_s
-        logger.info("saying hello to the learner at %s", self._config.network.control_endpoint)
-        while time.monotonic() < deadline or is_starting(self._config.run_path):
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        logger.info("saying hello to the learner at %s", self._settings.network.control_endpoint)
+        while time.monotonic() < deadline or is_starting(self._settings.run_path):
             if time.monotonic() >= deadline:
-                deadline = time.monotonic() + self._config.start_timeout_s
+                deadline = time.monotonic() + self._settings.start_timeout_s
                 logger.info("the learner is starting (it looks at its rows, or loads its model): waiting on")
             if self._is_over():
                 logger.info(OVER)
@@ -155,8 +157,8 @@ class LearnerLink:
                 self._run_id = answer.run_id
                 return answer
         raise WaitTimeoutError(
-            f"no learner answered at {self._config.network.control_endpoint} within "
-            f"{self._config.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
+            f"no learner answered at {self._settings.network.control_endpoint} within "
+            f"{self._settings.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
             "network.host and network.control_port?"
         )
 
@@ -169,7 +171,7 @@ class LearnerLink:
 
         Raises BadStateError when the learner has been gone for network.reconnect_timeout_s, or serves another run.
         """
-        message = await self.socket.recv(timeout_s=self._config.network.heartbeat_s)
+        message = await self.socket.recv(timeout_s=self._settings.network.heartbeat_s)
         self._forgive_own_silence()
         if message is None:
             silent_s = time.monotonic() - self.heard_at
@@ -192,7 +194,7 @@ class LearnerLink:
         elif isinstance(message, Welcome):
             if message.run_id != self._run_id:
                 raise BadStateError(
-                    f"the learner at {self._config.network.control_endpoint} now makes run {message.run_id}; "
+                    f"the learner at {self._settings.network.control_endpoint} now makes run {message.run_id}; "
                     f"this server worked for run {self._run_id}. Start it again for the new run"
                 )
             for sent in list(self.unacknowledged.values()):
@@ -220,10 +222,10 @@ class LearnerLink:
             self.heard_at += stalled_s
 
     def _check_silence(self, silent_s: float) -> None:
-        limit_s = self._config.network.reconnect_timeout_s
+        limit_s = self._settings.network.reconnect_timeout_s
         if silent_s > limit_s:
             raise WaitTimeoutError(
-                f"the learner at {self._config.network.control_endpoint} has been gone for {silent_s:.0f} s "
+                f"the learner at {self._settings.network.control_endpoint} has been gone for {silent_s:.0f} s "
                 f"(network.reconnect_timeout_s = {limit_s:g})"
             )
         if silent_s > self._timeout_s and not self.learner_is_silent:

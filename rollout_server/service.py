@@ -86,7 +86,7 @@ class RolloutServer:
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
         self.rewards = RewardPool(self.config.reward)
-        self.environments = make_pool(self.config, self.processor)
+        self.environments = make_pool(self.config.environment, self.processor)
         try:
             await self.rewards.start()
             if self.environments:
@@ -137,7 +137,7 @@ class RolloutServer:
 
     async def _serve(self, fingerprint: str) -> None:
         self.link = LearnerLink(
-            self.config,
+            self.config.link_settings,
             engine=self.engine.name,
             fingerprints=(fingerprint, self.processor.fingerprint),
             in_work=lambda: self._held,
@@ -145,7 +145,14 @@ class RolloutServer:
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
         )
         if self.config.trainer.mode == "sync":
-            self.device = SharedDevice(self.config, self.engine, self.link, self.exporter.metrics)
+            self.device = SharedDevice(
+                self.config.run_path,
+                self.engine,
+                self.link,
+                self.exporter.metrics,
+                wait_timeout_s=self.config.learner.wait_timeout_s,
+                heartbeat_s=self.config.network.heartbeat_s,
+            )
         reason, expected, ended = "stopped", True, "interrupted"
         try:
             welcome = await self.link.connect(self.exporter.said_hello)
@@ -155,7 +162,10 @@ class RolloutServer:
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self.receiver = WeightReceiver(
-                self.config,
+                self.config.model.path,
+                self.config.network,
+                self.config.trainer.mode,
+                self.config.first_meeting_s,
                 self.engine,
                 channel,
                 self.config.network.endpoint(welcome.weights_port),
@@ -163,11 +173,25 @@ class RolloutServer:
                 session=self.link.session,
             )
             self.policy_versions = PolicyVersions(
-                self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
+                self.config.learner.wait_timeout_s,
+                self.receiver,
+                self.link,
+                self.exporter,
+                welcome.incarnation,
+                self._on_device,
             )
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.policy_versions.forget
-            answering = environments_of(self.environments, self.config) if self.environments else None
+            answering = (
+                environments_of(
+                    self.environments,
+                    self.config.environment,
+                    prompt_tokens=self.config.data.max_prompt_length,
+                    in_rounds=self.config.samples_in_rounds,
+                )
+                if self.environments
+                else None
+            )
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
             async with asyncio.TaskGroup() as self._tasks:
                 background = [

@@ -80,6 +80,19 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class LinkSettings:
+    """Settings of a rollout server's connection to the learner."""
+
+    network: NetworkConfig
+    mode: Literal["async", "sync"]
+    quantization: str
+    groups_in_flight: int
+    """Most groups that the server may hold."""
+    start_timeout_s: float
+    run_path: Path
+
+
+@dataclass(frozen=True)
 class StepSettings:
     """Settings of the learner's step."""
 
@@ -90,24 +103,3 @@ class StepSettings:
     reward_weights: Mapping[str, float]
     microbatch_tokens: int
     max_response_length: int
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an inference engine."""
-
-    model: ModelConfig
-    rollout: RolloutConfig
-    mode: Literal["async", "sync"]
-    run_path: Path
-    seed: int
-    max_prompt_length: int
-    longest_completion: int
-    """Most tokens behind a prompt, of training's rows and of an evaluation's."""
-    start_timeout_s: float
-    command_timeout_s: float
-    """Longest time for one command to the engine's process."""
-    may_get_device_versions: bool
-    """True where a version may arrive in device memory beside the engine's model."""
-    device_share: Callable[[int], float] | None = None
-    """Share of a device of so many bytes that the memory plan leaves this engine; None without a budget."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import model_validator
 
-from asyncrl.config.device_rules import device_problems, imply_staleness_0, network_is_open
+from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems, training_engine_problems
 from asyncrl.config.environment_rules import environment_problems, imply_response_length
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.part_settings import (
-    EngineSettings,
+    LinkSettings,
     ModelSettings,
     NetworkSettings,
     ScheduleSettings,
@@ -57,6 +57,12 @@ class RunConfig(RunSections):
         model, and a plan of the device's memory has room for them."""
         has_room = not self.gpu_memory.budget_gib or self.rollout.uses_device_channel
         return self.trainer.mode == "async" and not self.learner.is_divided and has_room
+
+    @property
+    def samples_in_rounds(self) -> bool:
+        """True where the turns of all trajectories are sampled together: one batch is awaited, of an engine that is
+        faster on whole batches."""
+        return self.learner.max_staleness == 0 and self.rollout.engine == "hf"
 
     @property
     def ticket_settings(self) -> TicketSettings:
@@ -127,20 +133,14 @@ class RunConfig(RunSections):
         )
 
     @property
-    def engine_settings(self) -> EngineSettings:
-        """Settings of the inference engine, but for its share of a device that the run has a budget for."""
-        closed = self.learner.device == "cpu" or not network_is_open(self)
-        return EngineSettings(
-            model=self.model,
-            rollout=self.rollout,
+    def link_settings(self) -> LinkSettings:
+        return LinkSettings(
+            network=self.network,
             mode=self.trainer.mode,
-            run_path=self.run_path,
-            seed=self.trainer.seed,
-            max_prompt_length=self.data.max_prompt_length,
-            longest_completion=self.longest_completion,
+            quantization=self.rollout.quantization,
+            groups_in_flight=self.groups_in_flight,
             start_timeout_s=self.start_timeout_s,
-            command_timeout_s=self.network.timeout_s,
-            may_get_device_versions=self.trainer.mode == "async" and not self.model.lora.rank and not closed,
+            run_path=self.run_path,
         )
 
 

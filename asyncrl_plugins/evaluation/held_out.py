@@ -114,14 +114,19 @@ async def _playing(
 ) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
-    pool = make_pool(config, processor)
+    pool = make_pool(config.environment, processor)
     assert pool is not None, "rows of one turn are scored by plain transformers"
     engine, rewards = create_engine(config, processor), RewardPool(config.reward)
     try:
         await rewards.start()
         await pool.start()
         processor.show_tools(tools_of(pool, config.environment))
-        environments = environments_of(pool, config)
+        environments = environments_of(
+            pool,
+            config.environment,
+            prompt_tokens=config.data.max_prompt_length,
+            in_rounds=config.samples_in_rounds,
+        )
         yield engine, GroupProducer(engine, rewards, processor, "eval", environments), processor, environments
     except EngineDied as died:
         raise BadStateError(f"the engine died: {died}") from died

@@ -119,7 +119,9 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.policy_versions = PolicyVersions(self.config, weights, self.link, self.exporter, "", nullcontext)
+        self.policy_versions = PolicyVersions(
+            self.config.learner.wait_timeout_s, weights, self.link, self.exporter, "", nullcontext
+        )
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
 

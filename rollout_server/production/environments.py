@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.pool import EnvironmentPool, Episode
@@ -75,22 +75,23 @@ class PooledEnvironment:
             await self._episode.close()
 
 
-def make_pool(config: RunConfig, processor: PromptProcessor) -> EnvironmentPool | None:
+def make_pool(config: EnvironmentConfig, processor: PromptProcessor) -> EnvironmentPool | None:
     """The pool of the configured environment, not started; None without one."""
-    if not config.environment.is_used:
+    if not config.is_used:
         return None
-    return EnvironmentPool(config.environment, image_rule(processor))
+    return EnvironmentPool(config, image_rule(processor))
 
 
-def environments_of(pool: EnvironmentPool, run: RunConfig) -> Environments:
-    config = run.environment
+def environments_of(
+    pool: EnvironmentPool, config: EnvironmentConfig, *, prompt_tokens: int, in_rounds: bool
+) -> Environments:
     return Environments(
         make=lambda: PooledEnvironment(pool),
         capacity=config.capacity,
         trajectory_s=config.timeouts.trajectory_s,
-        prompt_tokens=run.data.max_prompt_length,
+        prompt_tokens=prompt_tokens,
         text_tokens=config.limits.tool_text_tokens,
         retries=config.retries,
         zero_over_limit=config.over_limit == "zero",
-        in_rounds=run.learner.max_staleness == 0 and run.rollout.engine == "hf",
+        in_rounds=in_rounds,
     )

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, Welcome
@@ -26,7 +25,7 @@ class PolicyVersions:
 
     def __init__(
         self,
-        config: RunConfig,
+        wait_timeout_s: float,
         receiver: WeightReceiver,
         link: LearnerLink,
         exporter: ServerExporter,
@@ -34,7 +33,7 @@ class PolicyVersions:
         on_device: Callable[[], AbstractAsyncContextManager[None]],
     ):
         """`incarnation` is that of the learner that welcomed this server."""
-        self._config = config
+        self._wait_timeout_s = wait_timeout_s
         self._receiver = receiver
         self._link = link
         self._exporter = exporter
@@ -93,7 +92,7 @@ class PolicyVersions:
         return self._version >= version and not self._goes_back
 
     async def _arrival_of(self, version: int) -> None:
-        deadline_s = self._config.learner.wait_timeout_s
+        deadline_s = self._wait_timeout_s
         try:
             async with asyncio.timeout(deadline_s), self._changed:
                 await self._changed.wait_for(lambda: self._may_begin(version))

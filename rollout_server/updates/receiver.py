@@ -9,8 +9,9 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import fingerprint_of
 from protocol.codec import MIB
@@ -35,7 +36,10 @@ class WeightReceiver:
 
     def __init__(
         self,
-        config: RunConfig,
+        model_path: str,
+        network: NetworkConfig,
+        mode: Literal["async", "sync"],
+        first_meeting_s: float,
         engine: InferenceEngine,
         channel: Channel,
         endpoint: str,
@@ -45,12 +49,14 @@ class WeightReceiver:
     ):
         """`instead`: fallback when transfers between devices fail; None if the channel was configured. `session`: that
         of this server's hello."""
-        self._config = config
+        self._model_path = model_path
+        self._network = network
+        self._first_meeting_s = first_meeting_s
         self._engine = engine
         self._endpoint = endpoint
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
-        self.puller = WeightPuller(config, session)
+        self.puller = WeightPuller(network, mode, session)
         self._device: DeviceReceiver | None = None
         """This side of a channel between devices, from its first version on."""
         self._next: tuple[Channel, Channel | None, str] | None = None
@@ -65,7 +71,7 @@ class WeightReceiver:
         self._failures = 0
         self.channel: Channel = channel
         answers = {"zmq": (Source, Chunk, Error), "shm": None}.get(channel, (TransferStart, Error))
-        self._socket = dial(self._config, self._endpoint, answers) if answers else None
+        self._socket = dial(self._network, self._endpoint, answers) if answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put a version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
@@ -129,10 +135,10 @@ class WeightReceiver:
         device = self._device
         assert device is not None, "choose_channel has asked"
         assert self._socket is not None
-        settings = {"timeout_s": self._config.network.timeout_s, "first_s": self._config.first_meeting_s}
+        settings = {"timeout_s": self._network.timeout_s, "first_s": self._first_meeting_s}
         try:
             try:
-                host = self._config.network.host
+                host = self._network.host
                 weights = await device.fetch(self._socket, manifest, self.channel, host=host, **settings)
             except TimeoutError as problem:
                 self._fail(str(problem), None)
@@ -174,7 +180,7 @@ class WeightReceiver:
             raise BadStateError(
                 f"the learner publishes {len(manifest.tensors)} tensors of {manifest.total_bytes / MIB:,.1f} MiB as "
                 f"version {manifest.version}, whose names, shapes or dtypes are not those of this server's model "
-                f"({self._config.model.path}). Start both sides with the same model.path, model.dtype and model.lora"
+                f"({self._model_path}). Start both sides with the same model.path, model.dtype and model.lora"
             )
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
 from protocol.codec import MIB, Limits
 from protocol.curve import HandshakeRejected, read_server_keys
 from protocol.download import Download, SourceFailed
@@ -27,10 +28,10 @@ LEARNER = Source(version=0)
 class WeightPuller:
     """Belongs to the event loop. `failures` counts servers that were to send and did not, by reason."""
 
-    def __init__(self, config: RunConfig, session: str):
-        self._config = config
+    def __init__(self, network: NetworkConfig, mode: Literal["async", "sync"], session: str):
+        self._network = network
         self._session = session
-        self._asks = bool(config.network.weights_fan_out) and config.trainer.mode == "async"
+        self._asks = bool(network.weights_fan_out) and mode == "async"
         self._relay: Relay | None = None
         self.failures: dict[str, int] = {}
         self.received_bytes: dict[str, int] = {"learner": 0, "server": 0}
@@ -72,7 +73,7 @@ class WeightPuller:
         """Open the endpoint where others fetch from here, with the first version; None where it cannot be opened."""
         if self._relay is None:
             try:
-                self._relay = Relay(self._config)
+                self._relay = Relay(self._network)
             except BindError as problem:
                 logger.warning("this server sends no weights to others: %s", problem)
                 self._asks = False
@@ -97,7 +98,7 @@ class WeightPuller:
     async def _from_learner(self, socket: ServerSocket, download: Download) -> None:
         before = download.received_bytes
         try:
-            await pull(download, socket, timeout_s=self._config.network.timeout_s)
+            await pull(download, socket, timeout_s=self._network.timeout_s)
         finally:
             self.received_bytes["learner"] += download.received_bytes - before
 
@@ -109,7 +110,7 @@ class WeightPuller:
             await pull(
                 download,
                 socket,
-                timeout_s=self._config.network.timeout_s,
+                timeout_s=self._network.timeout_s,
                 relay=source.server_id,
             )
         except (HandshakeRejected, BindError) as problem:
@@ -120,7 +121,7 @@ class WeightPuller:
                 socket.close()
 
     def _dial(self, source: Source) -> ServerSocket:
-        network = self._config.network
+        network = self._network
         keys = read_server_keys(Path(network.keys_dir)) if network.keys_dir else None
         return ServerSocket(
             source.endpoint,
@@ -142,7 +143,7 @@ class WeightPuller:
             key=self._relay.key if self._relay else "",
             failure=failure,
         )
-        timeout_s = self._config.network.timeout_s
+        timeout_s = self._network.timeout_s
         deadline, asked_at = time.monotonic() + timeout_s, -RETRY_S
         while (now := time.monotonic()) < deadline:
             if now - asked_at >= RETRY_S:

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import NetworkConfig
 from protocol.codec import MIB, Limits
 from protocol.curve import CurveAuthenticator, RelayKeys, read_server_keys
 from protocol.download import Download
@@ -43,15 +43,14 @@ READER_LIMITS = PeerLimits(messages=100_000)
 class Relay:
     """Belongs to one event loop. Raises BindError, or KeyFileError, where it cannot listen."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, network: NetworkConfig):
         """Listen at the address that this machine has on its way to the learner, on a free port."""
-        network = config.network
         self._keys = RelayKeys(read_server_keys(Path(network.keys_dir)).secret) if network.keys_dir else None
         self._context = zmq.Context()
         self._authenticator = CurveAuthenticator(self._context, self._keys) if self._keys else None
         try:
             self._socket = LearnerSocket(
-                endpoint_of(address_towards(config.network.control_endpoint), 0),
+                endpoint_of(address_towards(network.control_endpoint), 0),
                 (ChunkRequest,),
                 setting="network.weights_port",
                 inbound=REQUEST_LIMITS,

@@ -131,7 +131,15 @@ class Rig:
     async def update(self, weights: Weights) -> int:
         """As the server does it: the learner's file, verified, into the engine."""
         manifest = self.publish(weights)
-        receiver = WeightReceiver(self.config, self.engine, "shm", "")
+        receiver = WeightReceiver(
+            self.config.model.path,
+            self.config.network,
+            self.config.trainer.mode,
+            self.config.first_meeting_s,
+            self.engine,
+            "shm",
+            "",
+        )
         return (await receiver.load(manifest)).version
 
     async def update_after(

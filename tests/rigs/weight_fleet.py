@@ -85,7 +85,7 @@ class Server:
 
     def __init__(self, config: RunConfig, learner: Learner, name: str):
         self.name = name
-        self.puller = WeightPuller(config, name)
+        self.puller = WeightPuller(config.network, config.trainer.mode, name)
         self._socket = ServerSocket(learner.endpoint, WeightsFromLearner, linger_s=0)
 
     async def get(self, manifest: WeightManifest) -> bytes:

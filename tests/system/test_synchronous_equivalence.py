@@ -45,12 +45,25 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
     trainer = TorchEngine(config.model_settings, config.learner.optim, config.trainer.max_steps)
     trainer.prepare()
     step = LearnerStep(Roles(trainer), config.step_settings)
-    pool = make_pool(config, processor)
+    pool = make_pool(config.environment, processor)
     await rewards.start()
     await engine.start()
     if pool:
         await pool.start()
-    producer = GroupProducer(engine, rewards, processor, "plain", environments_of(pool, config) if pool else None)
+    producer = GroupProducer(
+        engine,
+        rewards,
+        processor,
+        "plain",
+        environments_of(
+            pool,
+            config.environment,
+            prompt_tokens=config.data.max_prompt_length,
+            in_rounds=config.samples_in_rounds,
+        )
+        if pool
+        else None,
+    )
     metrics: list[dict[str, float]] = []
     groups: list[Group] = []
     per_step = config.batch.prompts_per_step

@@ -55,7 +55,16 @@ class Follower:
     def __init__(self, config: RunConfig, learner: LearnerHalf, *, instead: Any):
         self.manifest = learner.publication.manifest(1)
         self.engine: Any = DeviceEngine(self.manifest)
-        self.receiver = WeightReceiver(config, self.engine, "nccl", "tcp://127.0.0.1:9", instead=instead)
+        self.receiver = WeightReceiver(
+            config.model.path,
+            config.network,
+            config.trainer.mode,
+            config.first_meeting_s,
+            self.engine,
+            "nccl",
+            "tcp://127.0.0.1:9",
+            instead=instead,
+        )
         self.receiver.close()
         socket: Any = DirectSocket(learner)
         self.receiver._socket = socket

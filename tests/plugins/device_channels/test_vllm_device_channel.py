@@ -29,7 +29,15 @@ def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
 async def load(rig: Rig, learner: LearnerHalf, weights: Weights) -> WeightsLoaded:
     """As the server does it."""
     rig.version += 1
-    receiver = WeightReceiver(rig.config, rig.engine, "nccl", "tcp://127.0.0.1:9")
+    receiver = WeightReceiver(
+        rig.config.model.path,
+        rig.config.network,
+        rig.config.trainer.mode,
+        rig.config.first_meeting_s,
+        rig.engine,
+        "nccl",
+        "tcp://127.0.0.1:9",
+    )
     receiver.close()
     socket: Any = DirectSocket(learner)
     receiver._socket = socket

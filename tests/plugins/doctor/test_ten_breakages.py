@@ -190,7 +190,9 @@ def test_10_version_mismatch(tmp_path: Path) -> None:
     """A rollout server whose `protocol` is of the next major."""
 
     async def connect(config: RunConfig) -> None:
-        link = LearnerLink(config, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple)
+        link = LearnerLink(
+            config.link_settings, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple
+        )
         link._hello = link._hello.model_copy(update={"protocol_major": PROTOCOL_MAJOR + 1})
         try:
             await link.connect()

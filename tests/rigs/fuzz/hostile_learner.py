@@ -83,7 +83,9 @@ class _HostileLearner:
         link.close()
 
     async def _connect(self, config: RunConfig) -> tuple[LearnerLink, bytes]:
-        link = LearnerLink(config, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple)
+        link = LearnerLink(
+            config.link_settings, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple
+        )
         connecting = asyncio.create_task(link.connect())
         identity, header = b"", b""
         while link.server_id.encode() not in header:  # what the one before it sent may still arrive

@@ -65,7 +65,7 @@ def knock(ports: LearnerSockets, config: RunConfig, *, weights: bool = False) ->
         learner, endpoint = ports.weights, config.network.weights_endpoint
 
     async def server() -> None:
-        sock = dial(config, endpoint, (Error,))
+        sock = dial(config.network, endpoint, (Error,))
         try:
             await sock.send(HELLO, 2.0)
             received = await asyncio.to_thread(learner.recv, WAIT_S)
@@ -79,7 +79,7 @@ def knock(ports: LearnerSockets, config: RunConfig, *, weights: bool = False) ->
 
 
 async def connect(config: RunConfig) -> None:
-    link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
+    link = LearnerLink(config.link_settings, engine="hf", fingerprints=("m", "p"), in_work=tuple)
     try:
         await link.connect()
     finally:

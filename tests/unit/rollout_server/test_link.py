@@ -46,7 +46,7 @@ def test_a_group_that_cannot_travel_is_not_kept_for_sending_again(make_config: C
     config = config.model_copy(update={"network": config.network.model_copy(update={"max_message_mib": 1})})
 
     async def send() -> None:
-        link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
+        link = LearnerLink(config.link_settings, engine="hf", fingerprints=("m", "p"), in_work=tuple)
         try:
             with pytest.raises(ProtocolError, match="the limit is"):
                 await link.send_group(large_group(100_000))
@@ -70,7 +70,7 @@ def test_a_learner_that_starts_is_waited_for_as_long_as_its_process_lives(
     config = with_ports(make_config(network={"start_timeout_s": 0.1}))
 
     async def is_there_at_the_end() -> bool:
-        link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
+        link = LearnerLink(config.link_settings, engine="hf", fingerprints=("m", "p"), in_work=tuple)
         with ExitStack() as learner:
             learner.enter_context(LearnerLock(config.run_path))
             if is_at_work:  # it does not answer because this server asks at another address

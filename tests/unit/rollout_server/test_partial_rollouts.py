@@ -165,7 +165,9 @@ def test_a_ticket_that_the_engine_has_not_seen_is_given_back_as_it_came(
     async def scenario() -> list[TicketReturned]:
         server: Any = RolloutServer(config)
         server.link, server.exporter, server._work = AsyncMock(unacknowledged={}), Mock(), set()
-        server.policy_versions = PolicyVersions(config, Mock(), server.link, Mock(), "first", nullcontext)
+        server.policy_versions = PolicyVersions(
+            config.learner.wait_timeout_s, Mock(), server.link, Mock(), "first", nullcontext
+        )
         server.policy_versions._version = 0
         engine = ScriptedEngine(config, processor)
         server.producer = GroupProducer(engine, OneForAll(), processor, "server")  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class Receiver:
 async def following(config: RunConfig, receiver: Any, told: Any = None):
     """`told` is given what the learner and the metrics are."""
     listener: Any = told or AsyncMock(loaded=Mock())
-    held = PolicyVersions(config, receiver, listener, listener, "first", nullcontext)
+    held = PolicyVersions(config.learner.wait_timeout_s, receiver, listener, listener, "first", nullcontext)
     task = asyncio.create_task(held.follow())
     try:
         async with asyncio.timeout(WAIT_S):

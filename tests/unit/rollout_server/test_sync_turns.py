@@ -172,7 +172,14 @@ class Server:
         self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
         self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"), run="run")
-        self.device = SharedDevice(config, self.engine, self.link, self.exporter.metrics)
+        self.device = SharedDevice(
+            config.run_path,
+            self.engine,
+            self.link,
+            self.exporter.metrics,
+            wait_timeout_s=config.learner.wait_timeout_s,
+            heartbeat_s=config.network.heartbeat_s,
+        )
         self.learner = DeviceLease(config.run_path, "learner")
 
     async def until(self, satisfied: Callable[[], bool]) -> None:

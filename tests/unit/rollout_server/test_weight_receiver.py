@@ -51,7 +51,16 @@ def test_weights_of_another_model_stop_the_server_before_they_are_fetched(
     make_config: MakeConfig, offered: WeightManifest
 ) -> None:
     engine: Any = Engine()
-    receiver = WeightReceiver(make_config(), engine, "zmq", "tcp://127.0.0.1:9")
+    config = make_config()
+    receiver = WeightReceiver(
+        config.model.path,
+        config.network,
+        config.trainer.mode,
+        config.first_meeting_s,
+        engine,
+        "zmq",
+        "tcp://127.0.0.1:9",
+    )
     tracemalloc.start()
     try:
         with pytest.raises(

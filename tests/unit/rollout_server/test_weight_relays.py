@@ -247,7 +247,7 @@ def test_a_relay_refuses_what_it_should_not_send(config: RunConfig, learner: Lea
 
 def test_a_relay_listens_where_the_learner_is_reached(config: RunConfig) -> None:
     async def run() -> str:
-        relay = Relay(config)
+        relay = Relay(config.network)
         relay.close()
         return relay.endpoint
 
