@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.config.load import load_config
+from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, LearnerLeftError, RestartError, UserError
 from asyncrl.process_end import leave
@@ -115,10 +116,10 @@ def _print_error(reason: object) -> None:
         print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
-def require_fixed_ports(config: RunConfig) -> None:
+def require_fixed_ports(network: NetworkConfig) -> None:
     """Refuse ports of 0: the other side would not know the free port that a service on its own takes."""
     for key in ("control_port", "weights_port"):
-        if getattr(config.network, key) == 0:
+        if getattr(network, key) == 0:
             raise UserError(
                 f"network.{key} is 0, which only `asyncrl train` can resolve. Set the same port on both sides"
             )

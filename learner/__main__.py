@@ -28,7 +28,7 @@ def prepare(config: RunConfig, start: Start) -> Learner:
     from asyncrl.devices.device import set_up_training
     from learner.service import Learner
 
-    require_fixed_ports(config)
+    require_fixed_ports(config.network)
     set_up_training(config.learner, config.trainer)
     return Learner(config, resume=start.resume, unattended=start.unattended)
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from asyncrl.config.algorithm import method_line
+from asyncrl.config.load import dump_config
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
@@ -302,7 +303,7 @@ class Learner:
         logger.info("method: %s", method_line(self.config.algorithm))
         for note in schedule_notes(self.config, self.progress.total_steps):
             logger.warning("%s", note)
-        save_config(self.config)
+        save_config(self.config.run_path, dump_config(self.config))
         self.reporter.started(self.progress.step, self.engine.device)
         self.reporter.bad_rows(self.writer.bad_rows)
         self._status("starting")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompt_sources import DataOrder
@@ -248,7 +249,7 @@ def main(config: RunConfig, start: Start) -> None:
         )
         run = SupervisedRun(config, leader)
         held.accept()
-        save_config(config)
+        save_config(config.run_path, dump_config(config))
         resources.callback(run.recorder.close)
         run.run()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from functools import partial
+from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.run_folder.lock import is_over
@@ -18,8 +19,8 @@ logger = logging.getLogger(__name__)
 def main(config: RunConfig, start: Start) -> None:
     import torch
 
-    require_fixed_ports(config)
-    if _is_over(config, start):
+    require_fixed_ports(config.network)
+    if _is_over(config.run_path, start):
         logger.info(OVER)
         return
     if config.rollout.cpu_threads:
@@ -27,14 +28,14 @@ def main(config: RunConfig, start: Start) -> None:
     asyncio.run(_serve_until_signalled(config, start))
 
 
-def _is_over(config: RunConfig, start: Start) -> bool:
-    return start.unattended and is_over(config.run_path)
+def _is_over(run_path: Path, start: Start) -> bool:
+    return start.unattended and is_over(run_path)
 
 
 async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
     from rollout_server.service import RolloutServer
 
-    server = RolloutServer(config, partial(_is_over, config, start))
+    server = RolloutServer(config, partial(_is_over, config.run_path, start))
     task, loop = asyncio.create_task(server.run()), asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 

@@ -13,6 +13,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.device_rules import same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
@@ -71,7 +72,7 @@ def dry_run(config: RunConfig) -> None:
         if config.batch.tokens_per_microbatch == "auto":
             from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
 
-            print(f"note: {settle_tokens(config, gpu_bytes(config))[1]}")
+            print(f"note: {settle_tokens(config, gpu_bytes(config.learner.device))[1]}")
         try:
             check_devices(config, ("learner", "rollout_server"))
             check_engine(config)
@@ -84,7 +85,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
 
     Rewards are looked at, not run: `asyncrl.rewards.pool.try_loading` does that.
     """
-    described = check_model(config)
+    described = check_model(config.model)
     check_lengths(config, described)
     check_rewarded(config.reward, config.environment)
     if "learner" in sides:
@@ -106,18 +107,18 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 def check_sft_inputs(config: RunConfig) -> None:
     """Check what a supervised warm start will need."""
     check_trackers(config.telemetry)
-    _check_data(config, check_model(config), "sft")
+    _check_data(config, check_model(config.model), "sft")
     check_rewards(config.reward)
     check_weights(config.model)
 
 
-def check_model(config: RunConfig) -> dict[str, Any]:
+def check_model(config: ModelConfig) -> dict[str, Any]:
     """Check the model folder's small files. Returns its config.json."""
-    described = describe_folder(config.model)
-    if config.model.lora.rank:
+    described = describe_folder(config)
+    if config.lora.rank:
         from asyncrl.models.lora import resolve_adapter
 
-        resolve_adapter(config.model)
+        resolve_adapter(config)
     return described
 
 
@@ -142,33 +143,32 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 def _check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
     train = open_train(config.data, purpose)
     if purpose == "rl":
-        check_demonstrations(config, train)
+        check_demonstrations(config.algorithm, config.data.target_key, train)
     for rows in (train, open_validation(config.data) if purpose == "rl" else None):
         if rows is not None:
-            check_media(config, described, rows)
+            check_media(config.model, config.data, described, rows)
 
 
-def check_demonstrations(config: RunConfig, rows: RowSource) -> None:
+def check_demonstrations(algorithm: AlgorithmConfig, key: str, rows: RowSource) -> None:
     """Refuse demonstrations of a column that no training row has. Whether any is filled is seen with all rows."""
-    key = config.data.target_key
-    if config.algorithm.demonstrations.are_used and key not in rows.columns:
+    if algorithm.demonstrations.are_used and key not in rows.columns:
         raise UserError(
-            f"algorithm.policy_loss {config.algorithm.policy_loss} learns from demonstrations, and no training row has "
+            f"algorithm.policy_loss {algorithm.policy_loss} learns from demonstrations, and no training row has "
             f"a column {key!r} (data.target_key).{did_you_mean(key, rows.columns)} Columns are "
             f"{', '.join(rows.columns)}. Name the one that has demonstrations, or choose a loss that needs none"
         )
 
 
-def check_media(config: RunConfig, described: Mapping[str, Any], rows: RowSource) -> None:
+def check_media(model: ModelConfig, data: DataConfig, described: Mapping[str, Any], rows: RowSource) -> None:
     """Refuse images and videos for a model that reads text only."""
     if has_eyes(described):
         return
-    columns = {"data.image_key": config.data.image_key, "data.video_key": config.data.video_key}
+    columns = {"data.image_key": data.image_key, "data.video_key": data.video_key}
     for setting, column in columns.items():
         row_id = _first_row_with(rows, column)
         if row_id:
             raise UserError(
-                f"row {row_id} has images or videos in column {column!r}, but the model in {config.model.path} has no "
+                f"row {row_id} has images or videos in column {column!r}, but the model in {model.path} has no "
                 "vision tower (no vision_config in config.json): it reads text only. Use a vision-language model, or "
                 f"set {setting} to a column that the data has not"
             )
@@ -205,12 +205,13 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
     if len(sides) == 2:
-        check_assignment(config, gpus_of_run(config))
+        check_assignment(config, gpus_of_run(*names.values()))
 
 
-def gpus_of_run(config: RunConfig) -> Sequence[str]:
-    """The GPUs that this process sees; empty where no process of the run can use one, and then torch is not asked."""
-    if {config.learner.device, config.rollout.device} == {"cpu"} or not any(driver.exists() for driver in DRIVERS):
+def gpus_of_run(*devices: str) -> Sequence[str]:
+    """GPUs that this process sees; empty where no process of a run on these `devices` can use one. Then torch is not
+    asked."""
+    if {*devices} == {"cpu"} or not any(driver.exists() for driver in DRIVERS):
         return ()
     from asyncrl.devices.device import visible_gpus
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train, open_validation
@@ -50,7 +51,9 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     rendered, encoded = measure_row(train, usable[0], renderer, processor, config.network.max_message_mib)
     prompt, told = rendered.prompt, ""
     if bridge:
-        prompt, encoded, told = _with_opening(config, rendered, encoded, bridge)
+        prompt, encoded, told = _with_opening(
+            config.environment, rendered, encoded, bridge, seed=config.trainer.seed, limit=limit
+        )
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
         *(f"| {line}" for line in processor.render(prompt).splitlines()),
@@ -71,32 +74,40 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
 
 
 def _with_opening(
-    config: RunConfig, rendered: RenderedPrompt, measured: MeasuredPrompt, bridge: TurnBridge
+    environment: EnvironmentConfig,
+    rendered: RenderedPrompt,
+    measured: MeasuredPrompt,
+    bridge: TurnBridge,
+    *,
+    seed: int,
+    limit: int,
 ) -> tuple[Prompt, MeasuredPrompt, str]:
     """The prompt as the policy reads it in its first turn, measured, and a line about what the environment adds to it.
 
     Raises UserError where no episode begins, or the prompt is too long then.
     """
-    opening = asyncio.run(_opening(config, rendered, bridge.processor))
+    opening = asyncio.run(_opening(environment, rendered, bridge.processor, seed))
     if opening is None:
         return rendered.prompt, measured, "opening: none, reset() adds nothing"
     prompt = bridge.opened(rendered.prompt, opening)
     shown = {content_hash(image): image for image in opening.images}
     opened = bridge.processor.measure(prompt, {**shown, **rendered.blobs})
-    if len(opened.token_ids) > config.data.max_prompt_length:
-        raise UserError(overlong_opening(opened, config.data.max_prompt_length))
+    if len(opened.token_ids) > limit:
+        raise UserError(overlong_opening(opened, limit))
     added = len(opened.token_ids) - len(measured.token_ids)
     return prompt, opened, f"opening: {added} of the tokens and {len(opening.images)} of the images are reset()'s"
 
 
-async def _opening(config: RunConfig, rendered: RenderedPrompt, processor: PromptProcessor) -> Observation | None:
+async def _opening(
+    environment: EnvironmentConfig, rendered: RenderedPrompt, processor: PromptProcessor, seed: int
+) -> Observation | None:
     """Opening of an episode of this row; the episode is closed then. Raises UserError."""
-    one = config.environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
+    one = environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
     pool = EnvironmentPool(one, image_rule(processor))
     try:
         await pool.start()
-        episode = await pool.begin(start_of(rendered.prompt, images, ticket_seed(config.trainer.seed, 0)))
+        episode = await pool.begin(start_of(rendered.prompt, images, ticket_seed(seed, 0)))
         await episode.close()
         return episode.opening
     except EnvironmentFailed as failed:

@@ -59,6 +59,13 @@ class RunConfig(RunSections):
         return self.trainer.mode == "async" and not self.learner.is_divided and has_room
 
     @property
+    def evaluates_beside_training(self) -> bool:
+        """True if servers keep a version to evaluate it while newer ones are published."""
+        plan = self.evaluation
+        planned = bool(self.data.val_files) and (plan.before_training or plan.every_steps > 0)
+        return planned and self.trainer.mode == "async" and self.largest_staleness > 0
+
+    @property
     def samples_in_rounds(self) -> bool:
         """True where the turns of all trajectories are sampled together: one batch is awaited, of an engine that is
         faster on whole batches."""

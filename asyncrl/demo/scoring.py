@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import held_out_prompts
 from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
@@ -68,18 +69,24 @@ def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> Evaluation
     `evaluation.group_size` completions a row at `evaluation.temperature`, 0 being greedy, from the whole distribution.
     `prefix`: text that every completion is made to begin with, as part of it.
     """
-    return summarise(config, score_held_out(config, folder, prefix=prefix))
+    return summarise(
+        score_held_out(config, folder, prefix=prefix), config.evaluation.group_size, config.reward.accuracy_component
+    )
 
 
 def score_held_out(config: RunConfig, folder: Path, *, prefix: str = "") -> list[EvaluatedRow]:
     """Every completion that `evaluate` looks at with its score, those of a row one after the other."""
     samples = complete_held_out(config, folder, prefix)
-    return [EvaluatedRow(*pair) for pair in zip(samples, asyncio.run(_score(config, samples)), strict=True)]
+    return [
+        EvaluatedRow(*pair)
+        for pair in zip(samples, asyncio.run(_score(config.reward, config.evaluation.group_size, samples)), strict=True)
+    ]
 
 
-def summarise(config: RunConfig, scored: Sequence[EvaluatedRow]) -> EvaluationScores:
-    """Raises UserError where no completion could be scored, BadStateError where the environment lost most of them."""
-    size, name = config.evaluation.group_size, config.reward.accuracy_component
+def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> EvaluationScores:
+    """Scores of rows with `size` completions each; `name` is the component that is the accuracy.
+
+    Raises UserError where no completion could be scored, BadStateError where the environment lost most of them."""
     scores = [item.score for item in scored]
     if lost := [score for score in scores if score.error_kind.startswith("environment_")]:
         kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(s.error_kind for s in lost).most_common())
@@ -98,8 +105,7 @@ def summarise(config: RunConfig, scored: Sequence[EvaluatedRow]) -> EvaluationSc
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
 
 
-def scores_line(config: RunConfig, scores: EvaluationScores) -> str:
-    size = config.evaluation.group_size
+def scores_line(scores: EvaluationScores, size: int) -> str:
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
     return "   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])
@@ -183,9 +189,9 @@ def _generate(
     return [(prefix + text, stop, n + stop) for text, stop, n in zip(decoded, ended, before, strict=True)]
 
 
-async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> list[Score]:
+async def _score(reward: RewardConfig, size: int, samples: Sequence[RewardSample]) -> list[Score]:
     """`samples`: those of a row one after the other."""
-    pool, size = RewardPool(config.reward), config.evaluation.group_size
+    pool = RewardPool(reward)
     await pool.start()
     try:
         groups = [pool.group(size) for _ in range(len(samples) // size)]

@@ -42,7 +42,7 @@ def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
             _claim_fixed_ports(config, claims)
             for section, key in PORTS:
                 fixed, host = getattr(getattr(config, section), key), getattr(config, section).host
-                sections[section][key] = fixed or draw_ports(host, _num_ports(config, key), claims)
+                sections[section][key] = fixed or draw_ports(host, _num_ports(config.rollout.servers, key), claims)
         except BindError as error:
             raise UserError(str(error)) from None
         yield config.model_copy(
@@ -63,15 +63,15 @@ def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> None:
         owners[port] = name
 
 
-def _num_ports(config: RunConfig, key: str) -> int:
-    return config.rollout.servers if key == "rollout_port" else 1
+def _num_ports(servers: int, key: str) -> int:
+    return servers if key == "rollout_port" else 1
 
 
 def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
     """Name of each port that is not 0, the setting that it comes from, its address and its number."""
     for section, key in PORTS:
         host, first = getattr(config, section).host, getattr(getattr(config, section), key)
-        for port in range(first, first + _num_ports(config, key)) if first else ():
+        for port in range(first, first + _num_ports(config.rollout.servers, key)) if first else ():
             name = f"{section}.{key}" + (f" + {port - first} (rollout.servers)" if port > first else "")
             yield name, f"{section}.{key}", host, port
 

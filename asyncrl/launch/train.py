@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.checks.inputs import check_inputs, gpus_of_run
 from asyncrl.config.algorithm import method_line
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
+from asyncrl.config.load import dump_config
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
@@ -53,11 +54,12 @@ def train(config: RunConfig, *, resume: bool) -> int:
 
 def _launch(config: RunConfig, *, resume: bool) -> int:
     file = write_candidate(config)
-    gpus = gpus_of_run(config)
+    gpus = gpus_of_run(config.learner.device, config.rollout.device)
     services = [learner_service(config, file, resume=resume, gpus=gpus), *server_services(config, file, gpus=gpus)]
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     print(f"method {method_line(config.algorithm)}", flush=True)
-    for note in schedule_notes(config, config.total_steps(_num_rows(config))):
+    rows = 0 if config.trainer.max_steps else len(open_train(config.data))  # else steps follow from them
+    for note in schedule_notes(config, config.total_steps(rows)):
         print(f"note: {note}", flush=True)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
@@ -70,11 +72,6 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
     return report(config, outcome, display.run)
-
-
-def _num_rows(config: RunConfig) -> int:
-    """Training rows, bad ones included; not counted where the steps do not follow from them."""
-    return 0 if config.trainer.max_steps else len(open_train(config.data))
 
 
 def _adopt(file: Path, run: RunProgress) -> None:
@@ -92,7 +89,7 @@ def _adopt(file: Path, run: RunProgress) -> None:
 def write_candidate(config: RunConfig) -> Path:
     """Write the resolved configuration that both services read."""
     try:
-        return save_config(config, CANDIDATE_FILE)
+        return save_config(config.run_path, dump_config(config), CANDIDATE_FILE)
     except OSError as error:
         if is_disk_full(error):
             raise

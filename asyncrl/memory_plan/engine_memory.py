@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_columns
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.memory_plan.items import WORKING, MemoryItem, allocator, servers_text
 from asyncrl.memory_plan.rehearsal import ModelBytes
 from asyncrl.plugins import implementation
@@ -30,14 +31,14 @@ class EngineMemory:
     """True if the engine takes all that is left for its cache, and the lines have the least of it."""
 
 
-def memory_of_engine(config: RunConfig) -> EngineMemory:
-    return implementation(rollout_engine(config.rollout.engine).memory)
+def memory_of_engine(engine: str) -> EngineMemory:
+    return implementation(rollout_engine(engine).memory)
 
 
-def sampling_bytes(model: ModelBytes, config: RunConfig) -> int:
+def sampling_bytes(model: ModelBytes, rollout: RolloutConfig) -> int:
     """Bytes of logits and probabilities while all sequences draw a token."""
-    per_logit = TRUNCATION_BYTES if config.rollout.truncates else SAMPLING_BYTES
-    return config.rollout.max_concurrent_sequences * model.vocabulary * per_logit
+    per_logit = TRUNCATION_BYTES if rollout.truncates else SAMPLING_BYTES
+    return rollout.max_concurrent_sequences * model.vocabulary * per_logit
 
 
 def prefilled_prompts(config: RunConfig) -> int:
@@ -57,7 +58,7 @@ def _hf_lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Mem
     # It takes prompts while at most three quarters of its sequences run.
     prefill = prompts * (model.prefill + config.data.max_prompt_length * model.cache_per_token)
     prefill -= sequences * tokens * model.cache_per_token // 4
-    most = copies * max(prefill, decode, sampling_bytes(model, config))
+    most = copies * max(prefill, decode, sampling_bytes(model, config.rollout))
     why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, in blocks of {CACHE_BLOCK}"
     if config.environment.is_used:
         why += ": those that run, and rows that are parked between two turns"

@@ -14,12 +14,14 @@ from asyncrl.config.device_rules import same_device
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.sections import DataConfig
+from asyncrl.config.service_sections import LearnerConfig, ReferenceConfig, RolloutConfig
 from asyncrl.config.weight_channels import weight_channel
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, Phase, allocator, context, count, servers_text
-from asyncrl.memory_plan.rank_lines import nccl_of_ranks, rank_lines
+from asyncrl.memory_plan.rank_lines import memory_of, nccl_of_ranks
 from asyncrl.memory_plan.rehearsal import ModelBytes, NoPlanError, rehearse
 from asyncrl.telemetry.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
@@ -58,7 +60,7 @@ class MemoryPlan:
     @property
     def publications(self) -> int:
         """Bytes of published versions in shared memory."""
-        return published_versions(self.config) * self.model.published
+        return published_versions(self.config.evaluates_beside_training) * self.model.published
 
 
 def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
@@ -73,11 +75,11 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     learning = Phase(f"learner awake{each}", tuple(learner_lines(model, config)))
     phases = [learning]
     if rollout_engine(config.rollout.engine).has_model:
-        engine, copies = memory_of_engine(config), servers_per_gpu(config)
+        engine, copies = memory_of_engine(config.rollout.engine), servers_per_gpu(config)
         awake = (*engine.lines(model, config, copies), *context(config.rollout.device, "rollout server", copies))
-        sampling = Phase("engine awake", (*awake, *arriving_lines(model, config)))
+        sampling = Phase("engine awake", (*awake, *arriving_lines(model, config.rollout, servers_per_gpu(config))))
         everything = (*learning.lines, *sampling.lines)
-        contexts = [*(line for line in everything if line.name.startswith("context")), *nccl_of_ranks(config)]
+        contexts = [*(line for line in everything if line.name.startswith("context")), *nccl_of_ranks(config.learner)]
         if sharing == "together":
             phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
         elif sharing == "apart":
@@ -109,39 +111,40 @@ def servers_per_gpu(config: RunConfig) -> int:
 def learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
     what = f"forward and backward of {config.batch.microbatch_tokens} tokens (batch.tokens_per_microbatch)"
     if config.learner.is_divided:
-        yield from rank_lines(model, config, what)
+        yield from memory_of(config.learner.engine).lines(model, config, what)
+        yield from nccl_of_ranks(config.learner)
     else:
-        yield from _whole_lines(model, config, what)
+        yield from _whole_lines(model, config.learner, config.reference, config.model.dtype, what)
     yield from context(config.learner.device, "learner")
     channel = config.rollout.weights_channel
     if config.rollout.uses_device_channel:  # docs/decisions/013
         why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
         yield MemoryItem("weights that are sent", SENT_VERSIONS * model.published, why)
-        yield from _channel_lines(config, "learner", config.rollout.servers)
+        yield from _channel_lines(channel, "learner", config.rollout.servers)
 
 
-def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[MemoryItem]:
+def _whole_lines(
+    model: ModelBytes, learner: LearnerConfig, reference: ReferenceConfig, dtype: str, what: str
+) -> Iterator[MemoryItem]:
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
-    offloads = config.learner.offloads_masters
+    offloads = learner.offloads_masters
     working = max(passing, 0 if offloads else max(engine.stepping for engine in engines))
-    yield MemoryItem("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
+    yield MemoryItem("weights", model.weights, f"{count(model.parameters)} in {dtype}")
     if not offloads:
         yield MemoryItem("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
-        in_8_bits = ", of 8 bits where a tensor is not small" if config.learner.optimizer == "adamw_8bit" else ""
+        in_8_bits = ", of 8 bits where a tensor is not small" if learner.optimizer == "adamw_8bit" else ""
         if model.masters:
-            yield MemoryItem(
-                "master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}"
-            )
+            yield MemoryItem("master weights", model.masters, f"float32 copies of what is trained in {dtype}")
         yield MemoryItem("AdamW moments", model.moments, f"two averages of each{in_8_bits}")
     if critic := model.critic:
         held = critic.weights if offloads else critic.kept + critic.gradients
         yield MemoryItem("critic", held, f"{count(critic.parameters)}{'' if offloads else ' with optimiser state'}")
     if model.reference:
-        why = "weights and their moving averages" if config.reference.ema else "weights"
+        why = "weights and their moving averages" if reference.ema else "weights"
         why += "; none with adapters and without reference.path"
         held = model.reference
-        if config.reference.offload:  # no gradient is there before the first micro-batch and after the update
+        if reference.offload:  # no gradient is there before the first micro-batch and after the update
             held = max(0, held - (0 if offloads else model.gradients))
             why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
         yield MemoryItem("reference policy", held, why)
@@ -149,37 +152,28 @@ def _whole_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Me
     yield allocator(working)
 
 
-def arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
+def arriving_lines(model: ModelBytes, rollout: RolloutConfig, copies: int) -> Iterator[MemoryItem]:
     """Memory of incoming weights: a device channel needs one full version per worker, whatever part it has."""
-    channel = config.rollout.weights_channel
-    if config.rollout.uses_device_channel:
-        copies = servers_per_gpu(config)
+    channel = rollout.weights_channel
+    if rollout.uses_device_channel:
         why = f"rollout.weights_channel={channel}: a whole version, beside the model" + servers_text(copies)
         yield MemoryItem("weights that arrive", copies * model.published, why)
-        yield from _channel_lines(config, "rollout server", copies)
+        yield from _channel_lines(channel, "rollout server", copies)
 
 
-def _channel_lines(config: RunConfig, process: str, servers: int) -> list[MemoryItem]:
+def _channel_lines(name: str, process: str, servers: int) -> list[MemoryItem]:
     """Memory that the channel takes for itself, for each server."""
-    name = config.rollout.weights_channel
     own = weight_channel(name).own_bytes
     return [MemoryItem(f"{name} of the {process}", servers * own, "an estimate" + servers_text(servers))] if own else []
 
 
-def evaluates_beside_training(config: RunConfig) -> bool:
-    """True if servers keep a version to evaluate it while newer ones are published (learner/loop/step_schedule.py)."""
-    plan = config.evaluation
-    planned = bool(config.data.val_files) and (plan.before_training or plan.every_steps > 0)
-    return planned and config.trainer.mode == "async" and config.largest_staleness > 0
-
-
-def published_versions(config: RunConfig) -> int:
+def published_versions(evaluates_beside_training: bool) -> int:
     """Most versions in shared memory at a time."""
-    return PUBLISHED_VERSIONS + evaluates_beside_training(config)
+    return PUBLISHED_VERSIONS + evaluates_beside_training
 
 
-def longest_sequence(config: RunConfig) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
+def longest_sequence(data: DataConfig) -> int:
+    return data.max_prompt_length + data.max_response_length
 
 
 logger = logging.getLogger(__name__)
@@ -197,7 +191,7 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
     cannot be planned is then trained unplanned, with a warning.
     """
     if config.batch.tokens_per_microbatch == "auto":  # what fits at all, fits with the least that it may become
-        config = changed(config, {"batch.tokens_per_microbatch": longest_sequence(config)})
+        config = changed(config, {"batch.tokens_per_microbatch": longest_sequence(config.data)})
     if config.gpu_memory.budget_gib:
         plan, limit = make_plan(config), f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}"
     elif device_bytes:
@@ -219,7 +213,8 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
 def check_shared_memory(plan: MemoryPlan) -> str:
     """Describe the room for published weights in /dev/shm; UserError if there is too little, as in containers."""
     if not SHARED_MEMORY.is_dir():
-        return f"no {SHARED_MEMORY}: {published_versions(plan.config)} versions of the weights go to a disk"
+        number = published_versions(plan.config.evaluates_beside_training)
+        return f"no {SHARED_MEMORY}: {number} versions of the weights go to a disk"
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"published weights need {size(plan.publications)} in {SHARED_MEMORY}, which has {size(free)} free"
     if free < plan.publications:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.memory_plan.divided import DividedModel
 from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, allocator, count
 from asyncrl.memory_plan.rehearsal import ModelBytes
@@ -30,27 +31,21 @@ class RankMemory:
     """Changes of the engine's own settings that take less memory."""
 
 
-def memory_of(config: RunConfig) -> RankMemory:
+def memory_of(engine: str) -> RankMemory:
     """The formula of the chosen engine, which divides the model and has one: `rehearse` refuses others."""
-    return implementation(learner_engine(config.learner.engine).memory)
+    return implementation(learner_engine(engine).memory)
 
 
-def rank_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[MemoryItem]:
-    """Memory of one rank of a divided learner; all have as much."""
-    yield from memory_of(config).lines(model, config, what)
-    yield from nccl_of_ranks(config)
-
-
-def nccl_of_ranks(config: RunConfig) -> list[MemoryItem]:
+def nccl_of_ranks(learner: LearnerConfig) -> list[MemoryItem]:
     """NCCL memory of a rank on its GPU, awake and asleep."""
-    on_gpus = config.learner.num_processes > 1 and config.learner.device != "cpu"
+    on_gpus = learner.num_processes > 1 and learner.device != "cpu"
     return [MemoryItem("NCCL of the ranks", NCCL_BYTES, "an estimate")] if on_gpus else []
 
 
 def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[MemoryItem]:
-    ranks, offloads = config.learner.num_processes, offloads_parts(config)
+    ranks, offloads = config.learner.num_processes, offloads_parts(config.learner)
     if not offloads:
-        yield from part_lines(model, config, ranks)
+        yield from part_lines(model, config.model.dtype, ranks)
     passing = working = stepping = 0
     scored: list[DividedModel] = [model.divided_reference] if model.divided_reference else []
     for engine in (model, model.critic) if model.critic else (model,):
@@ -67,11 +62,11 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Mem
     yield allocator(max(working, stepping))
 
 
-def part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[MemoryItem]:
+def part_lines(model: ModelBytes, dtype: str, ranks: int) -> Iterator[MemoryItem]:
     """Memory of one rank that outlasts a micro-batch."""
     assert model.divided is not None
     trained = model.divided.trained_part(ranks)
-    frozen = "" if model.trained == model.parameters else f", what is frozen in {config.model.dtype}"
+    frozen = "" if model.trained == model.parameters else f", what is frozen in {dtype}"
     kind = f"1/{ranks} of {count(model.parameters)}: what is trained in float32{frozen}"
     yield MemoryItem("parts of the weights", model.divided.part(ranks), kind)
     yield MemoryItem(GRADIENTS, trained, f"1/{ranks} of {count(model.trained)} that are trained, in float32")
@@ -85,13 +80,13 @@ def part_lines(model: ModelBytes, config: RunConfig, ranks: int) -> Iterator[Mem
         yield MemoryItem("parts of the reference policy", reference.part(ranks), what)
 
 
-def offloads_parts(config: RunConfig) -> bool:
+def offloads_parts(learner: LearnerConfig) -> bool:
     """True where parts are in host memory, and the device is another one."""
-    return config.learner.cpu_offload and config.learner.device != "cpu"
+    return learner.cpu_offload and learner.device != "cpu"
 
 
 def _fsdp_offloaded(model: ModelBytes, config: RunConfig) -> int:
-    return sum(line.nbytes for line in part_lines(model, config, config.learner.num_processes))
+    return sum(line.nbytes for line in part_lines(model, config.model.dtype, config.learner.num_processes))
 
 
 FSDP_MEMORY = RankMemory(_fsdp_lines, _fsdp_offloaded)

@@ -24,7 +24,7 @@ from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLES
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.learner_engines import learner_engine, learner_engines
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import ModelConfig
+from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.config.service_sections import Optimizer
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.divided import DividedModel, divide
@@ -119,7 +119,12 @@ def rehearse(config: RunConfig) -> ModelBytes:
         critic = None
         if "critic" in config.algorithm.needs:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
-        reference, divided, loading = _reference_bytes(config)
+        reference, divided, loading = _reference_bytes(
+            config.reference_model,
+            config.model,
+            is_averaged=bool(config.reference.ema),
+            is_divided=config.learner.is_divided,
+        )
         actor = replace(_rehearse(config), critic=critic)
         return replace(actor, reference=reference, divided_reference=divided, loading_reference=loading)
     except UserError:
@@ -239,15 +244,17 @@ def _loading(config: ModelConfig, model: Any) -> int:
     return 0 if can_stay_mapped(config, model) else nbytes([*model.parameters(), *model.buffers()])
 
 
-def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None, int]:
-    if config.reference_model is None:
+def _reference_bytes(
+    reference: ModelConfig | None, policy: ModelConfig, *, is_averaged: bool, is_divided: bool
+) -> tuple[int, DividedModel | None, int]:
+    if reference is None:
         return 0, None, 0
-    model = skeleton(config.reference_model)
-    loading = _loading(config.reference_model, model)
-    freeze_parts(model, config.model)
+    model = skeleton(reference)
+    loading = _loading(reference, model)
+    freeze_parts(model, policy)
     averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
-    averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
-    divided = divide(model) if config.learner.is_divided else None
+    averages = sum(4 * p.numel() for p in averaged) if is_averaged else 0
+    divided = divide(model) if is_divided else None
     return nbytes([*model.parameters(), *model.buffers()]) + averages, divided, loading
 
 
@@ -268,7 +275,7 @@ def train_pass(
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
     full, rest = divmod(tokens, length)
-    groups = [_group(each, config) for each in (*[length] * full, rest) if each]
+    groups = [_group(each, data) for each in (*[length] * full, rest) if each]
     layout = make_layout(groups, device, model.dtype, window=window_of(model.config))
     packed = torch.arange(tokens, device=device)
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
@@ -296,11 +303,11 @@ def train_pass(
     loss.backward()
 
 
-def _group(tokens: int, config: RunConfig) -> Group:
+def _group(tokens: int, data: DataConfig) -> Group:
     """A group of so many tokens, its prompt and completions as long as they may be."""
-    prompt = min(tokens, config.data.max_prompt_length)
-    completions, rest = divmod(tokens - prompt, config.data.max_response_length)
-    return prompt, [*[config.data.max_response_length] * completions, *([rest] if rest else [])]
+    prompt = min(tokens, data.max_prompt_length)
+    completions, rest = divmod(tokens - prompt, data.max_response_length)
+    return prompt, [*[data.max_response_length] * completions, *([rest] if rest else [])]
 
 
 def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def token_steps(config: RunConfig) -> list[int]:
     groups = config.batch.prompts_per_step // config.algorithm.updates_per_batch
     group = config.data.max_prompt_length + config.trajectories_per_group * config.data.max_response_length
     most = -(-groups * group // config.learner.num_processes)
-    steps = [longest_sequence(config)]
+    steps = [longest_sequence(config.data)]
     for power in count():
         for step in (2 * 2**power, 3 * 2**power):
             if steps[-1] >= most:
@@ -61,9 +61,9 @@ def token_steps(config: RunConfig) -> list[int]:
     raise AssertionError
 
 
-def gpu_bytes(config: RunConfig) -> int:
+def gpu_bytes(learner_device: str) -> int:
     """Memory of the GPU that learner.device means for this process; 0 without one. Takes CUDA's context."""
-    name = meant_device(config.learner.device, cuda=torch.cuda.is_available())
+    name = meant_device(learner_device, cuda=torch.cuda.is_available())
     if name == "cpu" or not torch.cuda.is_available() or torch.device(name).index >= torch.cuda.device_count():
         return 0
     return torch.cuda.get_device_properties(name).total_memory
@@ -81,7 +81,7 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
     low, high = 0, len(steps)
     if not fits(low):
         return _settled(config, plans[low], limit, "the longest sample")
-    if plans[low].sharing == "together" and memory_of_engine(config).fills_device:
+    if plans[low].sharing == "together" and memory_of_engine(config.rollout.engine).fills_device:
         least = plans[low].phases[0].nbytes
         limit = least + (limit - least) // 2  # the plan has the least of the engine's cache: it shares what is left
     while high - low > 1:

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, refuse_bad_state
@@ -51,12 +49,11 @@ _NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, RE
 """Files that a run leaves which has not begun."""
 
 
-def save_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
+def save_config(run_path: Path, resolved: str, name: str = CONFIG_FILE) -> Path:
     """Write the resolved configuration, for --resume and for tools. Raises OSError where it cannot be written."""
-    file = config.run_path / name
-    text = dump_config(config).encode()
+    file, text = run_path / name, resolved.encode()
     if not file.is_file() or file.read_bytes() != text:
-        config.run_path.mkdir(parents=True, exist_ok=True)
+        run_path.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     return file
 

@@ -103,13 +103,13 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
     if not config.reference.offload and not config.learner.is_divided and not why_not_offloaded(config):
         yield {"reference.offload": True}
     if config.learner.is_divided:
-        yield from memory_of(config).smaller(config)
+        yield from memory_of(config.learner.engine).smaller(config)
     if not config.learner.cpu_offload:
         yield {"learner.cpu_offload": True}
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
     smaller = {
-        "batch.tokens_per_microbatch": (batch.microbatch_tokens, longest_sequence(config)),
+        "batch.tokens_per_microbatch": (batch.microbatch_tokens, longest_sequence(config.data)),
         "rollout.max_concurrent_sequences": (rollout.max_concurrent_sequences, config.trajectories_per_group),
     }
     for key, (value, least) in smaller.items():

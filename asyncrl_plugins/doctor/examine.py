@@ -95,9 +95,9 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     if rows is None:
         yield Finding("held-out data", "data.val_files is empty: generalisation is not measured", "note")
     elif model is not None:
-        check_media(config, model, rows)
+        check_media(config.model, config.data, model, rows)
     if rows is not None and not held_out:
-        check_demonstrations(config, rows)
+        check_demonstrations(config.algorithm, config.data.target_key, rows)
     return rows
 
 

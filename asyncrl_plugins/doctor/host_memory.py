@@ -8,7 +8,7 @@ from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import MemoryItem, servers_text
-from asyncrl.memory_plan.plan import MemoryPlan, evaluates_beside_training, published_versions
+from asyncrl.memory_plan.plan import MemoryPlan, published_versions
 from asyncrl.memory_plan.rank_lines import GRADIENTS, memory_of, offloads_parts, part_lines
 from asyncrl.memory_plan.rehearsal import ModelBytes
 
@@ -29,9 +29,9 @@ def host_items(plan: MemoryPlan) -> list[MemoryItem]:
 
 
 def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
-    beside = evaluates_beside_training(config)
+    beside = config.evaluates_beside_training
     why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
-    yield MemoryItem("published weights, in /dev/shm", published_versions(config) * model.published, why)
+    yield MemoryItem("published weights, in /dev/shm", published_versions(beside) * model.published, why)
     if config.rollout.weights_channel == "zmq":  # with auto the servers of this machine map what is published
         yield _pulled_line(config, model)
     if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
@@ -67,17 +67,17 @@ def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
             why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
             kept = max(0, model.weights - model.published)
             yield MemoryItem("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
-        yield from memory_of_engine(config).asleep_on_host(config)
+        yield from memory_of_engine(config.rollout.engine).asleep_on_host(config)
 
 
 def _lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
     """Host memory of all ranks, as if they were on one machine."""
     ranks = config.learner.num_processes
-    if offloads_parts(config):
-        kept = ranks * memory_of(config).offloaded(model, config)
+    if offloads_parts(config.learner):
+        kept = ranks * memory_of(config.learner.engine).offloaded(model, config)
         yield MemoryItem("parts, offloaded", kept, "of all ranks, pinned (learner.cpu_offload)")
     elif config.trainer.mode == "sync":
-        parts = (line.nbytes for line in part_lines(model, config, ranks) if line.name != GRADIENTS)
+        parts = (line.nbytes for line in part_lines(model, config.model.dtype, ranks) if line.name != GRADIENTS)
         yield MemoryItem("learner asleep", ranks * sum(parts), "weights and optimiser state of all ranks, pinned")
     engines = (model, model.critic) if model.critic else (model,)
     if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):

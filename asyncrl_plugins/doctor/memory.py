@@ -27,7 +27,7 @@ from asyncrl_plugins.doctor.machine import Device, memory_limit
 
 def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     """Checks the folder, and whether devices and engine here can do what is wanted. Returns its config.json."""
-    described = check_model(config)
+    described = check_model(config.model)
     check_lengths(config, described)
     check_weights(config.model)
     check_devices(config, ("learner", "rollout_server"))
@@ -39,7 +39,7 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
         if config.rollout.engine == "hf":
             held = f"rounded and held in {resolve_dtype(config).model.dtype}, so that no memory is saved"
         yield Finding("rollout weights", f"{quantization}, made anew from each version, {held}", "note")
-    if gpus := gpus_of_run(config):
+    if gpus := gpus_of_run(config.learner.device, config.rollout.device):
         yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
     return described
 

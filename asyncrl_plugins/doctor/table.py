@@ -44,7 +44,7 @@ def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
             config,
             {"model.dtype": dtype},
         ),
-        gpu_bytes(config),
+        gpu_bytes(config.learner.device),
     )
     plan = make_plan(config)
     print("\n".join([describe(plan), *([chosen] if chosen else [])]))

@@ -37,7 +37,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
     """Text that `asyncrl eval` prints. Raises as `summarise` does."""
-    lines = [scores_line(config, summarise(config, scored))]
+    lines = [
+        scores_line(
+            summarise(scored, config.evaluation.group_size, config.reward.accuracy_component),
+            config.evaluation.group_size,
+        )
+    ]
     if means := _component_means(scored):
         lines.append("components   " + "   ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
     return "\n".join([*lines, *_conversation_lines(scored)])

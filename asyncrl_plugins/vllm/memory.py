@@ -39,7 +39,7 @@ def _lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Memory
     tokens = config.data.max_prompt_length + config.longest_completion
     scheduled = int(rollout.engine_args.get("max_num_batched_tokens", STEP_TOKENS))
     prefill = math.ceil(scheduled / config.data.max_prompt_length) * model.prefill
-    most = copies * max(prefill, sampling_bytes(model, config))
+    most = copies * max(prefill, sampling_bytes(model, config.rollout))
     why = f"one sequence of {tokens} tokens at least; vllm takes the rest of its share for more"
     yield MemoryItem("weights", copies * weights // parts, held + servers_text(copies))
     yield MemoryItem("KV cache", copies * tokens * model.cache_per_token // parts, why)
@@ -88,11 +88,11 @@ def memory_utilization(config: RunConfig, device_bytes: int) -> float:
     sharing = device_sharing(config)
     learner = arriving = 0
     if sharing == "turns":
-        asleep = (*context(config.learner.device, "learner"), *nccl_of_ranks(config))
+        asleep = (*context(config.learner.device, "learner"), *nccl_of_ranks(config.learner))
         learner = sum(line.nbytes for line in asleep)
     elif sharing == "together" or config.rollout.uses_device_channel:
         model = rehearse(config)
-        arriving = sum(line.nbytes for line in arriving_lines(model, config))
+        arriving = sum(line.nbytes for line in arriving_lines(model, config.rollout, servers_per_gpu(config)))
         if sharing == "together":
             learner = sum(line.nbytes for line in learner_lines(model, config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,28 @@ def test_a_release_is_one_screen_of_the_changelog() -> None:
 
 def test_a_user_meets_few_keys() -> None:
     assert (DOCS / "configuration.md").read_text().count("\n| `") <= CONFIGURATION_KEYS
+
+
+# --- parameters that are the whole configuration -----------------------------------------------------------------
+
+WHOLE_CONFIGURATIONS = 76
+"""Parameters of the core that are the whole configuration of a run; every other part takes what it reads."""
+COMPOSITION = (
+    *("asyncrl/config/", "asyncrl/checks/", "asyncrl/launch/", "asyncrl/demo/", "asyncrl/service_entry.py"),
+    "asyncrl/devices/device.py",  # `resolve_dtype` gives a configuration back
+    "asyncrl/memory_plan/",  # plans configurations that differ in a key
+    *("learner/__main__.py", "learner/service.py", "learner/sft.py", "learner/ranks/environment.py"),
+    *("learner/loop/trainer.py", "learner/loop/follower.py", "learner/loop/resume.py"),
+    *("rollout_server/__main__.py", "rollout_server/service.py", "rollout_server/engines/"),
+)
+"""Files and rooms that put a run together, or that judge the configuration as a whole."""
+
+
+def test_only_composition_takes_the_whole_configuration() -> None:
+    found = Counter[str]()
+    for package in ("asyncrl", "learner", "rollout_server", "protocol"):
+        for file in (ROOT / package).rglob("*.py"):
+            if taken := len(re.findall(r"config: RunConfig\b", file.read_text())):
+                found[file.relative_to(ROOT).as_posix()] = taken
+    assert [name for name in found if not name.startswith(COMPOSITION)] == []
+    assert found.total() <= WHOLE_CONFIGURATIONS, found.most_common()

@@ -121,7 +121,7 @@ def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) 
 def test_a_column_that_no_row_has_is_refused(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"policy_loss": "luffy"}, data={"target_key": "digts"})
     with pytest.raises(UserError, match=r"has a column 'digts' \(data.target_key\). Did you mean 'digits'"):
-        check_demonstrations(config, open_train(config.data))
+        check_demonstrations(config.algorithm, config.data.target_key, open_train(config.data))
 
 
 def test_a_group_needs_room_for_what_is_sampled(make_config: MakeConfig) -> None:

@@ -84,7 +84,7 @@ def test_the_services_see_what_they_were_assigned_from_the_users_own_list(
     monkeypatch.setattr(inputs, "DRIVERS", (tmp_path,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ", ".join(UUIDS))
     config = run(make_config, servers=2)
-    gpus = inputs.gpus_of_run(config)
+    gpus = inputs.gpus_of_run(config.learner.device, config.rollout.device)
     assert gpus == UUIDS
     file = tmp_path / "config.yaml"
     services = [learner_service(config, file, resume=False, gpus=gpus), *server_services(config, file, gpus=gpus)]

@@ -87,7 +87,7 @@ def test_a_model_without_eyes_is_given_no_images(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "q", "answer": "a", "images": []}\n{"prompt": "q", "answer": "a"}\n')
     data = make_config(data={"train_files": [str(rows)]}).data
-    check_media(config, describe_folder(config.model), open_train(data))
+    check_media(config.model, config.data, describe_folder(config.model), open_train(data))
 
 
 def _edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

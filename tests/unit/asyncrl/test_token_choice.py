@@ -49,7 +49,7 @@ def check_largest_number(make_config: MakeConfig, learner: dict[str, Any]) -> No
     config = make_config(**{**AUTO, "learner": AUTO["learner"] | learner})
     steps = token_steps(config)
     group = config.data.max_prompt_length + config.batch.group_size * config.data.max_response_length
-    assert steps[0] == longest_sequence(config)
+    assert steps[0] == longest_sequence(config.data)
     assert all(before < after <= 2 * before for before, after in pairwise(steps[1:]))
     ranks = config.learner.num_processes
     assert ranks * steps[-2] < config.batch.prompts_per_step * group <= ranks * steps[-1], "more would be useless"
@@ -67,7 +67,7 @@ def check_largest_number(make_config: MakeConfig, learner: dict[str, Any]) -> No
 
 def test_a_budget_without_room_for_the_longest_sample_is_refused(make_config: MakeConfig) -> None:
     config = make_config(**AUTO)
-    tight = changed(config, {"gpu_memory.budget_gib": (needed(config, longest_sequence(config)) - 1) / GIB})
+    tight = changed(config, {"gpu_memory.budget_gib": (needed(config, longest_sequence(config.data)) - 1) / GIB})
     with pytest.raises(UserError, match=r"gpu_memory\.budget_gib is .* but the learner"):
         check_plan(tight)
 
@@ -164,4 +164,4 @@ def test_a_warm_start_chooses_for_its_own_rows(make_config: MakeConfig) -> None:
     config = make_config(**AUTO, algorithm={"adv_estimator": "gae"}, sft={"rows_per_step": 4})
     assert choose_tokens(changed(config, {KEY: 640}), CPU, Ranks()) == 640
     whole = choose_tokens(changed(config, {"gpu_memory.budget_gib": 1.0}), CPU, Ranks())
-    assert whole / 2 < 4 * longest_sequence(config) <= whole, "rows of one completion, without a critic"
+    assert whole / 2 < 4 * longest_sequence(config.data) <= whole, "rows of one completion, without a critic"
