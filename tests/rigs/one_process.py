@@ -14,6 +14,5 @@ def in_one_process(config: RunConfig) -> RunConfig:
         "engine": "torch",
         "num_processes": 1,
         "cpu_offload": False,
-        "checkpoint_format": "portable",
     }
     return config.model_copy(update={"learner": learner.model_copy(update=alone)})
