@@ -86,8 +86,13 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     from asyncrl.models.wake_parity import fixed_prompt
     from asyncrl.processing.processor import PromptProcessor
     from asyncrl.run_folder.contents import MODEL_FOLDER
-    from learner.checkpoint.background_write import BackgroundWrite
-    from learner.checkpoint.storage import LearnerState, Snapshot, make_building_folder, save_checkpoint
+    from learner.checkpoint.storage import (
+        BackgroundWrite,
+        LearnerState,
+        Snapshot,
+        make_building_folder,
+        save_checkpoint,
+    )
     from learner.ranks.group import Ranks
     from learner.training.engine import TorchEngine
     from learner.training.packing import Completion, TrainGroup

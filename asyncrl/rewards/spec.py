@@ -12,8 +12,8 @@ from asyncrl import user_functions
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.plugins import Reward, description, implementation, installed
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
-from asyncrl.rewards.calls import check_call
 from asyncrl.rewards.shaping import OF_GROUPS
+from asyncrl.rewards.spec import check_call
 
 if TYPE_CHECKING:
     from asyncrl.config.environment import EnvironmentConfig

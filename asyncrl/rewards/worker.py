@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, process_reaper
-from asyncrl.rewards.calls import call_group_reward, call_reward, check_call
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
-from asyncrl.rewards.spec import load_reward
+from asyncrl.rewards.spec import call_group_reward, call_reward, check_call, load_reward
 from asyncrl.user_functions import function_of, load_module, one_line, shorten
 
 

@@ -19,8 +19,7 @@ from asyncrl.models.published import fitting, load_published, published_parts, p
 from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings, load_deepspeed
 from asyncrl_plugins.deepspeed.updates import ZeroUpdates, shape_of
 from learner.ranks.group import Ranks
-from learner.training.loss_scale import LossScale
-from learner.training.master_weights import MasterWeights
+from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part, Stored
 from learner.training.updates import Updates

@@ -22,11 +22,9 @@ from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings
 from asyncrl_plugins.deepspeed.plugin import placement
 from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
-from learner.training.optimizers import check_same_moments
-from learner.training.parameter_groups import check_same_groups, parameter_groups
-from learner.training.sharded_files import ShardedFiles
+from learner.training.optimizers import check_same_groups, check_same_moments, parameter_groups
+from learner.training.sharded_files import OWN_FORMAT, OWN_SUFFIX, ShardedFiles, check_portable
 from learner.training.sharded_state import Part
-from learner.training.state_file import OWN_FORMAT, OWN_SUFFIX, check_portable
 from learner.training.train_engine import Write
 from learner.training.updates import make_schedule, schedule_state
 

@@ -41,7 +41,7 @@ from learner.groups.recorded_batch import batch_again, read_batch
 from learner.loop.resume import TOOLS, check_initial_model, recorded_updates, update_settings
 from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.state_file import is_portable
+from learner.training.sharded_files import is_portable
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.calls import call_reward
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import load_reward
+from asyncrl.rewards.spec import call_reward, load_reward
 from learner.tickets.ticket_writer import TicketWriter
 
 

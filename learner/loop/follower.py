@@ -14,8 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
-from learner.checkpoint.background_write import BackgroundWrite
-from learner.checkpoint.storage import LearnerState
+from learner.checkpoint.storage import BackgroundWrite, LearnerState
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
 from learner.loop.trainer import Trainer

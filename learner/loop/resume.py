@@ -34,7 +34,7 @@ from asyncrl.user_functions import own_functions, read_source
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import ENGINE_FILE
-from learner.training.state_file import check_portable, is_portable
+from learner.training.sharded_files import check_portable, is_portable
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)

@@ -29,12 +29,11 @@ from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.training.batch import Batch, describe_batch, make_batch
-from learner.training.critic import FOLDER as CRITIC_FOLDER
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
-from learner.training.roles import Roles
+from learner.training.roles import FOLDER as CRITIC_FOLDER
+from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
 from learner.training.train_engine import Write
 

@@ -17,7 +17,7 @@ from asyncrl.environments.recording import describe_conversations, observation_o
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.groups.ticket import ReceivedGroup
-from learner.training.observations import segments_of
+from learner.training.batch import segments_of
 from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
 

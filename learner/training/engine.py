@@ -29,7 +29,7 @@ from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_to
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
-from learner.training.loss_scale import LossScale
+from learner.training.master_weights import LossScale
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from learner.training.sharding import make_sharding
 from learner.training.train_engine import EngineFacts, Write, describe_model

@@ -31,8 +31,7 @@ from asyncrl.config.service_sections import LearnerConfig, OptimConfig
 from asyncrl.models.parts import gathered_units
 from asyncrl.models.published import load_published, published_parts, published_tensors
 from learner.ranks.group import Ranks
-from learner.training.loss_scale import LossScale
-from learner.training.master_weights import MasterWeights
+from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
 from learner.training.sharded_state import Part, Stored
 from learner.training.updates import MasterUpdates, Updates

@@ -12,7 +12,7 @@ import threading
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ledger import TicketLedger
-from learner.training.observations import segments_of
+from learner.training.batch import segments_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,11 @@ from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.training.batch import Batch
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
-from learner.training.rank_plan import plan_shares
-from learner.training.rank_work import RankWork
+from learner.training.rank_plan import RankWork, plan_shares
 from learner.training.reference import Reference, WithoutAdapters
+from learner.training.roles import Critic
 
 
 @dataclass(frozen=True)

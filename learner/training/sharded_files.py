@@ -16,6 +16,7 @@ from asyncrl.models.export import export_model
 from asyncrl.models.parts import is_adapted
 from asyncrl.models.published import published_parts
 from learner.ranks.group import Ranks
+from learner.training.sharded_files import missing_parts, named_values, put_parts
 from learner.training.sharded_state import (
     Part,
     Stored,
@@ -24,7 +25,6 @@ from learner.training.sharded_state import (
     stored_tensors,
     write_parts,
 )
-from learner.training.state_file import missing_parts, named_values, put_parts
 from learner.training.train_engine import Write
 
 

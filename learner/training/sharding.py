@@ -18,10 +18,9 @@ from asyncrl.models.export import export_model
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.plugins import implementation
 from learner.ranks.group import Ranks
-from learner.training.loss_scale import LossScale
-from learner.training.master_weights import MasterWeights
+from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
-from learner.training.state_file import StateOnly, read_whole_state
+from learner.training.sharded_files import StateOnly, read_whole_state
 from learner.training.train_engine import Write
 from learner.training.updates import MasterUpdates, Updates
 

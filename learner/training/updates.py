@@ -11,11 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.config.service_sections import OptimConfig, Optimizer
-from learner.training.loss_scale import LossScale
-from learner.training.master_weights import MasterWeights
-from learner.training.optimizers import check_same_moments, make_optimizer
-from learner.training.parameter_groups import check_same_groups, parameter_groups
-from learner.training.state_file import check_portable
+from learner.training.master_weights import LossScale, MasterWeights
+from learner.training.optimizers import check_same_groups, check_same_moments, make_optimizer, parameter_groups
+from learner.training.sharded_files import check_portable
 from learner.training.train_engine import Write
 
 

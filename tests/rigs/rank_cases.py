@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from learner.training.engine import ENGINE_FILE
 from learner.training.reference import AVERAGES_FILE
-from learner.training.state_file import named_values, read_whole_state
+from learner.training.sharded_files import named_values, read_whole_state
 from tests.system.test_bad_input import image_rows, write_rows
 
 BF16 = {"dtype": "bfloat16"}

@@ -21,9 +21,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.memory_plan.live_bytes import nbytes
 from asyncrl.models import sampling_distribution
 from learner.ranks.group import Ranks
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
+from learner.training.roles import Critic
 from tests.rigs.full_micro_batch import full_micro_batch
 from tests.rigs.rank_rig import join
 from tests.rigs.zero import HAS_ZERO, make_small

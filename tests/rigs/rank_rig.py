@@ -26,10 +26,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training import sharded_state
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
-from learner.training.roles import Roles
+from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.waiting import exit_codes

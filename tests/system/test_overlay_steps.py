@@ -12,10 +12,9 @@ import torch
 from asyncrl.config import yaml_text
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
-from learner.training.roles import Roles
+from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.unit.learner.test_algorithm_overlays import ENVIRONMENT, OF_TURNS, OVERLAYS

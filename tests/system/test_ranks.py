@@ -20,8 +20,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
+from learner.training.roles import Critic
 from tests.conftest import small_config
 from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps

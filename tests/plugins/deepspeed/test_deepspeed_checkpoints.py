@@ -19,7 +19,7 @@ from asyncrl_plugins.deepspeed.plugin import placement
 from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
-from learner.training.state_file import OWN_FORMAT, OWN_SUFFIX, check_portable, is_portable
+from learner.training.sharded_files import OWN_FORMAT, OWN_SUFFIX, check_portable, is_portable
 from tests.conftest import small_config
 from tests.rigs.made_again import is_made_again
 from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes

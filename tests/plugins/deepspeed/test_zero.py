@@ -15,7 +15,7 @@ from asyncrl.config.schema import RunConfig
 from learner.checkpoint.storage import complete_checkpoints
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
-from learner.training.state_file import named_values
+from learner.training.sharded_files import named_values
 from protocol.faults import SLOW_VARIABLE
 from tests.conftest import small_config
 from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, EXACT, FULL, OFFLOAD, check_same_checkpoint, rows_of_sizes

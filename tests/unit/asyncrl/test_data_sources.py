@@ -21,8 +21,8 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.rewards.calls import call_reward
 from asyncrl.rewards.sample import sample_of
+from asyncrl.rewards.spec import call_reward
 
 COLOURS = ("red", "green", "blue", "white", "black")
 

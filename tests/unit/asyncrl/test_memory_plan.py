@@ -28,8 +28,8 @@ from asyncrl.processing.processor import EncodedPrompt
 from asyncrl.telemetry.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.loop.trainer import Trainer
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
+from learner.training.roles import Critic
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest, Parking
 from rollout_server.engines.hf.decode_batch import DecodeBatch

@@ -20,10 +20,9 @@ from asyncrl.errors import UserError
 from asyncrl.models.output_head import hidden_states
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
-from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch
-from learner.training.roles import Roles
+from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny import ROOT

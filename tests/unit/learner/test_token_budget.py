@@ -14,9 +14,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, RestartError
 from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
-from learner.training.critic import Critic
 from learner.training.packing import plan_micro_batches
-from learner.training.roles import Roles
+from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from learner.training.token_budget import TokenBudget
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
