@@ -56,7 +56,7 @@ async def _take_memory(llm: Any, asleep: Asleep, device: torch.device) -> None:
 
 
 async def free_device_bytes(llm: Any) -> int:
-    return sum(device[1] for device in await llm.collective_rpc("device_memory") if device)
+    return sum(await llm.collective_rpc("free_device_bytes"))
 
 
 async def fixed_logprobs(llm: Any, special: Collection[int]) -> torch.Tensor:

@@ -190,6 +190,11 @@ class WorkerExtension:
     def free_caches(self: Any) -> None:
         free_caches(torch.device(self.device))
 
+    def free_device_bytes(self: Any) -> int:
+        """Free memory of this worker's GPU; 0 on a CPU."""
+        device = torch.device(self.device)
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
     def quantized_layers(self: Any) -> int:
         return len(self.vllm_config.quant_config.quantized_layers)
 
