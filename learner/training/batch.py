@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.provenance import Provenance
-from asyncrl.environments.recording import describe_conversations, observation_of
+from asyncrl.environments.recording import describe_conversations, history_of, images_of, observation_of
 from asyncrl.environments.tool_environment import key_of
+from asyncrl.processing.history import History
+from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.groups.ticket import ReceivedGroup
-from learner.training.batch import segments_of
-from learner.training.packing import Completion, TrainGroup, flat_rows
+from learner.training.packing import Completion, Segment, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
@@ -297,3 +298,35 @@ def _describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
         "env/seconds": sum(group.timings.environment_s for group in groups) / len(records),
         "env/observed_share": 1 - sampled / max(1, sum(int(group.lengths.sum()) for group in groups)),
     }
+
+
+def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
+    """The segments of completion `index`, with the images that it was shown in each.
+
+    Its bridges are made again, with pixels, of the messages and bytes that the group records: no environment is asked.
+    What was made lately waits in the processor's cache. The group is verified.
+    """
+    bridge, rule = item.prepared.bridge, item.ticket.conversation
+    if bridge is None or rule is None:
+        return (Segment(),)  # a single turn
+    record = item.group.trajectories[index]
+    turns, starts = record.turns, record.segment_starts
+    if not any(images_of(turn.observation) for turn in turns):
+        return tuple(map(Segment, starts))
+    token_ids = item.group.token_ids[item.group.span(index)]
+    history, segments = History(bridge, rule, pixels=True), list[Segment]()
+
+    def end_segment() -> None:
+        row = joined_row(history.pieces[0], history.pieces[1:])
+        segments.append(Segment(starts[len(segments)], row if len(row.image_hashes) else None))
+
+    for turn, following in pairwise(turns):
+        history.add_turn(token_ids[turn.start : turn.end])
+        if following.context:
+            end_segment()
+        observation = observation_of(turn.observation, item.group.blobs)
+        edited = history_of(turn.history, item.group.blobs)
+        history.show(observation, history.after(observation, edited))
+    history.add_turn(token_ids[turns[-1].start : turns[-1].end])
+    end_segment()
+    return tuple(segments)

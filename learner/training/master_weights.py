@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 
 
 class MasterWeights:
@@ -94,3 +94,39 @@ def check_masters(
             "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
             f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
         )
+
+
+FIRST, LEAST, LARGEST = 2.0**16, 1.0, 2.0**24
+GROWTH_UPDATES = 2000
+"""Updates in a row with finite gradients after which the scale doubles."""
+
+
+class LossScale:
+    def __init__(self) -> None:
+        self.value = FIRST
+        self._good = 0
+
+    def overflowed(self, grad_norm: float) -> dict[str, float]:
+        """Halve the scale, and report. Raises BadStateError where it cannot fall any more: the gradient itself is not
+        finite."""
+        if self.value <= LEAST:
+            raise BadStateError(
+                f"the gradient norm is {grad_norm} at a loss scale of {self.value:g}, the least: it is not float16's "
+                "range. The weights are those before this update. Look at the last samples and at logprob_diff_max in "
+                "metrics.jsonl, or set model.dtype=bfloat16 in a new run"
+            )
+        self.value, self._good = self.value / 2, 0
+        return {"loss_scale": self.value, "skipped_updates": 1.0}
+
+    def went_well(self) -> dict[str, float]:
+        """Count a finite gradient, and report."""
+        self._good += 1
+        if self._good >= GROWTH_UPDATES:
+            self.value, self._good = min(LARGEST, 2 * self.value), 0
+        return {"loss_scale": self.value, "skipped_updates": 0.0}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good": float(self._good)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self._good = state["value"], int(state["good"])
