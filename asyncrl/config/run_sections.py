@@ -76,7 +76,7 @@ class EvaluationLimits(Section):
         return self.model_dump(exclude_none=True)
 
     def over(self, limits: LimitsConfig) -> LimitsConfig:
-        """These limits, with those of `environment.limits` in the place of nulls."""
+        """Limits, with those of `environment.limits` in the place of nulls."""
         return limits.model_copy(update=self.given)
 
 

@@ -15,4 +15,5 @@ def in_one_process(config: RunConfig) -> RunConfig:
         "num_processes": 1,
         "cpu_offload": False,
     }
-    return config.model_copy(update={"learner": learner.model_copy(update=alone)})
+    kept = {name: value for name, value in dict(learner).items() if name != learner.engine}  # not the engine's section
+    return config.model_copy(update={"learner": type(learner).model_validate(kept | alone)})
