@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from protocol.messages import ChatMessage, Prompt
+if TYPE_CHECKING:  # a reward worker begins without pydantic
+    from protocol.messages import ChatMessage, Prompt
 
 
 @dataclass(frozen=True)

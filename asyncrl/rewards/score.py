@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from asyncrl.rewards.sample import OF_THE_COMPLETION, RewardSample
 
 
@@ -108,6 +106,8 @@ def evaluation_scores(rows: Sequence[Sequence[tuple[float, float] | None]]) -> E
 
     Completions of one row are alike, so standard errors are those of the rows' means; NaN for less than two of them.
     """
+    import numpy as np  # not in a reward worker
+
     scored = [np.array(known) for row in rows if (known := [score for score in row if score is not None])]
     if not scored:
         nothing = float("nan")

@@ -65,10 +65,10 @@ def test_an_unknown_command_is_refused_with_a_suggestion_and_what_to_install(
     for is_whole, says in ((True, "entry point of asyncrl.commands"), (False, "pip install asyncrl")):
         monkeypatch.setattr("asyncrl.plugins.find_spec", lambda name, is_whole=is_whole: is_whole or None)
         with pytest.raises(SystemExit) as end:
-            main(["wach"])
+            main(["trian"])
         assert end.value.code == 2
         said = capsys.readouterr().err
-        assert "there is no command 'wach'. Did you mean 'watch'?" in said
+        assert "there is no command 'trian'. Did you mean 'train'?" in said
         assert says in said
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import RewardConfig
 from asyncrl.demo import scoring as module
 from asyncrl.demo.scoring import evaluate
 from asyncrl.rewards.sample import RewardSample
@@ -36,9 +37,9 @@ def test_the_configured_temperature_and_group_size_are_used(
     score = module._score
     seen: list[list[str]] = []
 
-    async def watched(config: RunConfig, samples: Sequence[RewardSample]) -> object:
+    async def watched(reward: RewardConfig, size: int, samples: Sequence[RewardSample]) -> object:
         seen.append([sample.completion for sample in samples])
-        return await score(config, samples)
+        return await score(reward, size, samples)
 
     monkeypatch.setattr(module, "_score", watched)
     evaluate(config, Path(config.model.path))

@@ -186,12 +186,12 @@ def test_linear_and_fixed_coefficients_have_no_state() -> None:
 
 
 def test_adaptive_entropy() -> None:
-    controller = EntropyController(0.01, EntropyControlConfig(target=0.2, delta=0.005, min=0.001, max=0.018))
+    controller = EntropyController(0.01, EntropyControlConfig(target=0.2, delta=0.005))
     found = []
     for entropy in (0.1, 0.2, 0.1, 0.3, 0.1, 0.5, 0.5, 0.5, 0.5, 0.1):
         controller.observe(entropy)
         found.append(controller.applied)
-    assert found == pytest.approx([0.015, 0.018, 0.018, 0.0, 0.018, 0.0, 0.0, 0.0, 0.0, 0.006])
+    assert found == pytest.approx([0.015, 0.02, 0.025, 0.0, 0.025, 0.0, 0.0, 0.0, 0.0, 0.01])
     again = EntropyController(0.01, EntropyControlConfig(target=0.2))
     again.restore(controller.state())
     assert again.state() == controller.state()
