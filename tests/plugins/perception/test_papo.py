@@ -54,7 +54,7 @@ def test_patches_are_black_by_the_seed_and_the_size_stays() -> None:
 
 def test_the_loss_is_lower_by_the_kl_of_tokens_that_see_images(make_config: Callable[..., RunConfig]) -> None:
     def step(**algorithm: dict[str, float]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        metrics = LearnerStep(Roles(engine), make_config.step_settings(algorithm=algorithm))(batch, 3)
+        metrics = LearnerStep(Roles(engine), make_config(algorithm=algorithm).step_settings)(batch, 3)
         return metrics, engine.gradients
 
     config = make_config()
