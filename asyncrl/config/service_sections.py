@@ -37,8 +37,7 @@ class RolloutConfig(OpenSection):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
     max_concurrent_sequences: int = Field(default=256, gt=0)
-    """Completions decoded together; more of them wait for their turn. So many of the longest rows have the memory
-    that the `hf` engine's running and parked rows share."""
+    """Completions decoded together; more of them wait for their turn."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1`, ... `asyncrl train` gives servers of `auto` and `cuda` GPUs of their own: not
     the learner's, and tensor_parallel_size of them each."""

@@ -15,7 +15,7 @@ from asyncrl.journal.full_disk import find_no_room, is_disk_full
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path, unpack_group
 from protocol.messages import PROTOCOL_MAJOR, Group
 
-SCHEMA = 6
+SCHEMA = 7
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES

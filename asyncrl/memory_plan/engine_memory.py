@@ -60,8 +60,6 @@ def _hf_lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Mem
     prefill -= sequences * tokens * model.cache_per_token // 4
     most = copies * max(prefill, decode, sampling_bytes(model, config.rollout))
     why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, in blocks of {CACHE_BLOCK}"
-    if config.environment.is_used:
-        why += ": those that run, and rows that are parked between two turns"
     cache = sequences * cache_columns(tokens) * model.cache_per_token
     yield MemoryItem("weights", copies * model.weights, config.model.dtype + servers_text(copies))
     yield MemoryItem("KV cache", copies * cache, why)

@@ -117,14 +117,8 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
     )
 
 
-def to_completion(
-    request: GenerationRequest, index: int, output: Any, submitted_version: int, *, keeps: bool
-) -> Completion:
-    """A `CompletionOutput`, finished or aborted, behind its prefix, which was put there at the `submitted_version`.
-
-    `keeps`: it may have read keys and values of that version to its end; else each token is from a cache of its own
-    version.
-    """
+def to_completion(request: GenerationRequest, index: int, output: Any, submitted_version: int) -> Completion:
+    """A `CompletionOutput`, finished or aborted, behind its prefix, which was put there at the `submitted_version`."""
     prefix = request.prefix(index)
     token_ids = np.asarray([*prefix, *output.token_ids], np.int32)
     spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or ()]
@@ -136,7 +130,6 @@ def to_completion(
             f"vLLM returned log-probs of {len(output.logprobs.token_ids)} tokens for {len(output.token_ids)} sampled "
             f"ones of ticket {request.request_id}: they are not of the same tokens"
         )
-    mixed = keeps and bool((versions != submitted_version).any())
     return Completion(
         request_id=request.request_id,
         index=index,
@@ -144,7 +137,6 @@ def to_completion(
         logprobs=logprobs,
         versions=versions,
         finish_reason=None if output.finish_reason == ABORTED else FinishReason(output.finish_reason),
-        kv_versions=np.full_like(versions, submitted_version) if mixed else None,
         stream=request.stream,
     )
 

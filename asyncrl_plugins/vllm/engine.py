@@ -212,8 +212,7 @@ class VLLMEngine:
         if output.finish_reason not in ("stop", "length") and not was_interrupted:
             self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
-        keeps = self._config.rollout.weight_update == "keep"
-        return to_completion(request, index, output, submitted_version, keeps=keeps)
+        return to_completion(request, index, output, submitted_version)
 
     async def sleep(self) -> None:
         """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.

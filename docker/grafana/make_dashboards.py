@@ -334,7 +334,6 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 ),
                 chart("Answer of the environment", "s", *quantiles(f"{R}environment_answer_seconds", 0.5, 0.95)),
                 chart("Live and parked", "short", (f"sum by (state) ({R}environment_trajectories)", "{{state}}")),
-                chart("Prompt tokens not computed again", "percentunit", (f"{R}prefill_reused_ratio", "{{instance}}")),
                 chart(
                     "Waiting for it, at a time",
                     "short",

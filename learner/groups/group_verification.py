@@ -189,11 +189,6 @@ def _version_problems(group: Group, ticket: Ticket, version: int) -> Iterator[st
         version = ticket.min_version
     if oldest < ticket.min_version or newest > version:
         yield f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
-    if group.kv_versions is not None:
-        if (group.kv_versions > group.versions).any():
-            yield "a token was sampled from a key-value cache that is newer than the policy that sampled it"
-        if group.kv_versions.min() < ticket.min_version:
-            yield f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
     if oldest == newest:
         return
     sampled = group.is_sampled

@@ -37,7 +37,6 @@ class _Columns(NamedTuple):
     source: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    kv_versions: np.ndarray
 
 
 def turn_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> Iterator[str]:
@@ -75,8 +74,7 @@ def _has_turns(record: TrajectoryRecord) -> bool:
 
 def _columns(group: Group, index: int) -> _Columns:
     place = group.span(index)
-    kv_versions = group.versions if group.kv_versions is None else group.kv_versions
-    columns = (group.token_ids, group.source, group.logprobs, group.versions, kv_versions)
+    columns = (group.token_ids, group.source, group.logprobs, group.versions)
     return _Columns(*(column[place] for column in columns))
 
 
@@ -185,9 +183,9 @@ def _between_problems(
         yield f"the image grids differ: {grids} against {own}"
     if (columns.source[between] != TokenSource.OBSERVATION).any() or columns.logprobs[between].any():
         yield "a token of the observation has another source or a log-prob: nobody sampled it there"
-    for name, versions in (("version", columns.versions), ("key-value version", columns.kv_versions)):
-        if (versions[between] != versions[turn.end - 1]).any():
-            yield f"a token of the observation has another {name} than the token before it, {versions[turn.end - 1]}"
+    version = columns.versions[turn.end - 1]
+    if (columns.versions[between] != version).any():
+        yield f"a token of the observation has another version than the token before it, {version}"
 
 
 def _segment(context: int) -> str:

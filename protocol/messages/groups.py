@@ -174,7 +174,7 @@ class GroupTimings(Wire):
     """Waits for the environment, of all trajectories together."""
 
 
-TOKEN_COLUMNS = ("token_ids", "source", "logprobs", "versions", "kv_versions")
+TOKEN_COLUMNS = ("token_ids", "source", "logprobs", "versions")
 
 
 class Group(Wire):
@@ -209,8 +209,6 @@ class Group(Wire):
     versions: Int32Array
     """[N] policy version that sampled each token, stamped when it was decoded. An inserted token has the version that
     was current then, an observed one that of the token before it."""
-    kv_versions: Int32Array | None = None
-    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
     trajectories: Many[TrajectoryRecord]
     timings: GroupTimings
 
@@ -218,7 +216,7 @@ class Group(Wire):
     def _columns_agree(self) -> Group:
         total = int(self.lengths.sum())
         columns = {name: getattr(self, name) for name in TOKEN_COLUMNS}
-        wrong = {name: c.size for name, c in columns.items() if c is not None and c.size != total}
+        wrong = {name: column.size for name, column in columns.items() if column.size != total}
         if wrong or (self.lengths.size and self.lengths.min() < 0):
             raise ValueError(f"lengths add up to {total}, but {wrong}")
         if self.lengths.size != len(self.trajectories):

@@ -173,14 +173,11 @@ class PartialRollout(Wire):
     """[N] behaviour log-probabilities, 0 on what an order puts there."""
     versions: Int32Array
     """[N] policy version that sampled each token."""
-    kv_versions: Int32Array | None = None
-    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
 
     @model_validator(mode="after")
     def _columns_agree(self) -> PartialRollout:
         total = int(self.lengths.sum())
-        columns = (self.token_ids, self.logprobs, self.versions, self.kv_versions)
-        sizes = [column.size for column in columns if column is not None]
+        sizes = [column.size for column in (self.token_ids, self.logprobs, self.versions)]
         if any(size != total for size in sizes) or (self.lengths.size and self.lengths.min() < 0):
             raise ValueError(f"lengths add up to {total}, but the columns have {sizes} entries")
         return self
@@ -205,18 +202,16 @@ class PartialRollout(Wire):
         def column(of: Callable[[PartialRollout], np.ndarray]) -> np.ndarray:
             return np.concatenate([of(source)[span] for source, span in spans])
 
-        kept = any(source.kv_versions is not None for source in (self, other))
         return PartialRollout(
             lengths=np.asarray([span.stop - span.start for _, span in spans], np.int32),
             token_ids=column(lambda partial: partial.token_ids),
             logprobs=column(lambda partial: partial.logprobs),
             versions=column(lambda partial: partial.versions),
-            kv_versions=column(lambda p: p.versions if p.kv_versions is None else p.kv_versions) if kept else None,
         )
 
     @property
     def nbytes(self) -> int:
-        return 4 * (self.lengths.size + self.token_ids.size * (3 if self.kv_versions is None else 4))
+        return 4 * (self.lengths.size + 3 * self.token_ids.size)
 
 
 class Ticket(Wire):

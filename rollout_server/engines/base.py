@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -39,23 +39,6 @@ class SeenPrompt:
     images: tuple[bytes, ...]
 
 
-class Parking:
-    """A trajectory's place for what an engine keeps of its row between two turns.
-
-    It saves work and decides nothing: an engine may leave it empty, and may empty it at any time.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = True
-        """Whether another turn may follow the one that is sampled."""
-        self.kept: Any = None
-        """The engine's own: all that it would need, and the only reference to it."""
-
-    def close(self) -> None:
-        """Free what is kept: no turn follows."""
-        self.is_open, self.kept = False, None
-
-
 @dataclass(frozen=True)
 class GenerationRequest:
     """Sample the completions `indices` of a prompt's group. Requests of one call differ in `request_id` or `stream`."""
@@ -80,8 +63,6 @@ class GenerationRequest:
     stream: tuple[int, ...] = ()
     """Index of the trajectory and number of the turn, of a request for a later turn; empty: the first turns of a group,
     whose indices are the completions' own."""
-    parking: tuple[Parking, ...] = ()
-    """One for each completion of a conversation's turn, or none."""
 
     def seed_of(self, index: int) -> tuple[int, ...]:
         """Seeds of the random stream of completion `index`."""
@@ -157,8 +138,6 @@ class Completion:
     current when it was put there."""
     finish_reason: FinishReason | None
     """None: it is not finished, and was asked back (`interrupt`)."""
-    kv_versions: np.ndarray | None = None
-    """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""
     stream: tuple[int, ...] = ()
     """The request's: it tells later turns of one ticket apart."""
 
@@ -169,11 +148,7 @@ class Completion:
         place = slice(0, span.stop - span.start)
         logprobs, versions = self.logprobs.copy(), self.versions.copy()
         logprobs[place], versions[place] = partial.logprobs[span], partial.versions[span]
-        kv_versions = self.kv_versions
-        if kv_versions is not None or partial.kv_versions is not None:
-            kv_versions = (self.versions if kv_versions is None else kv_versions).copy()
-            kv_versions[place] = (partial.versions if partial.kv_versions is None else partial.kv_versions)[span]
-        return replace(self, logprobs=logprobs, versions=versions, kv_versions=kv_versions)
+        return replace(self, logprobs=logprobs, versions=versions)
 
 
 @dataclass(frozen=True)
@@ -202,13 +177,6 @@ def version_column(spans: Sequence[tuple[int, int, int]], length: int, engine: s
     return column
 
 
-def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:
-    """[N] of all completions, or None where it would repeat their versions."""
-    if all(c.kv_versions is None for c in completions):
-        return None
-    return np.concatenate([c.versions if c.kv_versions is None else c.kv_versions for c in completions])
-
-
 @dataclass(frozen=True)
 class EngineUsage:
     """Work of an engine since it started."""
@@ -222,9 +190,6 @@ class EngineUsage:
     """Bytes that left the device when the engine fell asleep last."""
     kv_cache_ratio: float = nan
     """Share of the key-value cache in use; NaN for an engine whose cache has no fixed size."""
-    prefill_reused_ratio: float = nan
-    """Share of all prompt tokens whose keys and values were still there; NaN for an engine that does not count it
-    here."""
 
 
 class InferenceEngine(Protocol):

@@ -112,15 +112,13 @@ class ScriptedEngine:
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
         versions: list[int] = [self._version] * len(request.prefix(index))
         if request.finish_reason(request.prefix(index)):
-            return self._completion(request, index, versions, self._version)
-        cached = self._version
+            return self._completion(request, index, versions)
         try:
             async with self._slots:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._admits)
                     self._running += 1
                 try:
-                    cached = self._version
                     await self._sample(request, index, versions)
                 finally:
                     self._running -= 1
@@ -129,7 +127,7 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             if asyncio.current_task() not in self._interrupted:
                 raise
-        return self._completion(request, index, versions, cached)
+        return self._completion(request, index, versions)
 
     async def _sample(self, request: GenerationRequest, index: int, versions: list[int]) -> None:
         """Add the version of each token behind the prefix, in its time."""
@@ -140,7 +138,7 @@ class ScriptedEngine:
             versions.append(self._version)
             self._tokens += 1
 
-    def _completion(self, request: GenerationRequest, index: int, sampled_by: Sequence[int], cached: int) -> Completion:
+    def _completion(self, request: GenerationRequest, index: int, sampled_by: Sequence[int]) -> Completion:
         versions, prefix = np.asarray(sampled_by, np.int32), request.prefix(index)
         tokens = self._tokens_of(request, index)[: len(versions)]
         return Completion(
@@ -150,15 +148,8 @@ class ScriptedEngine:
             logprobs=np.where(np.arange(len(tokens)) < len(prefix), 0.0, -1.0).astype(np.float32),
             versions=versions,
             finish_reason=request.finish_reason(tokens.tolist()),
-            kv_versions=self._kv_versions(cached, versions),
             stream=request.stream,
         )
-
-    def _kv_versions(self, cached: int, versions: np.ndarray) -> np.ndarray | None:
-        """The versions that an engine with a key-value cache would report."""
-        if self._config.rollout.weight_update != "keep" or (versions == cached).all():
-            return None
-        return np.full_like(versions, cached)
 
     def _tokens_of(self, request: GenerationRequest, index: int) -> np.ndarray:
         """All tokens of a completion, those of a greedy one without any random number."""

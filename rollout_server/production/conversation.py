@@ -1,8 +1,7 @@
 """Conversations: the policy takes a turn, an environment answers, and all of it stays one row of tokens.
 
 A trajectory that waits for its environment occupies no decoding slot. Its next turn is a new request whose prompt is
-the whole row; the KV cache that the engine kept only saves work. New weights are loaded between turns, and a slow
-environment delays its own trajectory alone.
+the whole row. New weights are loaded between turns, and a slow environment delays its own trajectory alone.
 The random numbers of a turn follow from the ticket's seed, the trajectory's index and the turn's number, whatever else
 is sampled beside it and whenever an environment answers.
 """
@@ -49,7 +48,6 @@ from rollout_server.engines.base import (
     FailedRequest,
     GenerationRequest,
     InferenceEngine,
-    Parking,
     VideoFrames,
 )
 from rollout_server.production.environments import Environments
@@ -82,14 +80,6 @@ class _Ticket:
         room = min(self.limits.tokens_per_turn, self.ticket.sampling.max_new_tokens - length)
         return self.ticket.sampling.model_copy(update={"max_new_tokens": room})
 
-    def first_turns(self, trajectories: Sequence[Trajectory]) -> GenerationRequest:
-        return replace(self.first, parking=tuple(self._parking(trajectory) for trajectory in trajectories))
-
-    def _parking(self, trajectory: Trajectory) -> Parking:
-        """The trajectory's place, open unless the turn to be sampled is the last one allowed."""
-        trajectory.parking.is_open = len(trajectory.turns) + 1 < self.limits.turns
-        return trajectory.parking
-
     def later_turn(self, trajectory: Trajectory, history: History) -> GenerationRequest:
         """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
         order = self.ticket.order(trajectory.index)
@@ -103,7 +93,6 @@ class _Ticket:
             images=(*self.first.images, *history.images),
             orders=(order,) if order != NO_ORDER else (),
             stream=(trajectory.index, len(trajectory.turns)),
-            parking=(self._parking(trajectory),),
         )
 
 
@@ -222,7 +211,7 @@ class ConversationProducer:
     async def _talk_all(self, opened: _Ticket, trajectories: Sequence[Trajectory], leave: Callable[[], None]) -> None:
         talks: list[asyncio.Task[None]] = []
         try:
-            async for item in opened.turns.sample(opened.first_turns(trajectories)):
+            async for item in opened.turns.sample(opened.first):
                 if isinstance(item, FailedRequest):
                     raise item.error
                 talks.append(asyncio.create_task(self._talk(opened, trajectories[item.index], item)))
@@ -380,7 +369,6 @@ class ConversationProducer:
         for trajectory, source in zip(trajectories, sources, strict=True):
             for turn in trajectory.turns:
                 source[turn.start : turn.end] = TokenSource.POLICY
-        has_kv_versions = any(trajectory.has_kv_versions for trajectory in trajectories)
         opening_grids = prompt.image_grids[len(opened.ticket.prompt.image_hashes) :]
         return Group(
             ticket_id=opened.ticket.ticket_id,
@@ -397,7 +385,6 @@ class ConversationProducer:
             source=np.concatenate(sources),
             logprobs=np.concatenate([column for t in trajectories for column in t.logprobs]),
             versions=np.concatenate([column for t in trajectories for column in t.versions]),
-            kv_versions=np.concatenate([c for t in trajectories for c in t.kv_versions]) if has_kv_versions else None,
             trajectories=tuple(
                 t.record(
                     scores.get(t.index, failed),

@@ -43,7 +43,6 @@ from rollout_server.engines.base import (
     InferenceEngine,
     SeenPrompt,
     VideoFrames,
-    kv_versions_column,
 )
 from rollout_server.production.conversation import ConversationProducer
 from rollout_server.production.environments import Environments
@@ -256,7 +255,6 @@ class GroupProducer:
             source=np.where(np.concatenate(inserted), TokenSource.INSERTED, TokenSource.POLICY).astype(np.uint8),
             logprobs=np.concatenate([c.logprobs for c in ordered]),
             versions=np.concatenate([c.versions for c in ordered]),
-            kv_versions=kv_versions_column(ordered),
             trajectories=tuple(records),
             timings=GroupTimings(
                 generate_s=generated_at - group.started_at,
@@ -273,7 +271,6 @@ def partial_rollout(completions: Iterable[Completion]) -> PartialRollout:
         token_ids=np.concatenate([c.token_ids for c in ordered]),
         logprobs=np.concatenate([c.logprobs for c in ordered]),
         versions=np.concatenate([c.versions for c in ordered]),
-        kv_versions=kv_versions_column(ordered),
     )
 
 

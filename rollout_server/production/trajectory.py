@@ -14,7 +14,7 @@ from asyncrl.processing.model_inputs import sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
 from asyncrl.rewards.score import Score
 from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
-from rollout_server.engines.base import Completion, Parking
+from rollout_server.engines.base import Completion
 from rollout_server.production.environments import Environment
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ class Trajectory:
     index: int
     environment: Environment | None
     """None when it is closed."""
-    parking: Parking = field(default_factory=Parking)
     turns: list[Turn] = field(default_factory=list)
     pieces: list[EncodedPrompt] = field(default_factory=list)
     """Encoded pieces of all segments."""
@@ -36,8 +35,6 @@ class Trajectory:
     images: list[bytes] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
-    kv_versions: list[np.ndarray] = field(default_factory=list)
-    has_kv_versions: bool = False
     text: str = ""
     """Text of the last turn."""
     limit: Limit = ""
@@ -55,8 +52,6 @@ class Trajectory:
         self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason, context=self.context))
         self.logprobs.append(sampled.logprobs)
         self.versions.append(sampled.versions)
-        self.kv_versions.append(sampled.versions if sampled.kv_versions is None else sampled.kv_versions)
-        self.has_kv_versions |= sampled.kv_versions is not None
 
     def describe_turn(self, **changes: object) -> None:
         """Say more of the last turn."""
@@ -68,12 +63,10 @@ class Trajectory:
         self.context = shown.context
         self.images += observation.images
         self.logprobs.append(np.zeros(shown.num_tokens, np.float32))
-        for column in (self.versions, self.kv_versions):
-            column.append(np.full(shown.num_tokens, column[-1][-1], np.int32))
+        self.versions.append(np.full(shown.num_tokens, self.versions[-1][-1], np.int32))
 
     async def close(self) -> None:
-        """Close the environment, once; what goes wrong there concerns nobody but the log. No turn follows."""
-        self.parking.close()
+        """Close the environment, once; what goes wrong there concerns nobody but the log."""
         environment, self.environment = self.environment, None
         try:
             if environment is not None:
@@ -83,10 +76,9 @@ class Trajectory:
 
     def begin_anew(self, environment: Environment) -> None:
         """Forget all turns, for another try."""
-        self.environment, self.failure, self.limit, self.has_kv_versions = environment, None, "", False
+        self.environment, self.failure, self.limit = environment, None, ""
         self.context = 0
-        self.parking = Parking()
-        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.kv_versions):
+        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions):
             column.clear()
 
     def record(self, score: Score, role: TrajectoryRole, *, zero_over_limit: bool) -> TrajectoryRecord:

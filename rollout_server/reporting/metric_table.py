@@ -89,12 +89,6 @@ ENVIRONMENT = (
         "parked well below live",
         "state",
     ),
-    _gauge(
-        "prefill_reused_ratio",
-        "ratio",
-        "Share of prompt tokens since the start that the turn before had left in the cache; of the hf engine.",
-        "from 0.5 for two turns to near 1 for many; 0 without an environment",
-    ),
     _counter("environment_restarts", "processes", "Processes of the environment started in place of lost ones.", "0"),
 )
 

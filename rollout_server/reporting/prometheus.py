@@ -98,7 +98,6 @@ class ServerExporter:
         m["idle_ratio"].set(1 - beat.busy_s / max(beat.uptime_s, 1e-9))
         m["sequences_running"].set(usage.sequences_running)
         m["kv_cache_ratio"].set(usage.kv_cache_ratio)
-        m["prefill_reused_ratio"].set(usage.prefill_reused_ratio)
         phase = "asleep" if is_asleep else "awake"
         for name, nbytes in memory_by_state(self._device()).items():
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)

@@ -25,7 +25,7 @@ from protocol.weights import Publication
 LEARNER_USES = ("prepare", "forward", "backward", "optimizer_step", "files", "sleep", "wake")
 SERVER_USES = ("_load", "_load_weights", "_fall_asleep", "_wake_up")
 USES_FILE = "uses.jsonl"
-BATCH_USES = ("prefill", "prefill_behind", "join", "step", "rebuild_cache")
+BATCH_USES = ("prefill", "join", "step", "rebuild_cache")
 
 
 @dataclass(frozen=True)

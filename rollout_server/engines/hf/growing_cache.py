@@ -5,16 +5,12 @@ transformers' DynamicCache joins old and new columns instead, which copies the w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from asyncrl.config.engine_rules import cache_columns
-
-RowLayers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [H, P, D] of one row, for each layer."""
 
 
 class GrowingTensor:
@@ -25,21 +21,6 @@ class GrowingTensor:
 
     def __init__(self, columns: torch.Tensor):
         self._memory = self._columns = columns
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[torch.Tensor], room: int) -> GrowingTensor:
-        """Rows [H, P, D] of lengths of their own, padded on the left with zeros, and room for as many more columns."""
-        heads, _, size = rows[0].shape
-        width = max(row.shape[1] for row in rows)
-        tensor = cls(rows[0].new_zeros((len(rows), heads, cache_columns(width + room), size)))
-        for part, row in zip(tensor._memory, rows, strict=True):
-            part[:, width - row.shape[1] : width] = row
-        tensor._show(width)
-        return tensor
-
-    @property
-    def columns(self) -> torch.Tensor:
-        return self._columns
 
     def _show(self, width: int) -> torch.Tensor:
         self._columns = self._memory[:, :, :width]
@@ -105,16 +86,6 @@ class GrowingLayer(CacheLayerMixin):
         self.values = self._values.append(value_states)
         return self.keys, self.values
 
-    def copy(self, row: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, columns, D] at the end of a row."""
-        start = self.get_seq_length() - columns
-        return self._keys.columns[row, :, start:].clone(), self._values.columns[row, :, start:].clone()
-
-    def restore(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], room: int) -> None:
-        self._keys, self._values = GrowingTensor.of_rows(keys, room), GrowingTensor.of_rows(values, room)
-        self.keys, self.values = self._keys.columns, self._values.columns
-        self.is_initialized = True
-
     def join(self, keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor, width: int) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys[:0], values[:0])
@@ -154,22 +125,10 @@ class GrowingCache(Cache):
             layer.join(prefilled.keys, prefilled.values, which, width)
             prefilled.keys = prefilled.values = None
 
-    def keep(self, rows: torch.Tensor, unused: int, leaving: Sequence[tuple[int, int]] = ()) -> list[RowLayers]:
-        """Drop the other rows, and `unused` columns on the left. Returns copies of the last columns of those `leaving`,
-        each a row and its number of columns: a layer at a time, since all of them twice may not fit."""
-        copies: list[RowLayers] = [[] for _ in leaving]
+    def keep(self, rows: torch.Tensor, unused: int) -> None:
+        """Drop the other rows, and `unused` columns on the left."""
         for layer in self.layers:
-            for copy, (row, columns) in zip(copies, leaving, strict=True):
-                copy.append(layer.copy(row, columns))
             layer.keep(rows, unused)
-        return copies
-
-    def restore(self, rows: Sequence[RowLayers], room: int) -> None:
-        """Begin with such rows, padded on the left, and take their memory away layer by layer; `room` more columns."""
-        self.layers = [GrowingLayer() for _ in rows[0]]
-        for layer in self.layers:
-            keys, values = zip(*(row.pop(0) for row in rows), strict=True)
-            layer.restore(keys, values, room)
 
     def reorder(self, order: torch.Tensor) -> None:
         """Let [N, W] `order` name the columns of each row."""

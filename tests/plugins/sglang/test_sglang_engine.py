@@ -269,7 +269,6 @@ def test_recompute_gives_every_token_the_policy_of_its_version_by_sglangs_own_re
                 int(span["version"]) for span in spans for _ in range(span["start"], span["end"])
             ]
             assert set(completion.versions.tolist()) == {old, old + 1}
-            assert completion.kv_versions is None
             assert gaps(sglang.config, policies, request, completion).max() < FP32
     assert 0 < sglang.engine.usage.update_pause_s - pause < 10
 

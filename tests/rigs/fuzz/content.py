@@ -214,7 +214,7 @@ EXAMPLES: tuple[Wire, ...] = (
     Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
     example_tickets(),
     group(7, 3, "server-0", [3, 0, 2]),
-    group(7, 3, "server-0", []).model_copy(update={"kv_versions": np.zeros(0, np.int32)}),
+    group(7, 3, "server-0", []),
     conversation(7),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),

@@ -174,14 +174,11 @@ def batch_of(*groups: ReceivedGroup) -> Batch:
 
 
 def stale_batch() -> Batch:
-    """Tokens of versions 4, 6 (from a cache of 3) and 5, 6, 6, whose last is not trained."""
+    """Tokens of versions 4, 6 and 5, 6, 6, whose last is not trained."""
     slots = TicketLedger(throwaway_journal(), prompts_per_step=2, bound=1, total_groups=2).admissible(0)
     first, second = received(prepared(slots[0]), 4, 6), received(prepared(slots[1]), 5, 6, 6)
-    cached, source = np.asarray([4, 3], np.int32), np.asarray([0, 0, 1], np.uint8)
-    return batch_of(
-        replace(first, group=first.group.model_copy(update={"kv_versions": cached})),
-        replace(second, group=second.group.model_copy(update={"source": source})),
-    )
+    source = np.asarray([0, 0, 1], np.uint8)
+    return batch_of(first, replace(second, group=second.group.model_copy(update={"source": source})))
 
 
 def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +376,7 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     monkeypatch.setattr(
         "rollout_server.reporting.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6}
     )
-    usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4, prefill_reused_ratio=0.6)
+    usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4)
     heard = time.monotonic() - 4
     server.beat(usage, beat(40.0, 30.0), heard_at=heard, waiting_for="weights", is_asleep=False)
     usage = replace(usage, busy_s=36.0)
@@ -389,7 +386,7 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     values = scrape(server.metrics.registry)
     assert by_label(values, "held_groups") == {"state=queued": 3, "state=running": 2, "state=unacknowledged": 1}
     expected = {"tokens_total": 1000, "busy_seconds_total": 36, "update_pause_seconds_total": 2.5, "idle_ratio": 0.25}
-    expected |= {"sequences_running": 5, "kv_cache_ratio": 0.4, "prefill_reused_ratio": 0.6}
+    expected |= {"sequences_running": 5, "kv_cache_ratio": 0.4}
     assert {name: values[name, ""] for name in expected} == expected
     assert by_label(values, "waiting_seconds_total") == {"for=weights": 10, "for=tickets": 2}
     assert values["learner_silence_seconds", ""] == pytest.approx(4, abs=2)

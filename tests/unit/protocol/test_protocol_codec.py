@@ -203,14 +203,6 @@ def test_values_that_cannot_travel_are_refused_by_the_sender():
         encode(content.example_tickets(columns={"deep": nested}))
 
 
-def test_cache_versions_are_optional_and_as_long_as_the_tokens():
-    group = make_group([3, 0, 2])
-    with_column = group.model_copy(update={"kv_versions": group.versions})
-    assert len(encode(with_column)) == len(encode(group)) + 1
-    wrong = group.model_copy(update={"kv_versions": np.zeros(4, np.int32)})
-    assert "'kv_versions': 4" in refused(frames_of(wrong)).reason
-
-
 @pytest.mark.parametrize(
     ("orders", "reason"),
     [

@@ -35,7 +35,7 @@ def sample(config: RunConfig, model: Any, prompts: Sequence[EncodedPrompt]) -> l
         done += batch.join(batch.prefill([request], version=0))
         for _ in range(4):
             done += batch.step(version=0)
-    batch.rebuild_cache(version=1)
+    batch.rebuild_cache()
     while batch.rows:
         done += batch.step(version=1)
     return done
