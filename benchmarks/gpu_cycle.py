@@ -85,7 +85,7 @@ class Cycle:
     packed: int = 0
     """Tokens of one round's packed groups: each prompt once."""
     flops: float = 0.0
-    """Useful training work of one round (learner/training/model_flops.py)."""
+    """Useful training work of one round (learner/training/engine_facts.py)."""
     differences: list[np.ndarray] = field(default_factory=list)
     """[N] |engine's - learner's log-prob| of the sampled tokens, for each time the learner trained."""
 

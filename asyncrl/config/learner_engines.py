@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.plugins import Part, descriptions, require_part
-
-
-def no_placement(learner: Any) -> Mapping[str, object]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +20,6 @@ class LearnerEngine(Part):
     """True if each rank has a part of the weights, of the optimiser's state or of both."""
     memory: str = ""
     """`module:name` of its `asyncrl.memory_plan.rank_lines.RankMemory`; empty: its memory cannot be planned."""
-    own_placement: Callable[[Any], Mapping[str, object]] = no_placement
-    """Settings by key, from the `learner` section, that a checkpoint in the engine's own format goes on with."""
-    saved_weights: Callable[[Any], int] = lambda learner: 1
-    """Copies of the weights in a checkpoint, from the `learner` section."""
 
 
 BUILT_IN: Mapping[str, LearnerEngine] = {

@@ -6,11 +6,9 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +16,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import UserError
-from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, CheckpointFormat, DeepSpeedConfig
+from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
 
 T = TypeVar("T")
 OLDEST = (0, 19, 8)
 """Version of DeepSpeed that this is written for: an older one would ignore settings that it does not know."""
-OWN_TAG = "state"
-"""Name of a checkpoint in DeepSpeed's own format: each is in a folder of its own."""
 PERSISTENT = 100_000
 """Elements up to which a parameter stays whole on each rank between steps of stage 3 (DeepSpeed's own number)."""
 
@@ -37,12 +33,11 @@ class ZeroSettings:
     device: torch.device
     wait_s: float
     """Longest wait of a collective."""
-    checkpoint_format: CheckpointFormat = "portable"
 
     @staticmethod
     def of(config: LearnerConfig, device: torch.device) -> ZeroSettings:
         own = config.settings_of(DeepSpeedConfig)
-        return ZeroSettings(own.zero_stage, config.cpu_offload, device, config.wait_timeout_s, own.checkpoint_format)
+        return ZeroSettings(own.zero_stage, config.cpu_offload, device, config.wait_timeout_s)
 
     def as_deepspeed(self, max_grad_norm: float) -> dict[str, Any]:
         """DeepSpeed's configuration. bf16 is not switched on there, since it would cast all weights, and take another
@@ -133,31 +128,6 @@ class ZeroEngine:
         )[0]
         # It has made a group of its own, with torch's deadline.
         _set_pg_timeout(timedelta(seconds=settings.wait_s), self.deepspeed.data_parallel_group)
-
-    def save(self, folder: Path, *, without_frozen: bool) -> None:
-        """Write DeepSpeed's own files, with its tools, on all ranks together and on any thread, while nothing else is
-        computed on them."""
-        device = self._settings.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.deepspeed.save_checkpoint(str(folder), tag=OWN_TAG, exclude_frozen_parameters=without_frozen)
-
-    def load(self, folder: Path) -> None:
-        """Read what as many ranks have written at the same stage, masters and moments with it."""
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        class TensorsOnly(TorchCheckpointEngine):
-            """Files that somebody else has written must not run code."""
-
-            def load(self, path: str, map_location: Any = None) -> Any:
-                with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-                    return torch.load(path, map_location=map_location, weights_only=True)
-
-        self.deepspeed.checkpoint_engine = TensorsOnly()
-        # Frozen weights may not be there.
-        self.deepspeed.load_checkpoint(str(folder), tag=OWN_TAG, load_module_strict=False)
 
     def run(self, compute: Callable[[], T]) -> T:
         """Compute with the model's weights. Tensors with a gradient are returned as such, or in tuples and dicts."""

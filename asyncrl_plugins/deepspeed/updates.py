@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.service_sections import OptimConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.parts import part_of
 from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings
-from asyncrl_plugins.deepspeed.plugin import placement
 from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
 from learner.training.optimizers import check_same_groups, check_same_moments, parameter_groups
-from learner.training.sharded_files import OWN_FORMAT, OWN_SUFFIX, ShardedFiles, check_portable
+from learner.training.sharded_files import ShardedFiles, Write
 from learner.training.sharded_state import Part
-from learner.training.train_engine import Write
 from learner.training.updates import make_schedule, schedule_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,7 +45,6 @@ class ZeroUpdates:
         """`files` are the model's, which knows it as it was loaded."""
         self._optim, self._total_updates, self._ranks = optim, total_updates, ranks
         self._settings, self._files = settings, files
-        self._placement = placement(settings.stage, ranks.size)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dtypes = {name: files.dtypes[name] for name in self._trained}
         groups, self._in_file = _groups(self._trained, optim)
@@ -169,22 +165,7 @@ class ZeroUpdates:
         return Part(fragment.get_hp_fragment(moment).detach(), fragment.lp_fragment_address.start, parameter.shape)
 
     def files(self, name: str, *, copies: bool) -> Write:
-        if self._settings.checkpoint_format == "portable":
-            return self._files.state_files(self._state(), name, copies=copies)
-        assert not copies, "the configuration refuses trainer.save_async with DeepSpeed's own format"
-        record = tree_map_only((torch.Tensor, Part), lambda _: None, self._state())
-        record[OWN_FORMAT] = {
-            "name": "DeepSpeed",
-            "placement": self._placement,
-            "portable": "learner.deepspeed.checkpoint_format=portable",
-        }
-
-        def write(folder: Path) -> None:
-            self.engine.save((folder / name).with_suffix(OWN_SUFFIX), without_frozen=self._files.is_adapted)
-            if self._ranks.leads:
-                torch.save(record, folder / name)
-
-        return write
+        return self._files.state_files(self._state(), name, copies=copies)
 
     def _state(self) -> dict[str, Any]:
         """State in the form of torch's optimiser, numbered by the places of parameters in the groups of
@@ -202,24 +183,12 @@ class ZeroUpdates:
 
     def load(self, file: Path) -> None:
         state, folder = self._files.read_state(file), file.parent
-        check_portable(state, folder, self._placement)
         masters, optimizer = state.get("masters", {}), state["optimizer"]
         check_masters(masters.keys(), self._rounded().keys(), self._dtypes, folder)
         check_same_groups(optimizer["param_groups"], self._in_file.param_groups, folder)
         check_same_moments(optimizer, "adamw", folder)
-        if OWN_FORMAT in state:
-            self._load_own(file.with_suffix(OWN_SUFFIX))
-        else:
-            self._fill(masters, optimizer["state"])
+        self._fill(masters, optimizer["state"])
         self.schedule = make_schedule(self._optimizer, self._optim, self._total_updates, made=state["schedule"])
-
-    def _load_own(self, folder: Path) -> None:
-        """Read DeepSpeed's files, but for settings, which a resume may have changed."""
-        ours = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self.engine.load(folder)
-        for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
-            group.update(settings)
-        self._zero.clip_grad = self._optim.max_grad_norm
 
     def _fill(self, masters: Mapping[str, Any], moments: Mapping[int, Any]) -> None:
         for name, master in masters.items():

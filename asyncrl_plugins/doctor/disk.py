@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch.processes import LOG_BYTES
@@ -92,7 +91,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
     critic = model.critic.kept if model.critic else 0
     moving = model.reference if config.reference.moves else 0
-    weights = _saved_weights(config, plan) * learner_engine(config.learner.engine).saved_weights(config.learner)
+    weights = _saved_weights(config, plan)
     checkpoint = weights + _optimiser_state(plan) + critic + moving
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes

@@ -41,7 +41,6 @@ from learner.groups.recorded_batch import batch_again, read_batch
 from learner.loop.resume import TOOLS, check_initial_model, recorded_updates, update_settings
 from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.sharded_files import is_portable
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +59,6 @@ class ReplayableRun:
     """Lines of metrics.jsonl by step."""
     checkpoints: dict[int, Path]
 
-    starts: list[int]
-    """Steps of the checkpoints from which one process makes steps again."""
-
     @classmethod
     def open(cls, run_dir: Path, step: int, overrides: Sequence[str]) -> ReplayableRun:
         """Open a run for a step, with the settings that it was made by and then `overrides`.
@@ -75,17 +71,16 @@ class ReplayableRun:
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
         is_there(run_dir / CHECKPOINTS)  # an unreadable folder would look empty
         checkpoints = complete_checkpoints(run_dir)
-        starts = [number for number, folder in checkpoints.items() if is_portable(folder)]
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
-            begin = begin_before(step, starts)
+            begin = begin_before(step, checkpoints)
             words = _settings_of(journal, _load(run_dir, ()), begin, step)
             own, config = _load(run_dir, words), _load(run_dir, [*words, *overrides])
             _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))
         except UserError:
             journal.close()
             raise
-        return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints, starts)
+        return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
 
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""
@@ -95,13 +90,13 @@ class ReplayableRun:
             newest = next((number for number in sorted(whole, reverse=True) if self._has(number, whole)), "none")
             raise UserError(
                 f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
-                f"no line of it, or groups of a step since step {begin_before(step, self.starts)} are not kept "
+                f"no line of it, or groups of a step since step {begin_before(step, self.checkpoints)} are not kept "
                 f"any more (trainer.keep_samples_gib). The newest that can is {newest}"
             )
 
     def _has(self, step: int, whole: Collection[int]) -> bool:
         """Return whether the step is recorded, and the groups of it and of those before it are kept (`whole` steps)."""
-        steps = range(begin_before(step, self.starts) + 1, step + 1)
+        steps = range(begin_before(step, self.checkpoints) + 1, step + 1)
         return step in self.metrics and all(number in whole for number in steps)
 
 
@@ -168,7 +163,7 @@ def in_one_process(config: RunConfig) -> RunConfig:
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     """Make each step from the checkpoint to `step` again, and compare it. Raises UserError where groups are missing."""
     run.check(step)
-    start = begin_before(step, run.starts)
+    start = begin_before(step, run.checkpoints)
     torch.manual_seed(run.config.trainer.seed)  # as a learner does at its start
     checkpoint = run.checkpoints.get(start)
     state = read_state(checkpoint) if checkpoint else None
@@ -226,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with closing(run.journal):
             compared = list(replay(run, parsed.step))
     *before, last = compared
-    start = begin_before(parsed.step, run.starts)
+    start = begin_before(parsed.step, run.checkpoints)
     beginning = f"the checkpoint of step {start}" if start else "the initial model"
     print(f"step {parsed.step} of {parsed.run_dir}, from {beginning}")
     differing = [c.step for c in before if not c.is_equal]

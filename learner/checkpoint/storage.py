@@ -29,7 +29,8 @@ from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.models.lora import read_adapter
 from asyncrl.run_folder.contents import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
-from learner.training.train_engine import TrainEngine, Write
+from learner.training.engine import TorchEngine
+from learner.training.sharded_files import Write
 from protocol.faults import crash_point, slow_point
 from protocol.messages import AdapterSpec
 
@@ -165,7 +166,7 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
 
 
-def restore_engines(folder: Path, engine: TrainEngine, others: Mapping[str, TrainEngine]) -> None:
+def restore_engines(folder: Path, engine: TorchEngine, others: Mapping[str, TorchEngine]) -> None:
     """Restore adapter, optimiser, the other roles' engines and the random state; a whole model was loaded from the
     checkpoint's model folder.
 

@@ -21,8 +21,8 @@ from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.reporting.reporter import Reporter
 from learner.training.batch import make_batch
+from learner.training.engine import TorchEngine
 from learner.training.packing import plan_micro_batches
-from learner.training.train_engine import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Parity:
 
 @torch.no_grad()
 def compare(
-    engine: TrainEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
+    engine: TorchEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
 ) -> Parity:
     """Compare groups that were sampled with the weights that the engine has now."""
     batch = make_batch(received, processor)
@@ -88,7 +88,7 @@ class ParityJudge:
     handshake: ParityHandshake
     call_soon: Callable[..., None]
     """Runs a method of the handshake on the network thread."""
-    engine: TrainEngine
+    engine: TorchEngine
     processor: PromptProcessor
     reporter: Reporter
     ranks: Ranks = ALONE

@@ -18,7 +18,6 @@ import xxhash
 
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
-from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import PARTS
@@ -33,8 +32,6 @@ from asyncrl.run_folder.contents import MODEL_FOLDER
 from asyncrl.user_functions import own_functions, read_source
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.engine import ENGINE_FILE
-from learner.training.sharded_files import check_portable, is_portable
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -88,9 +85,6 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
-    if checkpoint and not is_portable(checkpoint):
-        here = learner_engine(config.learner.engine).own_placement(config.learner)
-        check_portable(torch.load(checkpoint / ENGINE_FILE, weights_only=True), checkpoint, here)
     journal = open_journal(
         config.run_path, config.trainer.durability, resources, config.last_step_not_needed(state.step if state else 0)
     )

@@ -34,8 +34,8 @@ from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
 from learner.training.roles import FOLDER as CRITIC_FOLDER
 from learner.training.roles import Critic, Roles
+from learner.training.sharded_files import Write
 from learner.training.step import LearnerStep
-from learner.training.train_engine import Write
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.config.weight_channels import device_channels
 from asyncrl.plugins import implementation
-from learner.training.train_engine import TrainEngine
+from learner.training.engine import TorchEngine
 from protocol.messages import DeviceSource, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.weights import Publication
 
@@ -36,7 +36,7 @@ class DeviceSender(Protocol):
 
 
 def open_device_sender(
-    rollout: RolloutConfig, network: NetworkConfig, publication: Publication, engine: TrainEngine, *, first_s: float
+    rollout: RolloutConfig, network: NetworkConfig, publication: Publication, engine: TorchEngine, *, first_s: float
 ) -> DeviceSender | None:
     """Create the copies of versions in device memory, for transfers between devices.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER, Timeline
 from learner.network.servers import Servers, ServerState
-from learner.training.train_engine import TrainEngine
+from learner.training.engine import TorchEngine
 from protocol.device_lock import POLL_S, DeviceLease, LeaseError, describe
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
@@ -92,7 +92,7 @@ class DeviceTurns:
     wait_timeout_s: float
     """learner.wait_timeout_s."""
     lease: DeviceLease | None
-    engine: TrainEngine
+    engine: TorchEngine
     grants: LeaseGrants
     call_soon: Callable[..., None]
     """Runs a method of `grants` on the network thread."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
 from learner.network.device_sender import DeviceSender
-from learner.training.train_engine import TrainEngine
+from learner.training.engine import TorchEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
 from protocol.messages import WeightManifest
@@ -23,7 +23,7 @@ def open_publication(run_id: str) -> Publication:
 
 
 def publish(
-    publication: Publication, engine: TrainEngine, version: int, device_sender: DeviceSender | None = None
+    publication: Publication, engine: TorchEngine, version: int, device_sender: DeviceSender | None = None
 ) -> WeightManifest:
     """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
     try:
@@ -35,7 +35,7 @@ def publish(
     return manifest
 
 
-def _tensors(engine: TrainEngine) -> Iterator[Tensor]:
+def _tensors(engine: TorchEngine) -> Iterator[Tensor]:
     for name, tensor in engine.published_state():
         crash_point("weights.publishing")
         yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))

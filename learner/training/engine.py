@@ -29,10 +29,11 @@ from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_to
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
+from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
-from learner.training.train_engine import EngineFacts, Write, describe_model
 
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
@@ -83,7 +84,7 @@ class TorchEngine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
         self._make_head()
-        self.facts: EngineFacts = describe_model(self.model, self.adapter)
+        self.facts: EngineFacts = facts_of(self.model, self.adapter)
         self.sharding.shard(self.model)
         self._make_updates()
 

@@ -21,9 +21,9 @@ from asyncrl.models.output_head import Layer, OtherStates
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
-from learner.training.train_engine import Write
+from learner.training.sharded_files import Write
 
-WEIGHTS_FILE = "reference.safetensors"
+WEIGHTS_FILE = "weights.pt"
 AVERAGES_FILE = "averages.pt"
 FOLDER = "reference"
 """Folder in a checkpoint, of a reference that moves."""

@@ -20,7 +20,7 @@ from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.rank_plan import RankWork, plan_shares
 from learner.training.reference import Reference, WithoutAdapters
-from learner.training.train_engine import Write
+from learner.training.sharded_files import Write
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Roles:
             yield replace(micro_batch, is_idle=True) if share.is_idle else micro_batch
 
 
-WEIGHTS_FILE = "critic.safetensors"
+WEIGHTS_FILE = "weights.pt"
 FOLDER = "critic"
 """Folder in a checkpoint."""
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from asyncrl.errors import UserError
 from asyncrl.models.export import export_model
 from asyncrl.models.parts import is_adapted
 from asyncrl.models.published import published_parts
@@ -26,7 +24,10 @@ from learner.training.sharded_state import (
     stored_tensors,
     write_parts,
 )
-from learner.training.train_engine import Write
+
+Write = Callable[[Path], None]
+"""Writes files into a folder, later and on any thread; of several ranks all call it, and write their parts. What it
+writes was copied if training goes on meanwhile (`copies`), else it is what the engine has by then."""
 
 
 class ShardedFiles:
@@ -75,7 +76,7 @@ class ShardedFiles:
         return write
 
     def weights_files(self, name: str, *, copies: bool) -> Write:
-        return self._write_state(self._weights(copies=copies), str(Path(name).with_suffix(".pt")))
+        return self._write_state(self._weights(copies=copies), name)
 
     def _weights(self, *, copies: bool) -> dict[str, torch.Tensor | Part]:
         """Weights, or this rank's parts of them, by their published names."""
@@ -86,13 +87,8 @@ class ShardedFiles:
     def load_weights(self, file: Path) -> None:
         self.changed()
         own = self._model.state_dict(keep_vars=True)
-        if not file.exists():
-            for name, given in self.read_state(file.with_suffix(".pt")).items():
-                self._set(own[name], given)
-            return
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                self._set(own[name], opened.get_tensor(name))
+        for name, given in self.read_state(file).items():
+            self._set(own[name], given)
 
     def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
         mine = tree_map_only((torch.Tensor, Part), lambda value: kept(value, copies=copies), state)
@@ -134,32 +130,6 @@ def _without_weights(model: Any) -> Any:
     return skeleton
 
 
-OWN_SUFFIX = ".own"
-"""Suffix of the folder with files in an engine's own format, beside the file of the state that they lack."""
-OWN_FORMAT = "own_format"
-"""Key of a state that lies in an engine's own format: `name` of the engine, `placement` (settings by key that alone go
-on from it), and `portable`, the setting by which the engine writes what any engine reads."""
-
-
-def is_portable(checkpoint: Path) -> bool:
-    """Whether any engine goes on from a checkpoint: it is not in the own format of one."""
-    return not any(checkpoint.glob(f"*{OWN_SUFFIX}"))
-
-
-def check_portable(state: Mapping[str, Any], folder: Path, here: Mapping[str, object] | None = None) -> None:
-    """Raise UserError for a checkpoint in an engine's own format, unless it is of the settings `here`, by key."""
-    found = state.get(OWN_FORMAT)
-    if found is None or found["placement"] == here:
-        return
-    settings = " ".join(f"{key}={value}" for key, value in found["placement"].items())
-    raise UserError(
-        f"{folder} is in {found['name']}'s own format, from which only these settings go on: {settings}. Resume once, "
-        f"for one more step at least (trainer.max_steps), with them and {found['portable']}: any engine goes on from "
-        f"the checkpoint after it. Or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
-        "model.path=TARGET"
-    )
-
-
 def named_values(state: Any) -> Iterator[tuple[str, Any]]:
     return ((_name(path), value) for path, value in tree_flatten_with_path(state)[0])
 
@@ -173,16 +143,6 @@ def put_parts(state: Any, parts: Mapping[str, Any]) -> Any:
     """The state with these in the places of the tensors that lie elsewhere."""
     leaves, spec = tree_flatten_with_path(state)
     return tree_unflatten([parts.get(_name(path), value) for path, value in leaves], spec)
-
-
-class StateOnly:
-    """A state that is saved as if it were a module's."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]):
-        self._state = state
-
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        return self._state
 
 
 def read_whole_state(file: Path) -> Any:

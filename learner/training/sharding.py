@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -20,8 +19,7 @@ from asyncrl.plugins import implementation
 from learner.ranks.group import Ranks
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.offloaded_masters import OffloadedMasters
-from learner.training.sharded_files import StateOnly, read_whole_state
-from learner.training.train_engine import Write
+from learner.training.sharded_files import Write, read_whole_state
 from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
@@ -77,11 +75,11 @@ class Sharding(Protocol):
         ...
 
     def weights_files(self, name: str, *, copies: bool) -> Write:
-        """All weights as they are now; `name` is that of a safetensors file for a whole model."""
+        """All weights as they are now, in a file of torch; what is divided lies beside it."""
         ...
 
     def load_weights(self, file: Path) -> None:
-        """Read what the files of this name have, whatever the placement was of the model that they were written of."""
+        """Read what `weights_files` of any placement has written."""
         ...
 
     def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
@@ -147,16 +145,12 @@ class OneDevice:
         return lambda folder: export_model(self._model, processor, folder, state)
 
     def weights_files(self, name: str, *, copies: bool) -> Write:
-        weights = cast(nn.Module, StateOnly(_copied(self._model))) if copies else self._model
-        return lambda folder: save_model(weights, str(folder / name))
+        return self.state_files(dict(published_tensors(self._model)), name, copies=copies)
 
     @torch.no_grad()
     def load_weights(self, file: Path) -> None:
-        if file.exists():
-            load_model(self._model, file)
-            return
         own = dict(published_tensors(self._model))
-        for name, tensor in self.read_state(file.with_suffix(".pt")).items():
+        for name, tensor in self.read_state(file).items():
             own[name].copy_(tensor)
 
     def state_files(self, state: Any, name: str, *, copies: bool) -> Write:

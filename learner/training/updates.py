@@ -13,8 +13,7 @@ import torch
 from asyncrl.config.service_sections import OptimConfig, Optimizer
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.optimizers import check_same_groups, check_same_moments, make_optimizer, parameter_groups
-from learner.training.sharded_files import check_portable
-from learner.training.train_engine import Write
+from learner.training.sharded_files import Write
 
 
 class Updates(Protocol):
@@ -55,8 +54,7 @@ class Updates(Protocol):
     def load(self, file: Path) -> None:
         """Restore them; learning rate, decay and betas are those of our settings.
 
-        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own,
-        or where it is in a form that is not for this placement.
+        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
         ...
 
@@ -155,7 +153,6 @@ class MasterUpdates:
 
     def load(self, file: Path) -> None:
         state, folder = self._parts.read_state(file), file.parent
-        check_portable(state, folder)
         self.masters.load_state_dict(state.get("masters", {}), folder)
         # torch would restore the saved settings with the moments, and a resume may have changed them.
         ours = self.optimizer.state_dict()["param_groups"]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
@@ -147,11 +146,10 @@ def take_steps(
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")
-        copies = learner_engine(config.learner.engine).saved_weights(config.learner) == 1
-        engine.files(copies=copies)(folder)
+        engine.files(copies=True)(folder)
         for role in (critic, reference):
             if role:
-                role.files(copies=copies)(folder / role.role)
+                role.files(copies=True)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
     return {"metrics": metrics, "tower passes": towers}

@@ -15,9 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config.learner_engines import learner_engine
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.journal import JOURNAL_FILE
 from learner.ranks.group import ALONE
 from learner.training.engine import TorchEngine
@@ -212,12 +210,10 @@ def check_run_with_a_killed_rank(
     trainer: Mapping[str, Any] | None = None,
 ) -> Path:
     """Kill rank 1 once that is so of the run: each sample is trained once, and one process goes on from the last
-    checkpoint, which a step makes portable where it is not. Returns the run's directory."""
-    engine = LearnerConfig.model_validate(learner)
-    portable = learner_engine(engine.engine).saved_weights(engine) == 1
+    checkpoint. Returns the run's directory."""
     config = make_config(
         learner={"max_staleness": 1, **learner},
-        trainer={**(trainer or {}), "max_steps": steps, "save_freq": 2, "samples_per_step": 1, "save_async": portable},
+        trainer={**(trainer or {}), "max_steps": steps, "save_freq": 2, "samples_per_step": 1},
         network={"timeout_s": 10.0},
     )
     run, log = Path(config.run_dir), tmp_path / "train.log"
@@ -238,11 +234,6 @@ def check_run_with_a_killed_rank(
     assert len({ticket for _, ticket in rows}) == len(rows) == steps * config.batch.prompts_per_step
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    if not portable:
-        steps += 1
-        converted = (f"learner.{engine.engine}.checkpoint_format=portable", f"trainer.max_steps={steps}")
-        again = start_command("train", str(run / "config.yaml"), "--resume", *converted, log=log)
-        assert again.wait(timeout=120) == 0, f"{log.read_text()}\n{logs(run)}"
     # Without ranks, from the same checkpoint.
     alone = (
         "learner.engine=torch",

@@ -23,7 +23,7 @@ from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
-from learner.training.model_flops import ModelFlops
+from learner.training.engine_facts import ModelFlops
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError

@@ -1,16 +1,21 @@
-"""Floating-point operations of training on a batch, for the learner's utilisation of its device."""
+"""Facts about a trained model: its published form, and the floating-point operations of training on a batch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncrl.models.parts import part_of
+from asyncrl.models.published import fingerprint_of, published_tensors
+from asyncrl.models.vision_features import frozen_vision
 from asyncrl.processing.tiled_images import images_of
 from learner.training.packing import TrainGroup
+from protocol.messages import AdapterSpec
 
 FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2
 """FLOP per parameter and token (Kaplan et al. 2020, arXiv 2001.08361, table 1)."""
@@ -53,3 +58,36 @@ class ModelFlops:
             "head": sum(np.count_nonzero(c.is_trained) for group in groups for c in group.completions),
         }
         return float(sum(self._flops[part] * count for part, count in inputs.items()))
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts about an engine's model for code that does not touch its weights."""
+
+    vocabulary: int
+    """Rows of the output layer."""
+    architecture: str
+    """Fingerprint of published names, dtypes and shapes."""
+    published_bytes: int
+    dtype: torch.dtype
+    """Dtype of computation and of publication."""
+    source: str
+    """Folder that the model was loaded from."""
+    flops: ModelFlops
+    frozen_vision: str
+    """Fingerprint of vision tower and connector where neither is trained, else empty."""
+
+
+def facts_of(model: Any, adapter: AdapterSpec | None) -> EngineFacts:
+    """Facts about a loaded model, whole and in its own dtype."""
+    tensors = list(published_tensors(model))
+    shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+    return EngineFacts(
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        architecture=fingerprint_of(shapes, adapter),
+        published_bytes=sum(tensor.nbytes for _, tensor in tensors),
+        dtype=model.dtype,
+        source=model.name_or_path,
+        flops=ModelFlops(model),
+        frozen_vision=frozen_vision(model),
+    )
