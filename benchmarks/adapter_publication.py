@@ -24,7 +24,7 @@ from learner.training.engine import TorchEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.weights import Publication
 from rollout_server.engines import create_engine
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 KINDS: dict[str, dict[str, Any]] = {
     "whole model": {},

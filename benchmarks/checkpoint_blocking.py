@@ -86,7 +86,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     from asyncrl.models.wake_parity import fixed_prompt
     from asyncrl.processing.processor import PromptProcessor
     from asyncrl.run_folder.contents import MODEL_FOLDER
-    from learner.checkpoint.storage import (
+    from learner.loop.checkpoint import (
         BackgroundWrite,
         LearnerState,
         Snapshot,

@@ -25,7 +25,7 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.models.loading import load_model
 from asyncrl.run_folder.contents import MODEL_FOLDER
-from learner.checkpoint.storage import newest_checkpoint
+from learner.loop.checkpoint import newest_checkpoint
 from learner.training.engine import ENGINE_FILE
 
 CPU = torch.device("cpu")

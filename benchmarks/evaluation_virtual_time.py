@@ -26,8 +26,8 @@ from benchmarks.staleness.simulation import InOrder, SimulatedLink, SimulatedNet
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import MODEL, PROCESSOR, VOCABULARY, Workload
 from learner.groups.ticket import PreparedTicket
-from learner.network.evaluation_sender import EvaluationSender
 from learner.network.servers import ModelFacts, Servers
+from learner.network.ticket_sender import EvaluationSender
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from protocol.messages import Goodbye, Message, TicketKind, WeightManifest

@@ -30,7 +30,7 @@ from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_b
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 QUESTION = "What is the sum of the digits?"
 TINY: dict[str, Any] = {

@@ -37,9 +37,8 @@ from learner.loop.resume import (
 from learner.loop.saver import Saver
 from learner.loop.step_schedule import StepSchedule
 from learner.loop.trainer import Trainer
-from learner.network.device_sender import open_device_sender
-from learner.network.device_turns import DeviceTurns, first_turn
-from learner.network.publication import open_publication, publish
+from learner.network.device_lease import LearnerLease, take_first_lease
+from learner.network.publication import open_device_sender, open_publication, publish
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.ranks.environment import rank_environment
@@ -93,7 +92,7 @@ class Learner:
         """Take the lease of a shared device before anything is on it."""
         if self.config.trainer.mode != "sync":
             return None
-        lease = first_turn(
+        lease = take_first_lease(
             self.config.run_path,
             timeout_s=self.config.network.timeout_s,
             wait_timeout_s=self.config.learner.wait_timeout_s,
@@ -229,7 +228,7 @@ class Learner:
             self.reporter,
             self.ranks,
         )
-        device = DeviceTurns(
+        device = LearnerLease(
             config.learner.wait_timeout_s, self._lease, self.engine, network.lease, network.call_soon, network.timeline
         )
         self.device = device

@@ -37,7 +37,6 @@ from protocol.messages import (
     WeightManifest,
     Welcome,
 )
-from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.link import LearnerLink
@@ -50,9 +49,10 @@ from rollout_server.production.group_producer import (
     ticket_failed,
 )
 from rollout_server.reporting.prometheus import ServerExporter
-from rollout_server.updates.policy_versions import PolicyVersions
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.shared_device import SharedDevice
 from rollout_server.weights.channels import choose_channel, open_receiver
+from rollout_server.weights.policy_versions import PolicyVersions
+from rollout_server.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 DRAINING_S = 10.0
@@ -77,7 +77,7 @@ class RolloutServer:
         self._drains = False
         """True once it was asked to end: it begins nothing any more."""
         self.device: SharedDevice | None = None
-        """Turns on a device that is shared with the learner; None: this server has a device of its own."""
+        """Lease of a device that is shared with the learner; None: this server has a device of its own."""
 
     async def run(self) -> None:
         """Serve until the run is finished; raises LearnerLeftError or the failure."""
@@ -103,8 +103,8 @@ class RolloutServer:
     async def drain(self) -> None:
         """Give back all that is in work, as it is, for others to go on with; what is complete is scored and sent.
 
-        A device that is shared is given back in turns, and an on-policy step is sampled whole: their tickets are simply
-        issued again, and so are conversations, whose environments stay here.
+        A device that is shared is returned at each recall, and an on-policy step is sampled whole: their tickets are
+        simply issued again, and so are conversations, whose environments stay here.
         """
         self._drains = True
         if self.device or not hasattr(self, "producer"):
@@ -129,7 +129,7 @@ class RolloutServer:
         await self.producer.interrupt(movable)
 
     async def _fingerprint(self) -> str:
-        """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first turn."""
+        """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first lease."""
         if self.config.trainer.mode == "sync":
             return await asyncio.to_thread(folder_fingerprint, self.config.model)
         await self.engine.start()
@@ -176,7 +176,7 @@ class RolloutServer:
                 self.config.learner.wait_timeout_s,
                 self.receiver,
                 self.link,
-                self.exporter,
+                self.exporter.loaded,
                 welcome.incarnation,
                 self._on_device,
             )
@@ -199,7 +199,7 @@ class RolloutServer:
                     self._tasks.create_task(self.policy_versions.follow()),
                 ]
                 if self.device:
-                    background.append(self._tasks.create_task(self.device.take_turns()))
+                    background.append(self._tasks.create_task(self.device.follow_grants()))
                 farewell = await self._receive()
                 reason, ended = farewell.reason, "finished" if farewell.expected else "learner_left"
                 for task in [*background, *self._work]:
@@ -360,7 +360,7 @@ class RolloutServer:
 
     @property
     def _is_started(self) -> bool:
-        """False before our first turn on a shared device."""
+        """False before our first lease of a shared device."""
         return self.device is None or self.device.is_loaded
 
     def _waiting_for(self, asleep: bool) -> str:

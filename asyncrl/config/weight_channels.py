@@ -13,7 +13,7 @@ from asyncrl.plugins import Part, descriptions, require_part
 class WeightChannel(Part):
     """Description of a channel from the learner's device memory into the engine's.
 
-    Its implementation is the learner's end, a `learner.network.device_sender.DeviceSender`.
+    Its implementation is the learner's end, a `learner.network.publication.DeviceSender`.
     """
 
     receiver: str = ""

@@ -15,9 +15,8 @@ from asyncrl_plugins.device_channels.staging import Staging
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 from rollout_server.weights.channels import DeviceMemory
-from rollout_server.weights.model_processes import ModelProcesses
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0

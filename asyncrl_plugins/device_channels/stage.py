@@ -19,7 +19,7 @@ from asyncrl_plugins.device_channels.group import Group, GroupsHangError, Transf
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import CudaMemory, TensorEntry
-from rollout_server.weights.model_processes import ModelProcess
+from rollout_server.engines.arrived_weights import ModelProcess
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from asyncrl_plugins.device_channels.group import TransferError
 from asyncrl_plugins.device_channels.stage import Arrival, StageOrder
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest
-from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 from rollout_server.weights.channels import DeviceMemory
-from rollout_server.weights.model_processes import ModelProcesses
 
 STAGE = "asyncrl_plugins.device_channels.stage"
 """Module of the functions that run in each process of the model."""

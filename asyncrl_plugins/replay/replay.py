@@ -36,8 +36,8 @@ from asyncrl.run_folder.failure import is_there, unreadable_as_user_error
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl_plugins.replay.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
-from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.groups.recorded_batch import batch_again, read_batch
+from learner.loop.checkpoint import complete_checkpoints, read_state
 from learner.loop.resume import TOOLS, check_initial_model, recorded_updates, update_settings
 from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter

@@ -43,10 +43,9 @@ from asyncrl_plugins.sglang.process import LOOPBACK, SGLangProcess
 from asyncrl_plugins.sglang.usage import UsageMeter
 from asyncrl_plugins.sglang.weights import VersionFolders
 from protocol.device_lock import use_device_for
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
-from rollout_server.weights.arrived import ArrivedWeights
-from rollout_server.weights.model_processes import ModelProcesses
 
 OWNER = "the sglang engine"
 SCRAPE_S = 2.0

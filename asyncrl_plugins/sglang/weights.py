@@ -26,7 +26,7 @@ from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.numbers import GIB
 from protocol.endpoints import SHARED_MEMORY
-from rollout_server.weights.arrived import ArrivedWeights
+from rollout_server.engines.arrived_weights import ArrivedWeights
 
 INDEX = "model.safetensors.index.json"
 

@@ -41,10 +41,9 @@ from asyncrl_plugins.vllm.weights import (
     vision_entries,
     weight_update,
 )
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.sequences import Begun, RunningSequences, completions
-from rollout_server.weights.arrived import ArrivedWeights
-from rollout_server.weights.model_processes import ModelProcesses
 
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""

@@ -25,8 +25,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl_plugins.vllm.start import await_or_engine_death
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
-from rollout_server.weights.arrived import ArrivedWeights
-from rollout_server.weights.model_processes import ModelProcess
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcess
 
 SLOT = 1
 """Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running

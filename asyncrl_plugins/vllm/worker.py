@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: i
 from asyncrl.devices.device import free_caches
 from asyncrl.plugins import implementation
 from asyncrl_plugins.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner, import_modules
-from rollout_server.weights.model_processes import ModelProcess
+from rollout_server.engines.arrived_weights import ModelProcess
 
 # --- weights --------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ from protocol.messages import (
 )
 from rollout_server.production.group_producer import GroupProducer
 from rollout_server.service import RolloutServer
-from rollout_server.updates.policy_versions import PolicyVersions
+from rollout_server.weights.policy_versions import PolicyVersions
 
 LONGEST_WAIT_S = 600.0
 BOUND_MOVES_EVERY = 3
@@ -120,7 +120,7 @@ class SimulatedServer(RolloutServer):
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
         self.policy_versions = PolicyVersions(
-            self.config.learner.wait_timeout_s, weights, self.link, self.exporter, "", nullcontext
+            self.config.learner.wait_timeout_s, weights, self.link, self.exporter.loaded, "", nullcontext
         )
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)

@@ -14,15 +14,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
-from learner.checkpoint.storage import BackgroundWrite, LearnerState
 from learner.groups.ticket import ReceivedGroup
+from learner.loop.checkpoint import BackgroundWrite, LearnerState
 from learner.loop.logprob_parity import compare
 from learner.loop.trainer import Trainer
 from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
 from learner.ranks.group import Ranks
-from learner.ranks.orders import Order, Orders, unpack_groups
+from learner.ranks.orders import REASONS, Order, Orders, Reasons, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
-from learner.ranks.reasons import REASONS, Reasons
 from learner.training.engine import TorchEngine
 from protocol.device_lock import read_tenure, use_device_for
 

@@ -30,7 +30,7 @@ from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import MODEL_FOLDER
 from asyncrl.user_functions import own_functions, read_source
-from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
+from learner.loop.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config.run_sections import TrainerConfig
-from learner.checkpoint.storage import BackgroundWrite, make_building_folder, save_checkpoint
+from learner.loop.checkpoint import BackgroundWrite, make_building_folder, save_checkpoint
 from learner.loop.trainer import Trainer
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger

@@ -3,7 +3,7 @@
 The weights do not move here, so everything that is compared belongs to `progress.version`.
 
 An evaluation runs beside the steps that the staleness bound allows without newer weights on the servers
-(learner/network/evaluation_sender.py); the learner waits for it where there are none: on-policy, after the last step,
+(learner/network/ticket_sender.py); the learner waits for it where there are none: on-policy, after the last step,
 and before the next evaluation. It also waits before a checkpoint of a later step, from which a restart could not make
 the evaluated version again: so an evaluation that a crash has cut short is made again, and recorded once.
 """
@@ -18,7 +18,7 @@ from asyncrl.config.part_settings import ScheduleSettings
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.trainer import Progress
-from learner.network.device_turns import DeviceTurns
+from learner.network.device_lease import LearnerLease
 from learner.network.thread import NetworkThread
 from learner.reporting.reporter import Reporter
 from learner.tickets.evaluation import Evaluation
@@ -36,7 +36,7 @@ class StepSchedule:
     progress: Progress
     network: NetworkThread
     ledger: TicketLedger
-    device: DeviceTurns
+    device: LearnerLease
     judge: ParityJudge
     writer: TicketWriter
     reporter: Reporter

@@ -23,8 +23,8 @@ from asyncrl.models.lora import write_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.numbers import size
-from learner.checkpoint.storage import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.groups.ticket import ReceivedGroup
+from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness

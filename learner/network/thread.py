@@ -1,10 +1,10 @@
 """The network thread: one loop over the learner's two sockets.
 
 Reading order: this loop, and its parts: `servers` (connections), `parity_handshake` (may a server have work?),
-`ticket_sender` and `evaluation_sender` (tickets out), `group_receiver` (groups in), `device_turns` (sync mode). The
-parts belong to this
-thread. The main thread trains and never touches a socket: it reads the parts' public attributes, asks for more with
-`call_soon`, and waits with `wait_until`. A failure here is kept in `failure` and raised by the waiting side.
+`ticket_sender` (tickets out), `group_receiver` (groups in), `device_lease` (sync mode). The
+parts belong to this thread. The main thread trains and never touches a socket: it reads the parts' public attributes,
+asks for more with `call_soon`, and waits with `wait_until`. A failure here is kept in `failure` and raised by the
+waiting side.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket
-from learner.network.device_sender import DeviceSender
-from learner.network.device_turns import LeaseGrants
-from learner.network.evaluation_sender import EvaluationSender
+from learner.network.device_lease import LeaseGrants
 from learner.network.group_receiver import GroupReceiver
 from learner.network.parity_handshake import ParityHandshake
+from learner.network.publication import DeviceSender
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
-from learner.network.ticket_sender import TicketSender
+from learner.network.ticket_sender import EvaluationSender, TicketSender
 from learner.network.weight_tree import WeightTree
 from learner.tickets.ledger import TicketLedger
 from protocol.errors import ErrorCode

@@ -38,8 +38,7 @@ from asyncrl.process_end import die_with_parent
 from asyncrl.run_folder.failure import read_failure
 from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
 from learner.ranks.group import Ranks
-from learner.ranks.orders import Orders
-from learner.ranks.reasons import REASONS, Reasons
+from learner.ranks.orders import REASONS, Orders, Reasons
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import numpy as np
 from asyncrl.errors import BadStateError
 from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt
 from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryOrder
-from rollout_server.weights.arrived import ArrivedWeights
-from rollout_server.weights.model_processes import ModelProcesses
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 
 
 class EngineDied(Exception):

@@ -12,8 +12,7 @@ from asyncrl.errors import UserError
 from asyncrl.plugins import implementation
 from protocol.messages import Channel, DeviceSource, WeightManifest
 from protocol.sockets import ServerSocket
-from rollout_server.weights.arrived import ArrivedWeights
-from rollout_server.weights.model_processes import ModelProcesses
+from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30

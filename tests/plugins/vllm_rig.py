@@ -21,7 +21,7 @@ from asyncrl_plugins.vllm.start import engine_environment
 from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 from tests.conftest import small_config
 from tests.rigs.policies import Weights, complete_all, encoded_prompt, gaps
 

@@ -20,7 +20,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES, JournalReader
 from asyncrl.run_folder.failure import read_failure
-from learner.checkpoint.storage import newest_checkpoint, write_checksums
+from learner.loop.checkpoint import newest_checkpoint, write_checksums
 from learner.loop.resume import find_start
 from protocol.messages import TrajectoryStatus
 from tests.conftest import small_config

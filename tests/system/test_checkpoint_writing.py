@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.run_folder.contents import MODEL_FOLDER
-from learner.checkpoint.storage import CHECKSUMS_FILE, STATE_FILE, complete_checkpoints
+from learner.loop.checkpoint import CHECKSUMS_FILE, STATE_FILE, complete_checkpoints
 from learner.training.engine import ENGINE_FILE
 from tests.rigs.small_disks import needs_mount, small_disks
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small

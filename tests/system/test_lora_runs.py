@@ -18,7 +18,7 @@ from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
-from learner.checkpoint.storage import newest_checkpoint
+from learner.loop.checkpoint import newest_checkpoint
 from learner.service import Learner
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
 from tests.rigs.small_runs import logs

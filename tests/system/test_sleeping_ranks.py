@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
-from learner.network.device_turns import HOLDER
+from learner.network.device_lease import HOLDER
 from protocol.device_lock import USERS_FILE, read_tenure
 from tests.conftest import small_config
 from tests.rigs.rank_cases import ADAPTER, CASES, CRITIC, FULL, check_same_checkpoint, rows_of_sizes

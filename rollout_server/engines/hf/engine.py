@@ -26,11 +26,11 @@ from asyncrl.models.published import architecture_fingerprint, load_published, p
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
+from rollout_server.engines.arrived_weights import ModelProcesses, ThisProcess
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
-from rollout_server.weights.model_processes import ModelProcesses, ThisProcess
 
 logger = logging.getLogger(__name__)
 

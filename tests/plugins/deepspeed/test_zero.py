@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from learner.checkpoint.storage import complete_checkpoints
+from learner.loop.checkpoint import complete_checkpoints
 from learner.ranks.group import ALONE
 from learner.training.engine import ENGINE_FILE
 from learner.training.sharded_files import named_values

@@ -15,7 +15,7 @@ from asyncrl.config.gpu_assignment import check_assignment, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl_plugins.vllm import start
-from learner.network.device_sender import open_device_sender
+from learner.network.publication import open_device_sender
 from learner.service import Learner
 from rollout_server.service import RolloutServer
 

@@ -26,8 +26,8 @@ from asyncrl_plugins.device_channels.stage import Arrival, Stage, StageOrder
 from asyncrl_plugins.device_channels.staging import Staging
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
+from rollout_server.engines.arrived_weights import ThisProcess
 from rollout_server.weights.channels import GIB, DeviceMemory, choose_channel
-from rollout_server.weights.model_processes import ThisProcess
 from tests.plugins.device_channels.device_channel_rig import (
     CPU,
     DirectSocket,

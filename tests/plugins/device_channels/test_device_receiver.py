@@ -16,8 +16,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.published import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Error, WeightManifest
-from rollout_server.updates.receiver import WeightReceiver
-from rollout_server.weights.model_processes import ThisProcess
+from rollout_server.engines.arrived_weights import ThisProcess
+from rollout_server.weights.receiver import WeightReceiver
 from tests.plugins.device_channels.device_channel_rig import DirectSocket, LearnerHalf, some_weights
 from tests.unit.rollout_server.test_weight_receiver import Engine
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 from tests.plugins.device_channels.device_channel_rig import DirectSocket, LearnerHalf
 from tests.plugins.vllm_rig import NEEDS_VLLM, Rig
 from tests.rigs.policies import Weights, moved

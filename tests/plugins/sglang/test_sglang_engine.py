@@ -20,10 +20,10 @@ from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.sglang.client import SGLangRefused
 from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import partial_rollout
-from rollout_server.weights.arrived import ArrivedWeights
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.plugins.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture

@@ -17,10 +17,10 @@ from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.vllm.start import engine_arguments
 from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import partial_rollout
-from rollout_server.weights.arrived import ArrivedWeights
 from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folder
-from learner.checkpoint.storage import STATE_FILE, complete_checkpoints, newest_checkpoint
+from learner.loop.checkpoint import STATE_FILE, complete_checkpoints, newest_checkpoint
 
 
 def made_up_checkpoint(run: Path, step: int) -> Path:

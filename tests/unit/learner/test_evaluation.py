@@ -14,9 +14,8 @@ from asyncrl.journal.writer import TicketSlot
 from learner.groups.group_verification import _version_problems
 from learner.groups.ticket import PreparedTicket
 from learner.loop.step_schedule import StepSchedule
-from learner.network.evaluation_sender import EvaluationSender
 from learner.network.servers import ModelFacts, Servers, ServerState
-from learner.network.ticket_sender import TicketSender
+from learner.network.ticket_sender import EvaluationSender, TicketSender
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger

@@ -17,7 +17,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.run_folder.contents import checkpoint_folder
-from learner.checkpoint.storage import STATE_FILE, LearnerState, write_checksums
+from learner.loop.checkpoint import STATE_FILE, LearnerState, write_checksums
 from learner.loop.resume import (
     RecordedUpdate,
     StartingPoint,

@@ -20,7 +20,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer, partial_rollout
 from rollout_server.service import DRAINING_S, RolloutServer
-from rollout_server.updates.policy_versions import PolicyVersions
+from rollout_server.weights.policy_versions import PolicyVersions
 from tests.rigs.policies import (
     MakeConfig,
     complete_all,

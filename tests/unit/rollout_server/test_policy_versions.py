@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, WeightsLoaded, Welcome
-from rollout_server.updates.policy_versions import PolicyVersions
+from rollout_server.weights.policy_versions import PolicyVersions
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -64,7 +64,7 @@ class Receiver:
 async def following(config: RunConfig, receiver: Any, told: Any = None):
     """`told` is given what the learner and the metrics are."""
     listener: Any = told or AsyncMock(loaded=Mock())
-    held = PolicyVersions(config.learner.wait_timeout_s, receiver, listener, listener, "first", nullcontext)
+    held = PolicyVersions(config.learner.wait_timeout_s, receiver, listener, listener.loaded, "first", nullcontext)
     task = asyncio.create_task(held.follow())
     try:
         async with asyncio.timeout(WAIT_S):

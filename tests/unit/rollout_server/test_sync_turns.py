@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.timeline import Timeline
-from learner.network.device_turns import DeviceTurns, LeaseGrants, first_turn
+from learner.network.device_lease import LearnerLease, LeaseGrants, take_first_lease
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.service import Learner
 from learner.training.engine import TorchEngine
@@ -31,9 +31,9 @@ from protocol.messages import (
     Refusal,
     Welcome,
 )
-from rollout_server.device_turns import SharedDevice
 from rollout_server.engines.base import EngineUsage
 from rollout_server.reporting.prometheus import ServerExporter
+from rollout_server.shared_device import SharedDevice
 from tests.rigs.fuzz import content
 from tests.rigs.unconnected import Ledger, Ports
 
@@ -139,10 +139,14 @@ def test_the_learner_sleeps_before_it_lends_and_wakes_after_it_has_the_device(ma
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 0.3})
     both: Any = Mock(**{"sleep.return_value": 42}, returned=None)
     lease, timeline = (
-        first_turn(config.run_path, timeout_s=config.network.timeout_s, wait_timeout_s=config.learner.wait_timeout_s),
+        take_first_lease(
+            config.run_path, timeout_s=config.network.timeout_s, wait_timeout_s=config.learner.wait_timeout_s
+        ),
         Timeline(),
     )
-    turns = DeviceTurns(config.learner.wait_timeout_s, lease, both, both, lambda method, *args: method(*args), timeline)
+    turns = LearnerLease(
+        config.learner.wait_timeout_s, lease, both, both, lambda method, *args: method(*args), timeline
+    )
     turns.take_back(lambda: None)
     assert both.mock_calls == [], "it is ours"
     turns.lend()
@@ -209,7 +213,7 @@ class Server:
 def play(config: RunConfig, scene: Callable[[Server], Any]) -> None:
     async def scenario() -> None:
         server = Server(config)
-        turns = asyncio.create_task(server.device.take_turns())
+        turns = asyncio.create_task(server.device.follow_grants())
         try:
             await scene(server)
         finally:

@@ -13,7 +13,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import fingerprint_of
 from protocol.messages import TensorEntry, WeightManifest
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 MakeConfig = Callable[..., RunConfig]
 

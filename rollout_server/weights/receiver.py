@@ -19,9 +19,9 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, Source, TransferStart, WeightManifest, WeightsLoaded
 from protocol.sockets import ServerSocket
 from protocol.weight_file import check_manifest, open_shm
+from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
-from rollout_server.weights.arrived import ArrivedWeights
 from rollout_server.weights.channels import DeviceReceiver, open_receiver
 from rollout_server.weights.puller import WeightPuller
 

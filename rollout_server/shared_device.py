@@ -1,7 +1,7 @@
-"""The server's turns on a device that it shares with the learner (trainer.mode=sync).
+"""The server's side of the device lease (trainer.mode=sync): a device that it shares with the learner.
 
-A turn: granted by the learner, lease taken, engine awake (the first time: the model loaded); work; recalled, nothing
-generated any more, engine asleep, lease returned. All work on the device happens inside `in_use`.
+A lease: granted by the learner, taken, engine awake (the first time: the model loaded); work; recalled, nothing
+generated any more, engine asleep, returned. All work on the device happens inside `in_use`.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class SharedDevice:
         self._metrics["stale_fences_total"].inc()
         return Error(code=ErrorCode.STALE_FENCE, reason=reason)
 
-    # --- turns ------------------------------------------------------------------------------------
+    # --- leases ------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Wait for a turn; until the end of the block the device is not returned."""
-        while not self._awake.is_set():  # a turn may be over again before this task goes on
+        """Wait for the lease; until the end of the block the device is not returned."""
+        while not self._awake.is_set():  # a lease may be over again before this task goes on
             await self._awake.wait()
         self._lease.check()
         self._users += 1
@@ -108,8 +108,8 @@ class SharedDevice:
             if not self._users:
                 self._unused.set()
 
-    async def take_turns(self) -> None:
-        """Take turns until cancelled."""
+    async def follow_grants(self) -> None:
+        """Take the lease at each grant, and return it at its recall, until cancelled."""
         while True:
             fence = await self._next_grant()
             try:
@@ -120,7 +120,7 @@ class SharedDevice:
                 self._over = max(self._over, fence)
                 continue
             wake_s = await self._wake()
-            await self._turn_is_over(fence)
+            await self._recall_of(fence)
             self._awake.clear()
             await self._unused.wait()
             sleep_s = await self._sleep()
@@ -163,7 +163,7 @@ class SharedDevice:
         self._metrics["asleep_seconds_total"].inc(started - self._slept_at)
         return took
 
-    async def _turn_is_over(self, fence: int) -> None:
+    async def _recall_of(self, fence: int) -> None:
         """Wait for a recall, or for a learner silent too long: its successor may want the device."""
         while self._over < fence:
             if self._link.learner_is_silent:

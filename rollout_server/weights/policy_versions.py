@@ -12,10 +12,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import WeightManifest, Welcome
+from protocol.messages import WeightManifest, WeightsLoaded, Welcome
 from rollout_server.link import LearnerLink
-from rollout_server.reporting.prometheus import ServerExporter
-from rollout_server.updates.receiver import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +27,16 @@ class PolicyVersions:
         wait_timeout_s: float,
         receiver: WeightReceiver,
         link: LearnerLink,
-        exporter: ServerExporter,
+        on_loaded: Callable[[WeightsLoaded, int], object],
         incarnation: str,
         on_device: Callable[[], AbstractAsyncContextManager[None]],
     ):
-        """`incarnation` is that of the learner that welcomed this server."""
+        """`on_loaded` is called with each version in the engine, and its bytes. `incarnation` is that of the learner
+        that welcomed this server."""
         self._wait_timeout_s = wait_timeout_s
         self._receiver = receiver
         self._link = link
-        self._exporter = exporter
+        self._on_loaded = on_loaded
         self._incarnation = incarnation
         self._on_device = on_device
         self._version = -1
@@ -158,4 +158,4 @@ class PolicyVersions:
             self._version, self._loaded = loaded.version, (incarnation, loaded.version)
             self._changed.notify_all()
         await self._link.send(loaded)
-        self._exporter.loaded(loaded, manifest.total_bytes)
+        self._on_loaded(loaded, manifest.total_bytes)

@@ -1,10 +1,15 @@
-"""Weights that have arrived for an engine."""
+"""Weights that have arrived for an engine, and the processes that hold its model, for functions of plug-ins there.
+
+vLLM's worker processes import this, so it imports as little as possible.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +17,46 @@ import torch
 from asyncrl.plugins import implementation
 from protocol.faults import crash_point
 from protocol.messages import WeightManifest
-from rollout_server.weights.model_processes import ModelProcess
+
+
+@dataclass
+class ModelProcess:
+    """Process that holds the model or a part of it, as a function that runs in it sees it."""
+
+    device: torch.device
+    rank: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    """Objects that functions keep between their calls, by the name of the plug-in."""
+
+
+class ModelProcesses(Protocol):
+    count: int
+    own: ModelProcess | None
+    """Process of the model, if it is this one alone."""
+
+    async def run(self, function: str, *arguments: Any) -> list[Any]:
+        """Call `module:function` with a ModelProcess and the arguments in each process. Returns the results, by rank;
+        both are plain values: they may go from process to process."""
+        ...
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Block in which the engine computes nothing."""
+        ...
+
+
+class ThisProcess:
+    """The whole model lies in this process."""
+
+    count = 1
+
+    def __init__(self, device: torch.device):
+        self.own: ModelProcess | None = ModelProcess(device)
+
+    async def run(self, function: str, *arguments: Any) -> list[Any]:
+        return [implementation(function)(self.own, *arguments)]
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)

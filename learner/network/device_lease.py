@@ -1,8 +1,8 @@
-"""The device lease of sync mode: learner and rollout server take turns on one device.
+"""The learner's side of the device lease (trainer.mode=sync): learner and rollout server use one device alternately.
 
-The main thread has the device from the start of the process on (`DeviceTurns`): `lend` puts the engine to sleep and
-lets the server have a turn, `take_back` ends that turn and wakes the engine. The network thread sends the server grants
-and recalls (`LeaseGrants`). Messages only say whose turn it is: `protocol/device_lock.py` excludes the other side.
+The main thread has the device from the start of the process on (`LearnerLease`): `lend` puts the engine to sleep and
+grants the device to the server, `take_back` recalls it and wakes the engine. The network thread sends the server grants
+and recalls (`LeaseGrants`). Messages only ask for it: `protocol/device_lock.py` excludes the other side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LeaseGrants:
 
     def __init__(self, servers: Servers):
         self.returned: LeaseReturn | None = None
-        """The server's newest report of a turn."""
+        """The server's newest report of its lease."""
         self._servers = servers
         self._lent = False
         self._next = 1
@@ -69,7 +69,7 @@ class LeaseGrants:
         return next(iter(self._servers.connected.values()), None)
 
     def is_at_work(self, server: ServerState) -> bool:
-        """True if the server was granted the device and has loaded weights: its first turn starts the engine, too."""
+        """True if the server was granted the device and has loaded weights: its first lease starts the engine, too."""
         return server is self._tenant and server.loaded is not None
 
     def take_return(self, server: ServerState, message: LeaseReturn) -> None:
@@ -83,8 +83,8 @@ class LeaseGrants:
 
 
 @dataclass
-class DeviceTurns:
-    """Device turns on the main thread: `engine` is awake exactly while the learner holds `lease`.
+class LearnerLease:
+    """The lease on the main thread: `engine` is awake exactly while the learner holds `lease`.
 
     Without a lease the device is not shared: it is always the learner's, and nothing has to be done.
     """
@@ -144,7 +144,7 @@ class DeviceTurns:
         self._seconds["asleep_s/learner"] += taken - self._lent_at
 
     def report(self) -> dict[str, float]:
-        """Durations of the turns since the last report, and the learner's fence, for the record of a step."""
+        """Durations of the leases since the last report, and the learner's fence, for the record of a step."""
         if self.lease is None:
             return {}
         values: dict[str, float] = {**self._seconds, "sleep_bytes/learner": self._moved_bytes}
@@ -159,7 +159,7 @@ class DeviceTurns:
         return values | {"lease_fence": self.lease.fence or 0}
 
 
-def first_turn(run_path: Path, *, timeout_s: float, wait_timeout_s: float) -> DeviceLease:
+def take_first_lease(run_path: Path, *, timeout_s: float, wait_timeout_s: float) -> DeviceLease:
     """Take the lease before anything is on the device.
 
     After a crash the server may still have it: it returns it when it has not heard of us for network.timeout_s and

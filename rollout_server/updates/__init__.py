@@ -1,1 +1,0 @@
-"""New policy versions on their way into the engine."""
