@@ -100,7 +100,7 @@ def _is_given(option: plugins.Option, arguments: argparse.Namespace) -> bool:
 
 
 def _add_runs(commands: argparse._SubParsersAction) -> None:
-    """Add the commands that train, whole or one part on a machine, and those that make what training begins with."""
+    """Add the commands that train, whole or one part on a machine."""
     for name, handler, help in (
         ("train", _train, "run a rollout server and a learner on this machine, and watch them"),
         ("sync", _sync, "train, with learner and rollout server taking turns on one device, or on those of its ranks"),
@@ -109,7 +109,6 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
         train.add_argument("--resume", action="store_true", help=RESUME)
         train.add_argument("--unattended", action="store_true", help=UNATTENDED)
         train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
-    _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
@@ -197,12 +196,6 @@ def _sync(arguments: argparse.Namespace) -> int:
         raise UserError(f"`asyncrl sync` is {SYNC}, and {other[-1]} is given. Use `asyncrl train` for that")
     arguments.overrides.append(SYNC)
     return _train(arguments)
-
-
-def _sft(arguments: argparse.Namespace) -> int:
-    from asyncrl.launch.one_service import sft
-
-    sft(arguments.config, arguments.overrides)
 
 
 def _rollout(arguments: argparse.Namespace) -> int:

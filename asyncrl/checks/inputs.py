@@ -93,7 +93,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_algorithm(config.algorithm)
         for setting, model in config.other_models:
             check_same_inputs(config.model, model, setting)
-        _check_data(config, described, "rl")
+        check_data(config, described, "rl")
     if "rollout_server" in sides:
         check_rewards(config.reward)
 
@@ -102,14 +102,6 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     """Refuse an estimator or a loss that is not there. The user's own are loaded, as the learner will load them."""
     for function in own_functions(config.functions):
         load(function)
-
-
-def check_sft_inputs(config: RunConfig) -> None:
-    """Check what a supervised warm start will need."""
-    check_trackers(config.telemetry)
-    _check_data(config, check_model(config.model), "sft")
-    check_rewards(config.reward)
-    check_weights(config.model)
 
 
 def check_model(config: ModelConfig) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
         )
 
 
-def _check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
+def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
     train = open_train(config.data, purpose)
     if purpose == "rl":
         check_demonstrations(config.algorithm, config.data.target_key, train)

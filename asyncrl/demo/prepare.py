@@ -21,6 +21,7 @@ from pathlib import Path
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.command import command
+from asyncrl.plugins import installed, what_to_install
 
 SFT, GRPO, WARM_START = (Path(__file__).parent / name for name in ("sft.yaml", "grpo.yaml", "warm_start"))
 QUICK_MODEL = ("--hidden", "64", "--intermediate", "128", "--layers", "2", "--vision-dim", "32", "--vision-depth", "1")
@@ -33,6 +34,10 @@ def check_parts(*, from_scratch: bool) -> None:
         raise UserError(
             "the demo draws the handwritten digits of scikit-learn, which is not installed here: it belongs to the "
             "extra `demo` (pip install 'asyncrl[demo]'), or pip install scikit-learn"
+        )
+    if from_scratch and "sft" not in installed("commands"):
+        raise UserError(
+            f"--from-scratch trains by `asyncrl sft`, which is not installed here. {what_to_install('commands')}"
         )
     if not from_scratch and not (WARM_START / "config.json").is_file():
         raise UserError(f"there is no warm start in {WARM_START}. --from-scratch makes one, in some minutes")

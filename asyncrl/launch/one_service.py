@@ -1,4 +1,4 @@
-"""`asyncrl learn`, `rollout` and `sft`: everything cheap is checked, and then this process becomes the one service."""
+"""`asyncrl learn` and `rollout`: everything cheap is checked, and then this process becomes the one service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: boo
     """Become the learner. Returns where an unattended start finds that the run is finished. Raises UserError."""
     config = load_config(file, overrides)
     if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
-        with _telling_ranks(config):
+        with telling_ranks(config):
             from asyncrl.checks.inputs import check_inputs
 
             check_inputs(with_given_ranks(config), "learner")
@@ -39,23 +39,8 @@ def rollout(file: Path, overrides: Sequence[str], *, unattended: bool) -> NoRetu
     become("rollout_server", "--config", str(file), *(["--unattended"] if unattended else []), *overrides)
 
 
-def sft(file: Path, overrides: Sequence[str]) -> NoReturn:
-    """Become the supervised warm start. Raises UserError."""
-    config = load_config(file, overrides)
-    if rank_of_service() == 0:
-        with _telling_ranks(config):
-            from asyncrl.checks.inputs import check_sft_inputs
-            from asyncrl.run_folder.contents import check_run_dir
-            from asyncrl.run_folder.lock import refuse_busy
-
-            refuse_busy(config.run_path)
-            check_run_dir(config.run_path, resume=False)
-            check_sft_inputs(config)
-    become("learner.sft", "--config", str(file), *overrides)
-
-
 @contextmanager
-def _telling_ranks(config: RunConfig) -> Iterator[None]:
+def telling_ranks(config: RunConfig) -> Iterator[None]:
     """Tell ranks that torchrun has started what keeps this one, rank 0, from its start."""
     try:
         yield

@@ -15,7 +15,6 @@ with contextlib.suppress(ImportError):  # installed with vLLM
 for module in (
     "asyncrl.launch.train",
     "learner.service",
-    "learner.sft",
     "learner.training.engine",
     "PIL.PngImagePlugin",
     "pyarrow.parquet",

@@ -29,7 +29,6 @@ from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket
-from learner.sft import SupervisedRun
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
@@ -141,26 +140,6 @@ def test_a_bad_row_is_left_out_or_refused_by_name(make_config: MakeConfig, tmp_p
     assert re.match(expected, writer.bad_rows[0].reason)
     with pytest.raises(UserError, match=rf"^1 of 3 training rows cannot be used:\n- {expected}"):
         writer_for(make_config(data={**data, "on_bad_row": "stop"}))
-
-
-def test_a_supervised_run_leaves_bad_rows_out(make_config: MakeConfig, tmp_path: Path) -> None:
-    good = {**GOOD_ROW, "target": "x"}
-    rows = [
-        good,
-        {**BAD_ROWS["long text"][0], "target": "x"},
-        {**good, "target": ""},
-        {**good, "target": "x" * 99},
-        good,
-    ]
-    config = make_config(data=write_rows(tmp_path, rows), sft={"rows_per_step": 2})
-    supervised = SupervisedRun(config)
-    assert supervised.steps == 1
-    supervised.run()
-    assert (config.run_path / "export" / "config.json").is_file()
-    named = [json.loads(line) for line in (config.run_path / "bad_rows.jsonl").read_text().splitlines()]
-    assert [row["row_id"] for row in named] == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
-    assert "data.target_key" in named[1]["reason"]
-    assert "over data.max_response_length = 8" in named[2]["reason"]
 
 
 # --- processes -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.demo import data
 from asyncrl.demo.prepare import WARM_START
+from asyncrl.plugins import installed as installed_parts
 from scripts.core_tree import install, without_plugins
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command
@@ -98,6 +99,7 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("sft" not in installed_parts("commands"), reason="the warm start's command is a plug-in")
 def test_the_demo_from_nothing_makes_its_warm_start_too(tmp_path: Path) -> None:
     demo, log = tmp_path / "demo", tmp_path / "log"
     command = start_command("demo", "--from-scratch", "--folder", str(demo), *QUICK, log=log)

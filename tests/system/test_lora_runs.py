@@ -141,19 +141,3 @@ def change_one_weight(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"][0, 0] += 1e-3
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.slow
-def test_a_warm_start_may_train_an_adapter(make_config: MakeConfig, digits_data: Path, tmp_path: Path) -> None:
-    config = lora_config(
-        make_config,
-        data={"train_files": [str(digits_data / "sft.parquet")], "val_files": []},
-        sft={"steps": 20, "rows_per_step": 8, "optim": {"lr": 1e-2}},
-    )
-    file = write_config(config, tmp_path / "run")
-    assert start("learner.sft", file).wait(timeout=90) == 0, logs(tmp_path / "run")
-    losses = [step["loss"] for step in lines(tmp_path / "run" / "metrics.jsonl")]
-    assert losses[-1] < losses[0] - 0.3, losses
-    base, trained = weights(config.model.path, config), weights(tmp_path / "run" / "export", config)
-    moved = {name for name in base if not torch.equal(base[name], trained[name])}
-    assert moved == {f"{layer}.weight" for layer in spec_of(config).target_modules}

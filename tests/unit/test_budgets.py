@@ -65,7 +65,7 @@ COMPOSITION = (
     *("asyncrl/config/", "asyncrl/checks/", "asyncrl/launch/", "asyncrl/demo/", "asyncrl/service_entry.py"),
     "asyncrl/devices/device.py",  # `resolve_dtype` gives a configuration back
     "asyncrl/memory_plan/",  # plans configurations that differ in a key
-    *("learner/__main__.py", "learner/service.py", "learner/sft.py", "learner/ranks/environment.py"),
+    *("learner/__main__.py", "learner/service.py", "learner/ranks/environment.py"),
     *("learner/loop/trainer.py", "learner/loop/follower.py", "learner/loop/resume.py"),
     *("rollout_server/__main__.py", "rollout_server/service.py", "rollout_server/engines/"),
 )

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 def test_a_composed_model_learns_part_by_part(
     make_config: Callable[..., RunConfig], digits_data: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip("asyncrl_plugins.sft", reason="the warm start is another plug-in")
     make_parts(tmp_path, seed=1)
     composed, alone, run = tmp_path / "composed", tmp_path / "alone", tmp_path / "run"
     parts = [f"vision_tower={tmp_path}/tower", f"language_model={tmp_path}/language", "image_token=<|image_pad|>"]
@@ -35,7 +36,7 @@ def test_a_composed_model_learns_part_by_part(
         data={"train_files": [str(digits_data / "sft.parquet")]},
         sft={"steps": 2, "rows_per_step": 4},
     ).model_copy(update={"run_dir": str(alone)})
-    assert exit_codes([start("learner.sft", write_config(config, alone))], 120) == [0], logs(alone)
+    assert exit_codes([start("asyncrl_plugins.sft.run", write_config(config, alone))], 120) == [0], logs(alone)
     assert changed(composed, alone / "export") == {"connector"}
 
     config = make_config(model={"path": str(alone / "export")}, trainer={"max_steps": 2}, alignment={"rows": 2})

@@ -19,6 +19,7 @@ from tests.rigs.waiting import exit_codes
 from tests.system.test_end_to_end import lines
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("asyncrl_plugins.sft", reason="the warm start is another plug-in")
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed (the extra `gymnasium`)")
 pytest.importorskip("pygame", reason="pygame, which draws the lake, is not installed (the extra `gymnasium`)")
 FOLDER = ROOT / "examples" / "frozen_lake"
@@ -33,7 +34,7 @@ def test_the_recipe_trains_on_pictures_of_the_package(tmp_path: Path, monkeypatc
     warm, run = tmp_path / "sft", tmp_path / "gigpo"
     small = [f"run_dir={warm}", f"model.path={tmp_path}/model", f"data.train_files=[{tmp_path}/sft.jsonl]"]
     config = load_config(FOLDER / "sft.yaml", [*small, "sft.steps=2", "sft.rows_per_step=8"])
-    assert exit_codes([start("learner.sft", write_config(config, warm))], 120) == [0], logs(warm)
+    assert exit_codes([start("asyncrl_plugins.sft.run", write_config(config, warm))], 120) == [0], logs(warm)
 
     small = [f"run_dir={run}", f"model.path={warm}/export", f"data.train_files=[{tmp_path}/rl.jsonl]"]
     small += [f"data.val_files=[{tmp_path}/eval.jsonl]", "data.max_val_rows=2", "trainer.max_steps=2"]

@@ -133,5 +133,5 @@ def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
     folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
-    assert main(["sft", str(file), f"model.path={folder}"]) == 2
+    assert main(["learn", str(file), f"model.path={folder}"]) == 2
     assert "asyncrl export RUN TARGET, without --adapter" in capsys.readouterr().err

@@ -83,7 +83,6 @@ def test_a_model_without_eyes_is_given_no_images(
     assert "row rl.parquet:0 has images or videos in column 'images'" in message
     assert "has no vision tower (no vision_config in config.json)" in message
     assert "Use a vision-language model, or set data.image_key" in message
-    assert "no vision tower" in refused("sft", config, tmp_path, capsys, "data.target_key=answer")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "q", "answer": "a", "images": []}\n{"prompt": "q", "answer": "a"}\n')
     data = make_config(data={"train_files": [str(rows)]}).data

@@ -22,7 +22,6 @@ from asyncrl.telemetry.numbers import GIB
 from learner.loop import trainer
 from learner.loop.trainer import Trainer, with_token_budget
 from learner.ranks.group import Ranks
-from learner.sft import choose_tokens
 from learner.training.token_budget import BUDGET_FILE, TokenBudget
 from tests.rigs.made_up_batch import made_up_batch
 
@@ -158,10 +157,3 @@ def test_other_values_are_refused(make_config: MakeConfig) -> None:
             make_config(batch={"tokens_per_microbatch": value})
     with pytest.raises(ValueError, match="settle_tokens"):
         _ = make_config(**AUTO).batch.microbatch_tokens
-
-
-def test_a_warm_start_chooses_for_its_own_rows(make_config: MakeConfig) -> None:
-    config = make_config(**AUTO, algorithm={"adv_estimator": "gae"}, sft={"rows_per_step": 4})
-    assert choose_tokens(changed(config, {KEY: 640}), CPU, Ranks()) == 640
-    whole = choose_tokens(changed(config, {"gpu_memory.budget_gib": 1.0}), CPU, Ranks())
-    assert whole / 2 < 4 * longest_sequence(config.data) <= whole, "rows of one completion, without a critic"

@@ -1,4 +1,4 @@
-"""Supervised warm start: `python -m learner.sft --config CONFIG [key=value ...]`.
+"""Supervised warm start: `python -m asyncrl_plugins.sft.run --config CONFIG [key=value ...]`.
 
 The same rows, prompts, packing, engines and ranks as reinforcement learning; the loss is the mean negative
 log-likelihood of `data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`.
@@ -52,7 +52,7 @@ from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "learner.sft"
+SERVICE = "asyncrl_plugins.sft.run"
 CACHE_MIB = 1024
 """Room for encoded prompts: rows come back every epoch."""
 REPORTS = 20

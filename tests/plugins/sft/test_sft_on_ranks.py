@@ -41,7 +41,9 @@ def config_of(make_config: MakeConfig, folder: Path, learner: dict[str, Any], mo
 
 def run_alone(config: RunConfig, folder: Path) -> Path:
     alone = in_one_process(config).model_copy(update={"run_dir": str(folder / "alone")})
-    assert exit_codes([start("learner.sft", write_config(alone, folder / "one"))]) == [0], logs(folder / "one")
+    assert exit_codes([start("asyncrl_plugins.sft.run", write_config(alone, folder / "one"))]) == [0], logs(
+        folder / "one"
+    )
     return Path(alone.run_dir)
 
 
@@ -66,10 +68,10 @@ def test_two_ranks_learn_what_one_process_does(make_config: MakeConfig, tmp_path
 def check_two_ranks(make_config: MakeConfig, tmp_path: Path, learner: dict[str, Any], model: dict[str, Any]) -> None:
     """Compare a warm start on two ranks with that of one process."""
     config = config_of(make_config, tmp_path, learner, model)
-    assert exit_codes([start("learner.sft", write_config(config, tmp_path / "two"))], 240) == [0], logs(
+    assert exit_codes([start("asyncrl_plugins.sft.run", write_config(config, tmp_path / "two"))], 240) == [0], logs(
         tmp_path / "two"
     )
-    assert "learner.sft-rank1" in logs(tmp_path / "two", whole=True)
+    assert "asyncrl_plugins.sft.run-rank1" in logs(tmp_path / "two", whole=True)
     check(run_alone(config, tmp_path), config.run_path)
 
 
@@ -93,5 +95,5 @@ def test_a_rank_without_memory_names_the_budget_to_start_again_with(make_config:
     )
     config = config_of(make_config, tmp_path, FSDP2, {})
     file = write_config(config, tmp_path / "two")
-    assert exit_codes([start("learner.sft", file, first=str(first))], 240) == [3], logs(tmp_path / "two")
+    assert exit_codes([start("asyncrl_plugins.sft.run", file, first=str(first))], 240) == [3], logs(tmp_path / "two")
     assert "Start again with batch.tokens_per_microbatch=" in logs(tmp_path / "two", whole=True)

@@ -1,0 +1,1 @@
+"""Supervised warm start on demonstrations."""

@@ -1,0 +1,35 @@
+"""`asyncrl sft`: everything cheap is checked, and then this process becomes the run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.launch.command import become
+from asyncrl.launch.one_service import telling_ranks
+from learner.ranks.environment import rank_of_service
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Raises UserError."""
+    config = load_config(arguments.config, arguments.overrides)
+    if rank_of_service() == 0:
+        with telling_ranks(config):
+            from asyncrl.run_folder.contents import check_run_dir
+            from asyncrl.run_folder.lock import refuse_busy
+
+            refuse_busy(config.run_path)
+            check_run_dir(config.run_path, resume=False)
+            _check_inputs(config)
+    become("asyncrl_plugins.sft.run", "--config", str(arguments.config), *arguments.overrides)
+
+
+def _check_inputs(config: RunConfig) -> None:
+    from asyncrl.checks.inputs import check_data, check_model, check_rewards, check_trackers, check_weights
+
+    check_trackers(config.telemetry)
+    check_data(config, check_model(config.model), "sft")
+    check_rewards(config.reward)
+    check_weights(config.model)
