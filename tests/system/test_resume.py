@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from learner.training.roles import WEIGHTS_FILE
+from learner.training.sharded_files import read_whole_state
 from tests.rigs.made_again import is_made_again
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
@@ -185,9 +186,7 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_of_both(
     run_killed(config.model_copy(update={"run_dir": str(run)}), run, ["step.trained:5"])
     assert_same_run(run, whole, config)
     for role in ("critic", "reference"):
-        mine, theirs = (
-            load_file(p / "checkpoints" / "step-000006" / role / f"{role}.safetensors") for p in (run, whole)
-        )
+        mine, theirs = (read_whole_state(p / "checkpoints" / "step-000006" / role / WEIGHTS_FILE) for p in (run, whole))
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
