@@ -28,9 +28,8 @@ from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.arrived_weights import ModelProcesses, ThisProcess
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
-from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_batch import DecodeBatch, prefill
 from rollout_server.engines.hf.decode_loop import DecodeLoop
-from rollout_server.engines.hf.prefill import prefill
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from asyncrl.demo import model as demo_model
 from asyncrl.devices.sleeping import Sleeper
 from asyncrl.models.loading import ALIGNMENT_BYTES, can_stay_mapped, load_model, skeleton
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from rollout_server.engines.hf.prefill import prefill
+from rollout_server.engines.hf.decode_batch import prefill
 
 CPU = torch.device("cpu")
 
