@@ -78,10 +78,10 @@ class Reward:
     """A reward by its name in `reward.functions`. The callables take its entry there, a RewardFunctionConfig."""
 
     implementation: str
-    """`module:function` of a RewardSample and the entry's `kwargs`; of a scorer `module:class`."""
+    """`module:function` of a RewardSample and the entry's `kwargs`; of a scorer `module:function` of the
+    entry, which returns an asyncrl.rewards.process_scorer.ProcessScorer."""
     is_scorer: bool = False
-    """True for a class `(entry, on_dropped)` with the methods of asyncrl.rewards.score.Scorer, which scores by itself;
-    functions run in `reward.workers`."""
+    """True for what scores in processes of its own; functions run in `reward.workers`."""
     check: Callable[[Any], None] = no_check
     """Raise UserError for a mistake in the entry of a scorer. Imports no torch."""
     model: Callable[[Any], tuple[str, str]] = no_model

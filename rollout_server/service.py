@@ -20,7 +20,7 @@ from asyncrl.errors import BadStateError, LearnerLeftError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import (
@@ -40,7 +40,7 @@ from protocol.messages import (
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.link import LearnerLink
-from rollout_server.production.environments import environments_of, make_pool
+from rollout_server.production.environments import environment_workers, environments_of
 from rollout_server.production.group_producer import (
     Answer,
     GroupProducer,
@@ -85,8 +85,8 @@ class RolloutServer:
         self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
-        self.rewards = RewardPool(self.config.reward)
-        self.environments = make_pool(self.config.environment, self.processor)
+        self.rewards = RewardScorer(self.config.reward)
+        self.environments = environment_workers(self.config.environment, self.processor)
         try:
             await self.rewards.start()
             if self.environments:
@@ -353,7 +353,7 @@ class RolloutServer:
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
             self.exporter.fetched(self.receiver.puller)
-            self.exporter.rewarded(self.rewards.output_dropped_bytes, self.rewards.counts)
+            self.exporter.rewarded(self.rewards.dropped_bytes, self.rewards.counts)
             if self.environments:
                 self.exporter.environments(self.environments)
             await asyncio.sleep(self.config.network.heartbeat_s)

@@ -57,7 +57,7 @@ def dry_run(config: RunConfig) -> None:
     devices or what the engine needs, is a note. Raises UserError."""
     from asyncrl.config.explain import explain
     from asyncrl.processing.lean_imports import import_processors, uncollected
-    from asyncrl.rewards.pool import try_loading
+    from asyncrl.rewards.scorer import try_loading
 
     with uncollected():
         check_references(config, "learner", "rollout_server")
@@ -83,7 +83,7 @@ def dry_run(config: RunConfig) -> None:
 def check_references(config: RunConfig, *sides: Side) -> None:
     """Check whatever the configuration names that the sides will open, on any machine: model folder, data, functions.
 
-    Rewards are looked at, not run: `asyncrl.rewards.pool.try_loading` does that.
+    Rewards are looked at, not run: `asyncrl.rewards.scorer.try_loading` does that.
     """
     described = check_model(config.model)
     check_lengths(config, described)

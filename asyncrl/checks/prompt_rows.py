@@ -12,9 +12,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.held_out import ticket_seed
 from asyncrl.data.survey.row_survey import RowSurvey, measure_row, overlong_opening, survey_rows
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.bridge import TurnBridge, start_of
@@ -104,7 +103,7 @@ async def _opening(
     """Opening of an episode of this row; the episode is closed then. Raises UserError."""
     one = environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
-    pool = EnvironmentPool(one, image_rule(processor))
+    pool = EnvironmentWorkers(one, image_rule(processor))
     try:
         await pool.start()
         episode = await pool.begin(start_of(rendered.prompt, images, ticket_seed(seed, 0)))

@@ -27,9 +27,9 @@ from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
 from asyncrl.processing.prompt_media import media_arguments
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample, sample_of
 from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import TrajectoryRecord
 
@@ -191,7 +191,7 @@ def _generate(
 
 async def _score(reward: RewardConfig, size: int, samples: Sequence[RewardSample]) -> list[Score]:
     """`samples`: those of a row one after the other."""
-    pool = RewardPool(reward)
+    pool = RewardScorer(reward)
     await pool.start()
     try:
         groups = [pool.group(size) for _ in range(len(samples) // size)]

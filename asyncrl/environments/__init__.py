@@ -8,8 +8,8 @@ Reading order:
 4. `tool_environment.py`  an environment made of tools, and the base of those whose actions are calls
 5. `image_rule.py`        one rule for the size of every image that is shown
 6. `loading.py`           from the section `environment` to a class that is ready to begin episodes
-7. `pool.py`              `EnvironmentPool.begin(start) -> Episode`, the part that a rollout server uses
-8. `worker_host.py`       a worker process seen from the pool; `worker.py` inside of it
+7. `episodes.py`          `EnvironmentWorkers` and `Episode`, the part that a rollout server uses
+8. `worker.py`            inside of a worker process (`asyncrl.workers`)
 9. `calculator.py`        a tool by the name that `environment.tools` takes; plug-ins bring others
 
 What fails of an environment (an exception, a hang, a lost worker) is an `EnvironmentFailed` of its trajectory:

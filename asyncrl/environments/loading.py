@@ -27,7 +27,7 @@ from asyncrl.environments.tool_environment import (
 )
 from asyncrl.environments.tool_schema import Tool, tool_of, tools_by_name
 from asyncrl.errors import UserError, did_you_mean, field_problem
-from asyncrl.rewards import channel
+from asyncrl.workers import channel
 
 TOOLS = {"calculator": "asyncrl.environments.calculator:calculator"}
 """Built-in tools by the name that `environment.tools` takes; plug-ins bring others."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.config.environment import EnvironmentConfig, ShowTools
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.episodes import EnvironmentWorkers
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def shown_tools(config: EnvironmentConfig) -> ShownTools | None:
         return None
 
     async def ask() -> ShownTools | None:
-        pool = EnvironmentPool(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
+        pool = EnvironmentWorkers(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
         try:
             await pool.start()
             return tools_of(pool, config)
@@ -61,7 +61,7 @@ def shown_tools(config: EnvironmentConfig) -> ShownTools | None:
     return asyncio.run(ask())
 
 
-def tools_of(pool: EnvironmentPool, config: EnvironmentConfig) -> ShownTools | None:
+def tools_of(pool: EnvironmentWorkers, config: EnvironmentConfig) -> ShownTools | None:
     """The tools of a pool that has started; None where there are none, or they are not to be shown."""
     is_wanted = config.show_tools != "off" and (pool.shows_tools or config.show_tools != "auto")
     if not pool.tools or pool.call_format == "none" or not is_wanted:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from asyncrl.rewards.sample import OF_THE_COMPLETION, RewardSample
 
 
 @dataclass(frozen=True)
 class Score:
-    """Result of scoring one completion. Scorers add components to it; the pool adds the reward in the end."""
+    """Result of scoring one completion. Scorers add components to it; `RewardScorer` adds the reward."""
 
     components: dict[str, float] = field(default_factory=dict)
     """Each component before weighting; empty where one has failed."""
@@ -42,28 +41,6 @@ class Score:
 
     def later(self, seconds: float) -> Score:
         return replace(self, seconds=self.seconds + seconds)
-
-
-class Scorer(Protocol):
-    """A place where components are computed: the worker processes, or a plug-in's own."""
-
-    counts: Counter[str]
-    """Totals for the metrics: `requests/OUTCOME` and `tokens/KIND`, of a reward that asks another service."""
-
-    async def start(self) -> None:
-        """Raises UserError."""
-        ...
-
-    async def score(
-        self, samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]
-    ) -> list[Score]:
-        """Add the components `names` to the scores of one prompt's completions.
-
-        Raises BadStateError, RuntimeError after `close()`.
-        """
-        ...
-
-    async def close(self) -> None: ...
 
 
 def request_of(samples: Sequence[RewardSample], scores: Sequence[Score], names: Sequence[str]) -> dict[str, Any]:

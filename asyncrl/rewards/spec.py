@@ -66,7 +66,7 @@ def check_rewarded(reward: RewardConfig, environment: EnvironmentConfig) -> None
 def check_rewards(config: RewardConfig) -> None:
     """Raise UserError for every mistake that can be seen without running the user's files.
 
-    `RewardPool.start` goes further: it loads them in its workers.
+    `RewardScorer.start` goes further: it loads them in its workers.
     """
     for component in config.functions:
         name = component.function

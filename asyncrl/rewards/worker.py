@@ -1,28 +1,33 @@
-"""The worker process: `python -m asyncrl.rewards.worker`, started by `worker_process.py` only.
+"""The worker process: `python -m asyncrl.rewards.worker`, started by `process_scorer.py` only.
 
-Loads every configured function once, then answers one request after another until its stdin closes.
+Loads every configured function once, then answers one request after another.
+
+setup    {"components": [{"name", "function", "kwargs", "path", "package", "source", "group", "shapes"}]}
+request  {"row", "completions", "scores", "components"}: fields that the samples share and those of each, the score of
+         each so far, names of the wanted components
+begun    each component by its name, by which a killed worker's culprit is named
+reply    {"seconds", "scores", "is_last"}, of a plug-in's scorer also {"counts"}; `is_last`: the worker ends after it
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
-from asyncrl.errors import UserError
-from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.rewards.spec import call_group_reward, call_reward, check_call, load_reward
 from asyncrl.user_functions import function_of, load_module, one_line, shorten
+from asyncrl.workers.channel import Channel, Serve, over_limit, run_worker
 
 
 @dataclass(frozen=True)
@@ -62,26 +67,7 @@ class ComponentFailed(Exception):
         self.kind = kind
 
 
-def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    messages = channel.unpacker(incoming)
-    setup = next(messages, None)
-    if setup is None:
-        return
-    try:
-        components = _load(setup)
-    except UserError as error:
-        channel.send(outgoing, {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)})
-        return
-    channel.send(outgoing, {"ready": True})
-    for request in messages:
-        reply = _score(request, components, outgoing)
-        channel.send(outgoing, reply)
-        if any(score["error_kind"] == "reward_memory" for score in reply["scores"]):
-            return  # what filled the memory may still be held; the pool starts a fresh worker
-
-
-def _load(setup: dict[str, Any]) -> dict[str, Component]:
-    process_reaper.limit_memory(setup["memory_limit_mib"])
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
     modules: dict[str, ModuleType] = {}  # two functions of one file share its globals
     components: dict[str, Component] = {}
     for entry in setup["components"]:
@@ -95,33 +81,29 @@ def _load(setup: dict[str, Any]) -> dict[str, Component]:
         check_call(function, entry["function"], entry["kwargs"], shapes=bool(entry["shapes"]))
         name = entry["name"]
         components[name] = Component(name, function, entry["kwargs"], path, entry["group"], entry["shapes"])
-    return components
+    return {}, partial(_serve, components)
 
 
-def _with_memory_hint(error: UserError) -> str:
-    starved = isinstance(error.__cause__, MemoryError) or "failed to map segment" in str(error)
-    return (
-        f"{error}. Workers may use {process_reaper.memory_limit_mib()} MiB: raise reward.memory_limit_mib"
-        if starved
-        else str(error)
-    )
+def _serve(components: dict[str, Component], channel: Channel) -> None:
+    for request in channel:
+        reply = _score(request, components, channel)
+        channel.send(reply)
+        if reply["is_last"]:
+            return
 
 
-def _score(request: dict[str, Any], components: dict[str, Component], outgoing: BinaryIO) -> dict[str, Any]:
-    me = os.getpid()
+def _score(request: dict[str, Any], components: dict[str, Component], channel: Channel) -> dict[str, Any]:
     rows = list(map(Row, samples_of(request), scores_of(request)))
     started = time.perf_counter()
     for name in request["components"]:
         if all(row.score.error_kind for row in rows):
             break
-        channel.send(outgoing, {"begun": name})
-        try:
-            (_run_group if components[name].group else _run_each)(components[name], rows)
-        finally:
-            if os.getpid() != me:  # the reward forked, and this is the copy; the original answers
-                os._exit(0)
-    seconds = time.perf_counter() - started
-    return {"id": request["id"], "seconds": seconds, "scores": [vars(row.score) for row in rows]}
+        channel.send({"begun": request["id"], "part": name})
+        (_run_group if components[name].group else _run_each)(components[name], rows)
+    seconds, scores = time.perf_counter() - started, [vars(row.score) for row in rows]
+    # What filled the memory may still be held: this worker ends, and a fresh one is started.
+    is_last = any(row.score.error_kind == "reward_memory" for row in rows)
+    return {"id": request["id"], "seconds": seconds, "scores": scores, "is_last": is_last}
 
 
 def _run_each(component: Component, rows: Sequence[Row]) -> None:
@@ -188,9 +170,7 @@ def _user_code(component: Component, samples: Sequence[RewardSample]) -> Iterato
     except ComponentFailed:
         raise
     except MemoryError as error:
-        limit = f"{process_reaper.memory_limit_mib()} MiB (reward.memory_limit_mib)"
-        told = f"over the limit of {limit}: {one_line(error, component.file)}"
-        raise ComponentFailed("reward_memory", told) from None
+        raise ComponentFailed("reward_memory", over_limit("reward", error, component.file)) from None
     except BaseException as error:  # also SystemExit: user code must not decide about this process
         raise ComponentFailed("reward_exception", one_line(error, component.file)) from None
 
@@ -232,4 +212,4 @@ def _number(returned: Any) -> float:
 
 
 if __name__ == "__main__":
-    process_reaper.run_guarded(serve)
+    run_worker(_load)

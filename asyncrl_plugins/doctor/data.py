@@ -19,9 +19,9 @@ from asyncrl.errors import UserError
 from asyncrl.model_files.folder import model_folder, weight_files
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import prompt_processor
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
 from asyncrl.telemetry.numbers import size
 from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
@@ -178,7 +178,7 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
 async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
     """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
     processor = PromptProcessor(config.model)
-    pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
+    pool, key = RewardScorer(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await pool.start()
     try:
         scored: dict[str, list[Score]] = defaultdict(list)

@@ -27,14 +27,14 @@ from asyncrl.models.export import export_model
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, InferenceEngine
-from rollout_server.production.environments import Environments, environments_of, make_pool
+from rollout_server.production.environments import Environments, environment_workers, environments_of
 from rollout_server.production.group_producer import GroupProducer
 
 
@@ -114,9 +114,9 @@ async def _playing(
 ) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
-    pool = make_pool(config.environment, processor)
+    pool = environment_workers(config.environment, processor)
     assert pool is not None, "rows of one turn are scored by plain transformers"
-    engine, rewards = create_engine(config, processor), RewardPool(config.reward)
+    engine, rewards = create_engine(config, processor), RewardScorer(config.reward)
     try:
         await rewards.start()
         await pool.start()

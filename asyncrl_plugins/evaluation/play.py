@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.environments.call_formats import parse_calls
+from asyncrl.environments.episodes import EnvironmentFailed, said_too_late
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tool_environment import ToolEnvironment, waited
-from asyncrl.environments.worker_host import EnvironmentFailed, said_too_late
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import one_line
 from asyncrl_plugins.evaluation.played_history import Past, PlayedHistory

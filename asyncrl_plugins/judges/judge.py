@@ -1,6 +1,6 @@
 """The process of a judge, `python -m asyncrl_plugins.judges.judge`: it asks an OpenAI-compatible endpoint for scores.
 
-Requests are asked for side by side, as many as the pool sends. A reply without a usable score is an error of its
+Requests are asked for side by side, as many as are sent. A reply without a usable score is an error of its
 completions, never a 0. Requests of the same content are asked once (`cache`).
 """
 
@@ -16,15 +16,14 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import aiohttp
 
-from asyncrl.errors import UserError
-from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.user_functions import one_line, shorten
+from asyncrl.workers.channel import Channel, Serve, run_worker
 from asyncrl_plugins.judges.judge_settings import JudgeSettings
 
 CACHED_REPLIES = 65536
@@ -50,7 +49,7 @@ class Judge:
         self._counts: Counter[str] = Counter()
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a message of the pool: one score for each of its completions, or what they failed of."""
+        """The reply to a request: one score for each of its completions, or what they failed of."""
         samples, scores, started = samples_of(request), scores_of(request), time.perf_counter()
         try:
             reply = await self._reply_to(self.body(samples))
@@ -216,33 +215,26 @@ def _seconds(retry_after: str) -> float:
     return min(float(retry_after), LONGEST_DELAY_S) if re.fullmatch(r"\d+(\.\d+)?", retry_after) else 0.0
 
 
-def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    messages = channel.unpacker(incoming)
-    setup = next(messages, None)
-    if setup is not None:
-        asyncio.run(_serve(setup, messages, outgoing))
-
-
-async def _serve(setup: dict[str, Any], messages: Any, outgoing: BinaryIO) -> None:
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
     settings = JudgeSettings(**setup["settings"])
+    settings.template()
+    return {}, lambda channel: asyncio.run(_serve(setup["name"], settings, channel))
+
+
+async def _serve(name: str, settings: JudgeSettings, channel: Channel) -> None:
     connector = aiohttp.TCPConnector(limit=settings.concurrency)
+    running: set[asyncio.Task[None]] = set()
+
+    async def answer(request: dict[str, Any]) -> None:
+        channel.send(await judge.answer(request))
+
     async with aiohttp.ClientSession(connector=connector, trust_env=True) as session:
-        try:
-            judge = Judge(setup["name"], settings, session)
-        except UserError as error:
-            channel.send(outgoing, {"ready": False, "message": str(error)})
-            return
-        channel.send(outgoing, {"ready": True})
-        running: set[asyncio.Task[None]] = set()
-
-        async def answer(request: dict[str, Any]) -> None:
-            channel.send(outgoing, await judge.answer(request))
-
-        while (request := await asyncio.to_thread(next, messages, None)) is not None:
+        judge = Judge(name, settings, session)
+        while (request := await asyncio.to_thread(next, iter(channel), None)) is not None:
             task = asyncio.create_task(answer(request))
             running.add(task)
             task.add_done_callback(running.discard)
 
 
 if __name__ == "__main__":
-    process_reaper.run_guarded(serve)
+    run_worker(_load)

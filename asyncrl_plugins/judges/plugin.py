@@ -13,12 +13,12 @@ def model_of(component: RewardFunctionConfig) -> tuple[str, str]:
 
 
 JUDGE = Reward(
-    implementation="asyncrl_plugins.judges.scorer:JudgeScorer",
+    implementation="asyncrl_plugins.judges.scorer:judge_scorer",
     is_scorer=True,
     check=check_judge,
 )
 REWARD_MODEL = Reward(
-    implementation="asyncrl_plugins.judges.scorer:RewardModelScorer",
+    implementation="asyncrl_plugins.judges.scorer:reward_model_scorer",
     is_scorer=True,
     check=check_reward_model,
     model=model_of,

@@ -11,13 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from asyncrl.errors import UserError
-from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import samples_of, scores_of
 from asyncrl.user_functions import one_line
+from asyncrl.workers.channel import Channel, Serve, run_worker
 from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
 
 
@@ -110,37 +110,34 @@ def _answers(model: RewardModel, name: str, requests: Sequence[dict[str, Any]]) 
     return [{"id": id, "seconds": seconds, "scores": [vars(score)]} for id, score in zip(ids, found, strict=True)]
 
 
-def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    messages = channel.unpacker(incoming)
-    setup = next(messages, None)
-    if setup is None:
-        return
-    settings = RewardModelSettings(**setup["settings"])
+def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
+    settings, name = RewardModelSettings(**setup["settings"]), setup["name"]
     try:
         model = RewardModel(settings)
-    except Exception as error:
-        text = str(error) if isinstance(error, UserError) else one_line(error)
-        channel.send(outgoing, {"ready": False, "message": f"reward {setup['name']}: {text}"})
-        return
-    channel.send(outgoing, {"ready": True})
+    except UserError as error:
+        raise UserError(f"reward {name}: {error}") from error
+    return {}, lambda channel: _serve(model, name, settings.batch, channel)
+
+
+def _serve(model: RewardModel, name: str, largest_batch: int, channel: Channel) -> None:
     waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def read() -> None:
-        for message in messages:
+        for message in channel:
             waiting.put(message)
         waiting.put(None)
 
     threading.Thread(target=read, daemon=True).start()
     while (request := waiting.get()) is not None:
         batch = [request]
-        while len(batch) < settings.batch and not waiting.empty():
+        while len(batch) < largest_batch and not waiting.empty():
             more = waiting.get()
             if more is None:
                 return
             batch.append(more)
-        for reply in _answers(model, setup["name"], batch):
-            channel.send(outgoing, reply)
+        for reply in _answers(model, name, batch):
+            channel.send(reply)
 
 
 if __name__ == "__main__":
-    process_reaper.run_guarded(serve)
+    run_worker(_load)

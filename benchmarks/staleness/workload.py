@@ -135,9 +135,9 @@ class TextlessProcessor:
 
 
 class OneForAll:
-    """Stand-in for a RewardPool: every sample scores 1."""
+    """Stand-in for a RewardScorer: every sample scores 1."""
 
-    output_dropped_bytes = 0
+    dropped_bytes = 0
 
     @property
     def counts(self) -> dict[tuple[str, str], float]:

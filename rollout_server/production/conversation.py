@@ -20,17 +20,17 @@ import numpy as np
 
 from asyncrl.data.images import content_hash
 from asyncrl.data.survey.row_survey import overlong_opening
+from asyncrl.environments.episodes import EnvironmentFailed
 from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.history import History, Shown
 from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from protocol.messages import (
     NO_ORDER,
     ConversationLimits,
@@ -102,7 +102,7 @@ class ConversationProducer:
     def __init__(
         self,
         engine: InferenceEngine,
-        rewards: RewardPool,
+        rewards: RewardScorer,
         processor: PromptProcessor,
         server_id: str,
         environments: Environments,

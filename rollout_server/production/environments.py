@@ -1,4 +1,4 @@
-"""Environments of trajectories: what one does, where they come from, and those of the run's pool, an episode each."""
+"""Environments of trajectories: what one does, and where they come from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import inf
 from typing import Protocol
 
 from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.environments.episodes import EnvironmentWorkers, Episode
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.processing.prompt_processor import image_rule
 
@@ -50,43 +50,18 @@ class Environments:
     """Whether all trajectories of a batch of tickets take their turns together, so that a run repeats bit for bit."""
 
 
-class PooledEnvironment:
-    """An episode of a pool as the environment of one trajectory."""
-
-    def __init__(self, pool: EnvironmentPool):
-        self._pool = pool
-        self._episode: Episode | None = None
-        self._turns = 0
-
-    async def reset(self, start: Start) -> Observation | None:
-        """Begin an episode. Raises EnvironmentFailed as the pool does."""
-        self._episode = await self._pool.begin(start)
-        return self._episode.opening
-
-    async def step(self, text: str) -> StepResult:
-        """The environment's answer to a turn. Raises EnvironmentFailed."""
-        assert self._episode is not None, "reset() comes first"
-        action = self._pool.action(text, self._turns)
-        self._turns += 1
-        return await self._episode.step(action)
-
-    async def close(self) -> None:
-        if self._episode is not None:
-            await self._episode.close()
-
-
-def make_pool(config: EnvironmentConfig, processor: PromptProcessor) -> EnvironmentPool | None:
-    """The pool of the configured environment, not started; None without one."""
+def environment_workers(config: EnvironmentConfig, processor: PromptProcessor) -> EnvironmentWorkers | None:
+    """Workers of the configured environment, not started; None without one."""
     if not config.is_used:
         return None
-    return EnvironmentPool(config, image_rule(processor))
+    return EnvironmentWorkers(config, image_rule(processor))
 
 
 def environments_of(
-    pool: EnvironmentPool, config: EnvironmentConfig, *, prompt_tokens: int, in_rounds: bool
+    workers: EnvironmentWorkers, config: EnvironmentConfig, *, prompt_tokens: int, in_rounds: bool
 ) -> Environments:
     return Environments(
-        make=lambda: PooledEnvironment(pool),
+        make=lambda: Episode(workers),
         capacity=config.capacity,
         trajectory_s=config.timeouts.trajectory_s,
         prompt_tokens=prompt_tokens,

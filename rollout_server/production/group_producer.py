@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.environments.worker_host import EnvironmentFailed
+from asyncrl.environments.episodes import EnvironmentFailed
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import GroupScoring, RewardPool
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import GroupScoring, RewardScorer
 from protocol.messages import (
     FinishReason,
     Group,
@@ -79,7 +79,7 @@ class GroupProducer:
     def __init__(
         self,
         engine: InferenceEngine,
-        rewards: RewardPool,
+        rewards: RewardScorer,
         processor: PromptProcessor,
         server_id: str,
         environments: Environments | None = None,

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.devices.device import memory_by_state
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.episodes import EnvironmentWorkers
 from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
@@ -103,23 +103,23 @@ class ServerExporter:
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def rewarded(self, dropped_bytes: int, counts: Mapping[tuple[str, str], float]) -> None:
-        """Update the totals of the reward pool at a heartbeat. `counts`: by component and `requests/answered`, ..."""
+        """Update the totals of rewards at a heartbeat. `counts`: by component and `requests/answered`, ..."""
         self.metrics.raise_to("reward_output_dropped_bytes_total", dropped_bytes)
         for (component, counted), total in counts.items():
             what, _, which = counted.partition("/")
             label = {"requests": "outcome", "tokens": "kind"}[what]
             self.metrics.raise_to(f"reward_{what}_total", total, component=component, **{label: which})
 
-    def environments(self, pool: EnvironmentPool) -> None:
+    def environments(self, workers: EnvironmentWorkers) -> None:
         """Update what the environment's processes count, at a heartbeat."""
         m = self.metrics
-        for kind, total in pool.errors.items():
+        for kind, total in workers.errors.items():
             m.raise_to("environment_errors_total", total, kind=kind)
-        m.raise_to("environment_restarts_total", pool.restarts)
-        for do, seconds in pool.take_answers():
+        m.raise_to("environment_restarts_total", workers.restarts)
+        for do, seconds in workers.take_answers():
             m["environment_answer_seconds"].labels(do=do).observe(seconds)
-        m["environment_trajectories"].labels(state="live").set(pool.live)
-        m["environment_trajectories"].labels(state="parked").set(pool.parked)
+        m["environment_trajectories"].labels(state="live").set(workers.live)
+        m["environment_trajectories"].labels(state="parked").set(workers.parked)
 
     def stopped(self, kind: str) -> None:
         self.metrics["stopped"].labels(kind=kind).set(1)

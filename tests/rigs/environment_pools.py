@@ -10,13 +10,13 @@ from typing import Any
 from PIL import Image
 
 from asyncrl.config.environment import override
+from asyncrl.environments.episodes import EnvironmentWorkers, Episode
 from asyncrl.environments.observation import StepResult
-from asyncrl.environments.pool import EnvironmentPool, Episode
 
 
 def run_pool(section: dict[str, Any], scenario: Any) -> Any:
     async def run() -> Any:
-        pool = EnvironmentPool(override({"workers": 1, **section}, []))
+        pool = EnvironmentWorkers(override({"workers": 1, **section}, []))
         try:
             await pool.start()
             return await asyncio.wait_for(scenario(pool), 120)
@@ -32,6 +32,6 @@ def seen(result: StepResult) -> list[Any]:
     return [Image.open(io.BytesIO(part)).size if isinstance(part, bytes) else part for part in parts]
 
 
-async def called(pool: EnvironmentPool, episode: Episode, name: str, **arguments: Any) -> StepResult:
+async def called(episode: Episode, name: str, **arguments: Any) -> StepResult:
     text = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-    return await episode.step(pool.action(text))
+    return await episode.step(text)

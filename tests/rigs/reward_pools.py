@@ -1,4 +1,4 @@
-"""A reward pool with its real processes, for one scenario."""
+"""A reward scorer with its real processes, for one scenario."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import psutil
 
 from asyncrl.config.sections import RewardConfig
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 
 
-def run_pool(config: RewardConfig, scenario: Callable[[RewardPool], Awaitable[Any]]) -> Any:
+def run_pool(config: RewardConfig, scenario: Callable[[RewardScorer], Awaitable[Any]]) -> Any:
     """Run the scenario, and make sure that the closed pool leaves no process behind."""
 
     async def run() -> Any:
         others = child_processes()
-        pool = RewardPool(config)
+        pool = RewardScorer(config)
         await pool.start()
         try:
             return await asyncio.wait_for(scenario(pool), 60)

@@ -26,7 +26,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket
 from learner.tickets.ticket_writer import TicketWriter
@@ -194,7 +194,7 @@ REWARD_FAULTS = {
 
 
 async def produce(config: RunConfig, ticket: PreparedTicket, processor: PromptProcessor) -> Group:
-    engine, rewards = ScriptedEngine(config, processor), RewardPool(config.reward)
+    engine, rewards = ScriptedEngine(config, processor), RewardScorer(config.reward)
     await rewards.start()
     await engine.start()
     try:

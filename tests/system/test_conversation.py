@@ -24,7 +24,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.plugins import installed
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from learner.groups.group_verification import verify_group
 from learner.groups.recorded_batch import as_journaled
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
@@ -118,7 +118,7 @@ async def converse_and_train(
     """A run's steps in one process: weights in the end, and the groups that they were made of."""
     torch.manual_seed(config.trainer.seed)
     writer, trainer = writer_of(config, processor), Trainer(config, processor, 64)
-    engine, rewards, gate = HFEngine(config, processor), RewardPool(config.reward), Gate()
+    engine, rewards, gate = HFEngine(config, processor), RewardScorer(config.reward), Gate()
     await rewards.start()
     await engine.start()
     producer = GroupProducer(engine, rewards, processor, "s", Environments(lambda: Lamp(gate), capacity=4))

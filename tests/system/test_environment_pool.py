@@ -15,11 +15,10 @@ import pytest
 from PIL import Image
 
 from asyncrl.config.environment import override
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers, Episode
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
-from asyncrl.environments.pool import EnvironmentPool, Episode
 from asyncrl.environments.recording import recorded_calls
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import BadStateError, UserError
 from tests.rigs.tiny import ROOT
 
@@ -28,12 +27,12 @@ ASYNC_FAULTS = FAULTS.replace(":Faults", ":AsyncFaults")
 START = Start({"name": "row"}, seed=3)
 
 
-def run_pool(scenario: Callable[[EnvironmentPool], Awaitable[Any]], name: str = FAULTS, *overrides: str) -> Any:
+def run_pool(scenario: Callable[[EnvironmentWorkers], Awaitable[Any]], name: str = FAULTS, *overrides: str) -> Any:
     """Run the scenario, and make sure that the closed pool leaves no process behind."""
 
     async def run() -> Any:
         before = set(psutil.Process().children(recursive=True))
-        pool = EnvironmentPool(override({"name": name, "workers": 1, "timeouts": {"step_s": 1.5}}, list(overrides)))
+        pool = EnvironmentWorkers(override({"name": name, "workers": 1, "timeouts": {"step_s": 1.5}}, list(overrides)))
         await pool.start()
         try:
             return await asyncio.wait_for(scenario(pool), 90)
@@ -45,30 +44,29 @@ def run_pool(scenario: Callable[[EnvironmentPool], Awaitable[Any]], name: str = 
     return asyncio.run(run())
 
 
-async def failure_of(episode: Episode, pool: EnvironmentPool, text: str) -> EnvironmentFailed:
+async def failure_of(episode: Episode, text: str) -> EnvironmentFailed:
     with pytest.raises(EnvironmentFailed) as failed:
-        await episode.step(pool.action(text))
+        await episode.step(text)
     await episode.close()
     return failed.value
 
 
 def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         async def failed(text: str) -> tuple[str, str]:
-            failure = await failure_of(await pool.begin(START), pool, text)
+            failure = await failure_of(await pool.begin(START), text)
             return failure.kind, str(failure)
 
         first = await pool.begin(START)
         assert first.opening is not None
         assert first.opening.messages[0].role == "user"
         assert first.opening.messages[0].parts == ("seed 3, row",)
-        assert len(first.state_key) == 16
-        mistake = await first.step(pool.action("mistake"))
+        mistake = await first.step("mistake")
         assert mistake.observation is not None
         assert mistake.observation.messages[0].parts == ("Error: no such place",)
-        result = await first.step(pool.action("look"))
+        result = await first.step("look")
         assert (result.reward, result.done, result.info) == (0.25, False, {"steps": 2})
-        over = await first.step(pool.action("over"))
+        over = await first.step("over")
         assert (over.reward, over.done, over.observation, over.info) == (0.5, True, None, {"won": True})
         await first.close()
 
@@ -92,7 +90,7 @@ def test_each_failure_ends_its_own_episode_and_the_pool_goes_on() -> None:
         assert kind == "environment_timeout"
         assert "step was not done after 1.5 s (environment.timeouts.step_s)" in message
         forked = await pool.begin(START)
-        assert (await forked.step(pool.action("fork"))).info == {"steps": 1}, "the copy says nothing"
+        assert (await forked.step("fork")).info == {"steps": 1}, "the copy says nothing"
         await forked.close()
         assert pool.restarts == 2
         assert pool.live == 0
@@ -126,11 +124,13 @@ def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted
 
     async def play() -> None:
         tools = [FAULTS.replace("Faults", name) for name in ("show", "no_json")]
-        pool = EnvironmentPool(override({"tools": tools, "workers": 1, "call_format": "plain"}, []), ImageRule(unit=14))
+        pool = EnvironmentWorkers(
+            override({"tools": tools, "workers": 1, "call_format": "plain"}, []), ImageRule(unit=14)
+        )
         await pool.start()
         try:
             episode = await pool.begin(START)
-            shown = [await episode.step(pool.action(f"show {side}")) for side in (1, 10_000, 20_000, 0)]
+            shown = [await episode.step(f"show {side}") for side in (1, 10_000, 20_000, 0)]
             parts = [each.observation.messages[0].parts[0] for each in shown if each.observation]
             assert isinstance(parts[0], bytes)
             assert Image.open(io.BytesIO(parts[0])).size == (28, 28), "a pixel becomes two units"
@@ -138,7 +138,7 @@ def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted
                 assert isinstance(part, str)
                 assert part.startswith(f"Error: an image of {side} x {side} pixels cannot be shown")
                 assert why in part
-            failure = await failure_of(episode, pool, "no_json x")
+            failure = await failure_of(episode, "no_json x")
             assert failure.kind == "environment_exception"
             assert "tool no_json returned dict, of which no text or image can be made" in str(failure)
             assert pool.errors == {"environment_exception": 1}
@@ -154,12 +154,12 @@ def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_call_is
     section = {"name": f"{tmp_path}/screen.py:Screen", "workers": 1, "call_format": "hermes"}
 
     async def play() -> None:
-        pool = EnvironmentPool(override(section, []), ImageRule(unit=14))
+        pool = EnvironmentWorkers(override(section, []), ImageRule(unit=14))
         await pool.start()
         try:
             episode = await pool.begin(START)
             call = '<tool_call>{{"name": "look", "arguments": {{"side": {}}}}}</tool_call>'
-            wide, dot = [await episode.step(pool.action(call.format(side))) for side in (20_000, 1)]
+            wide, dot = [await episode.step(call.format(side)) for side in (20_000, 1)]
             assert wide.observation is not None
             first, told = wide.observation.messages[0].parts
             assert first == "the screen: "
@@ -177,13 +177,13 @@ def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_call_is
 
 
 def test_who_shares_a_process_with_a_hanging_episode_is_told_apart_from_it() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         guilty, waits, parked = [await pool.begin(START) for _ in range(3)]
-        failures = await asyncio.gather(failure_of(guilty, pool, "hang"), failure_of(waits, pool, "look"))
+        failures = await asyncio.gather(failure_of(guilty, "hang"), failure_of(waits, "look"))
         assert [failure.kind for failure in failures] == ["environment_timeout", "environment_neighbour_killed"]
-        assert (await failure_of(parked, pool, "look")).kind == "environment_neighbour_killed"
+        assert (await failure_of(parked, "look")).kind == "environment_neighbour_killed"
         again = [await pool.begin(START) for _ in range(3)]
-        steps = [episode.step(pool.action("sleep 0.8")) for episode in again]
+        steps = [episode.step("sleep 0.8") for episode in again]
         results = await asyncio.gather(*steps)  # 2.4 s one behind the other, each within its own 1.5 s
         assert [result.info["steps"] for result in results] == [1, 1, 1]
         await asyncio.gather(*(episode.close() for episode in again))
@@ -192,17 +192,17 @@ def test_who_shares_a_process_with_a_hanging_episode_is_told_apart_from_it() -> 
 
 
 def test_an_async_episode_that_hangs_ends_alone_and_others_wait_side_by_side() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         episodes = [await pool.begin(START) for _ in range(4)]
         began = time.monotonic()
-        naps = [episode.step(pool.action("nap 1")) for episode in episodes[1:]]
-        failure, *results = await asyncio.gather(failure_of(episodes[0], pool, "wait"), *naps)
+        naps = [episode.step("nap 1") for episode in episodes[1:]]
+        failure, *results = await asyncio.gather(failure_of(episodes[0], "wait"), *naps)
         assert failure.kind == "environment_timeout"
         assert [result.info["steps"] for result in results] == [1, 1, 1]
         assert time.monotonic() - began < 4, "not one behind the other"
         assert pool.restarts == 0, "it was cancelled, its process lives"
         blocking, other = episodes[1:3]
-        failures = await asyncio.gather(failure_of(other, pool, "wait"), failure_of(blocking, pool, "sleep 60"))
+        failures = await asyncio.gather(failure_of(other, "wait"), failure_of(blocking, "sleep 60"))
         assert [failure.kind for failure in failures] == ["environment_neighbour_killed", "environment_timeout"]
         await asyncio.gather(*(episode.close() for episode in episodes))
 
@@ -210,10 +210,10 @@ def test_an_async_episode_that_hangs_ends_alone_and_others_wait_side_by_side() -
 
 
 def test_a_failed_episode_is_closed_while_its_environment_still_closes_itself() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         failing, other = await pool.begin(START), await pool.begin(START)
-        assert (await failure_of(failing, pool, "raise")).kind == "environment_exception"
-        assert (await other.step(pool.action("look"))).info == {"steps": 1}
+        assert (await failure_of(failing, "raise")).kind == "environment_exception"
+        assert (await other.step("look")).info == {"steps": 1}
         await other.close()
         assert pool.restarts == 0
         assert pool.errors == {"environment_exception": 1}
@@ -227,11 +227,11 @@ def test_a_failed_reset_is_tried_again_and_a_start_that_fails_three_times_stops_
     file = tmp_path / "mine.py"
     file.write_text((ROOT / "tests" / "rigs" / "environment_faults.py").read_text() + BREAKS.format(flag=str(once)))
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         episode = await pool.begin(START)
         assert pool.errors == {"environment_timeout": 1}
         (tmp_path / "broken").touch()
-        assert (await failure_of(episode, pool, "die")).kind == "environment_died"
+        assert (await failure_of(episode, "die")).kind == "environment_died"
         with pytest.raises(BadStateError, match="3 times one after the other") as stopped:
             await pool.begin(START)
         assert "RuntimeError: no service" in str(stopped.value)
@@ -264,7 +264,7 @@ if os.path.exists({flag!r}.replace("once", "broken")):
 )
 def test_mistakes_in_the_section_are_said_at_the_start(values: dict[str, Any], problem: str) -> None:
     async def start() -> None:
-        pool = EnvironmentPool(override(values | {"workers": 1}, []))
+        pool = EnvironmentWorkers(override(values | {"workers": 1}, []))
         await pool.start()
 
     with pytest.raises(UserError) as refused:

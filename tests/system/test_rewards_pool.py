@@ -17,9 +17,9 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import ROOT
 from tests.rigs.waiting import wait_until
@@ -107,7 +107,7 @@ NUMBERS = [("print", 1), ("read_stdin", 0), ("true", 1), ("int", 3), ("numpy", 1
 def test_a_failing_reward_is_an_error_of_its_own_sample_only() -> None:
     """Each faulty sample is followed by a healthy one, on its worker or the successor."""
 
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         for fault, kind, message in ERRORS:
             score, neighbour = await asyncio.gather(pool.score(sample_of(fault)), pool.score(sample_of("fine")))
             assert (score.status, score.error_kind, score.reward, score.components) == ("error", kind, None, {}), fault
@@ -124,8 +124,8 @@ def test_a_failing_reward_is_an_error_of_its_own_sample_only() -> None:
 def test_a_reward_that_prints_without_end_fills_no_log(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(pool: RewardPool) -> tuple[list[Score], int]:
-        return [await pool.score(sample_of("flood")) for _ in range(5)], pool.output_dropped_bytes
+    async def scenario(pool: RewardScorer) -> tuple[list[Score], int]:
+        return [await pool.score(sample_of("flood")) for _ in range(5)], pool.dropped_bytes
 
     scores, dropped = run_pool(config_of(), scenario)
     assert [score.reward for score in scores] == [1.0] * 5
@@ -138,7 +138,7 @@ def test_a_reward_that_prints_without_end_fills_no_log(
 
 
 def test_a_hanging_reward_is_killed_at_its_time_limit() -> None:
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         for fault in ("sleep", "busy", "regex", "stop"):
             score, neighbour = await asyncio.gather(pool.score(sample_of(fault)), pool.score(sample_of("fine")))
             assert (score.status, score.error_kind, score.reward) == ("timed_out", "reward_timeout", None), fault
@@ -171,7 +171,7 @@ def test_components_are_weighted_and_the_first_failure_is_named() -> None:
         RewardFunctionConfig(function="exact_match", name="accuracy"),
     )
 
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         return [await pool.score(sample_of(fault, answer="fine")) for fault in ("fine", "sleep", "nan", "kill9")]
 
     config = config_of(timeout_s=0.4).model_copy(update={"functions": functions})
@@ -182,7 +182,7 @@ def test_components_are_weighted_and_the_first_failure_is_named() -> None:
 
 
 def test_samples_are_spread_over_workers_and_only_the_one_being_scored_loses_its_worker() -> None:
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         started = time.perf_counter()
         scores = await asyncio.gather(*(pool.score(sample_of("slow")) for _ in range(4)))
         assert [score.reward for score in scores] == [1.0] * 4
@@ -202,7 +202,7 @@ def test_samples_are_spread_over_workers_and_only_the_one_being_scored_loses_its
 
 
 def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sample() -> None:
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         words = ["count", "count", "raise", "count", "os_exit", "count", "memory", "count"]
         assert [(await pool.score(sample_of(word))).reward for word in words] == [1, 2, None, 3, None, 1, None, 1]
         assert (await pool.score(sample_of("die_later"))).status == "ok"
@@ -218,7 +218,7 @@ def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sa
 
 
 def test_children_of_a_reward_go_with_its_worker(tmp_path: Path) -> None:
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         for fault in ("leave_child", "child_and_sleep", "child_and_exit"):
             pids = tmp_path / fault
             await pool.score(sample_of(fault, columns={"file": str(pids)}))
@@ -234,11 +234,11 @@ def test_nothing_survives_a_killed_pool(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.sample import RewardSample
 async def main():
     function = RewardFunctionConfig(function={FAULTS + ":fault"!r})
-    pool = RewardPool(RewardConfig(functions=(function,), workers=2))
+    pool = RewardScorer(RewardConfig(functions=(function,), workers=2))
     await pool.start()
     await pool.score(RewardSample("child_and_sleep", columns={{"file": {str(pids)!r}}}))
 asyncio.run(main())
@@ -253,7 +253,7 @@ asyncio.run(main())
 
 
 def test_close_during_a_sample_kills_and_says_so() -> None:
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         running = [asyncio.create_task(pool.score(sample_of("sleep"))) for _ in range(3)]
         await asyncio.sleep(0.1)
         await pool.close()
@@ -271,7 +271,7 @@ def test_a_running_run_keeps_its_reward_file_and_ends_where_a_worker_cannot_come
     )
     (tmp_path / "needed.py").write_text("")
 
-    async def scenario(pool: RewardPool) -> None:
+    async def scenario(pool: RewardScorer) -> None:
         file.write_text("syntax error here")
         assert (await pool.score(sample_of("die"))).error_kind == "reward_crash"
         assert (await pool.score(sample_of("fine"))).status == "ok"

@@ -18,7 +18,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
@@ -27,7 +27,7 @@ from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.production.environments import environments_of, make_pool
+from rollout_server.production.environments import environment_workers, environments_of
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
@@ -41,11 +41,11 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
     torch.manual_seed(config.trainer.seed)
     processor = PromptProcessor(config.model)
     writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
-    engine, rewards = HFEngine(config, processor), RewardPool(config.reward)
+    engine, rewards = HFEngine(config, processor), RewardScorer(config.reward)
     trainer = TorchEngine(config.model_settings, config.learner.optim, config.trainer.max_steps)
     trainer.prepare()
     step = LearnerStep(Roles(trainer), config.step_settings)
-    pool = make_pool(config.environment, processor)
+    pool = environment_workers(config.environment, processor)
     await rewards.start()
     await engine.start()
     if pool:

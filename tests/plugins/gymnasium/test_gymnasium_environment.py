@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asyncrl.config.environment import override
+from asyncrl.environments.episodes import EnvironmentWorkers
 from asyncrl.environments.interface import Start
-from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from tests.rigs.environment_pools import run_pool, seen
 
@@ -21,22 +21,19 @@ def test_gymnasiums_frozen_lake_is_played_by_its_pictures() -> None:
     pytest.importorskip("pygame", reason="pygame, which draws the lake, is not installed (the extra `gymnasium`)")
     start = Start({"desc": ["SF", "HG"]}, seed=5)
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         assert (pool.tools, pool.call_format) == ([], "none")
         episode, same = await pool.begin(start), await pool.begin(start)
         assert episode.opening is not None
         assert episode.opening == same.opening
         assert len(episode.opening.images) == 1
-        assert seen(await episode.step(pool.action("jump"))) == [
-            "Error: there is no action 'jump'. Actions: left, down, right, up"
-        ]
-        moved = await episode.step(pool.action("right"))
+        assert seen(await episode.step("jump")) == ["Error: there is no action 'jump'. Actions: left, down, right, up"]
+        moved = await episode.step("right")
         assert moved.observation is not None
         assert moved.observation.images != episode.opening.images
-        assert moved.state_key != episode.state_key
-        won = await episode.step(pool.action("down"))
+        won = await episode.step("down")
         assert (won.reward, won.done, won.info) == (1.0, True, {"terminated": True, "truncated": False, "steps": 2})
-        lost = await same.step(pool.action("down"))
+        lost = await same.step("down")
         assert (lost.reward, lost.done) == (0.0, True)
         await asyncio.gather(episode.close(), same.close())
 

@@ -17,9 +17,9 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewards
 from asyncrl_plugins.judges.judge import UnusableReply, data_uri, read_scores
 from asyncrl_plugins.judges.judge_settings import JudgeSettings
@@ -97,7 +97,9 @@ def endpoint() -> Iterator[Endpoint]:
     made.server.server_close()
 
 
-def judged(endpoint: Endpoint, scenario: Callable[[RewardPool], Any], *functions: dict[str, Any], **kwargs: Any) -> Any:
+def judged(
+    endpoint: Endpoint, scenario: Callable[[RewardScorer], Any], *functions: dict[str, Any], **kwargs: Any
+) -> Any:
     judge = {"function": "llm_judge", "kwargs": {"url": endpoint.url, "model": "j", "timeout_s": 20.0, **kwargs}}
     return run_pool(RewardConfig.model_validate({"functions": [*functions, judge], "workers": 1}), scenario)
 
@@ -110,7 +112,7 @@ def test_a_judge_gives_scores_and_statuses_never_a_zero(endpoint: Endpoint, monk
     monkeypatch.setenv("THE_KEY", KEY)
     words = ["Score:_7", "busy", "refuse", "broken", "hang", "garbage", "chat", "Score:_11"]
 
-    async def scenario(pool: RewardPool) -> tuple[dict[str, Score], dict[tuple[str, str], float]]:
+    async def scenario(pool: RewardScorer) -> tuple[dict[str, Score], dict[tuple[str, str], float]]:
         scores = await asyncio.gather(*(pool.score(sample(word)) for word in [*words, "Score:_7"]))
         assert (await pool.score(sample("busy"))).reward == 0.5, "it was answered before"
         return dict(zip(words, scores, strict=False)), pool.counts
@@ -149,7 +151,7 @@ def test_a_judge_gives_scores_and_statuses_never_a_zero(endpoint: Endpoint, monk
 
 
 def test_requests_go_side_by_side_up_to_the_limit(endpoint: Endpoint) -> None:
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         return await asyncio.gather(*(pool.score(sample("slow", answer=str(i))) for i in range(8)))
 
     scores = judged(endpoint, scenario, concurrency=4)
@@ -161,7 +163,7 @@ def test_a_judge_of_a_group_sees_all_completions_and_images(endpoint: Endpoint, 
     template = tmp_path / "judge.jinja"
     template.write_text("{{ prompt }} {% for text in completions %}[{{ text }}]{% endfor %} say:{{ columns.say }}")
 
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         group, image = pool.group(2), b"\x89PNG..."
         columns = {"say": '{"scores":[4,2]}'}
         samples = [RewardSample(text, prompt="q", images=[image], columns=columns) for text in ("a", "b")]
@@ -179,7 +181,7 @@ def test_a_judge_of_a_group_sees_all_completions_and_images(endpoint: Endpoint, 
 
 
 def test_a_lost_judge_is_a_status_and_is_started_again(endpoint: Endpoint) -> None:
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         asked = asyncio.create_task(pool.score(sample("hang")))
         while not endpoint.requests:
             await asyncio.sleep(0.01)
@@ -191,7 +193,7 @@ def test_a_lost_judge_is_a_status_and_is_started_again(endpoint: Endpoint) -> No
 
     lost, after = judged(endpoint, scenario)
     assert (lost.status, lost.error_kind) == ("error", "reward_crash")
-    assert "'llm_judge' lost its process: it was killed by SIGKILL" in lost.error_message
+    assert "'llm_judge' lost its worker: it was killed by SIGKILL" in lost.error_message
     assert after.reward == 0.2
 
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewards
 from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import make_tiny_classifier
@@ -44,7 +44,7 @@ def test_scores_are_the_models_in_any_batch(tmp_path: Path) -> None:
     folder = make_tiny_classifier(tmp_path / "model")
     texts = ["4", "read 1 3 answer 4", "", "answer 0", "4 4 4 4"]
 
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         return await asyncio.gather(*(pool.score(sample(text)) for text in [*texts, "4 " * 60]))
 
     scored = run_pool(config_of(folder, batch=4), scenario)

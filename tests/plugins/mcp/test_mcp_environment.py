@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.environment import override
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers, Episode
 from asyncrl.environments.interface import Start
-from asyncrl.environments.pool import EnvironmentPool, Episode
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from tests.rigs.environment_pools import called, run_pool, seen
 
@@ -31,9 +30,9 @@ def mcp_section(*more: str, **config: Any) -> dict[str, Any]:
 def test_an_mcp_servers_tools_are_called_in_a_session_for_each_trajectory() -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         async def call(episode: Episode, name: str, **arguments: Any) -> list[Any]:
-            return seen(await called(pool, episode, name, **arguments))
+            return seen(await called(episode, name, **arguments))
 
         schema = pool.tools[0]["function"]
         assert (schema["name"], schema["description"]) == ("add", "Add two numbers.")
@@ -61,7 +60,7 @@ def test_an_mcp_servers_tools_are_called_in_a_session_for_each_trajectory() -> N
 def test_an_mcp_server_that_does_not_start_or_lacks_a_tool_is_named() -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
 
-    async def nothing(pool: EnvironmentPool) -> None: ...
+    async def nothing(pool: EnvironmentWorkers) -> None: ...
 
     with pytest.raises(UserError, match=r"environment.config.tools has 'ad', but the MCP server's tools are add, pict"):
         run_pool(mcp_section(tools=["ad"]), nothing)

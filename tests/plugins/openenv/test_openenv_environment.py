@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.interface import Start
-from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.errors import UserError
 from tests.rigs.environment_pools import called, run_pool, seen
 from tests.rigs.ports import own_port
@@ -48,7 +47,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.slow
 def test_an_openenv_server_is_played_in_a_session_for_each_trajectory(numbers: str) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         schema = pool.tools[0]["function"]
         assert (schema["name"], schema["description"]) == ("act", "Guess the number.")
         assert schema["parameters"]["properties"] == {
@@ -57,24 +56,24 @@ def test_an_openenv_server_is_played_in_a_session_for_each_trajectory(numbers: s
         one, other = await pool.begin(Start(seed=13)), await pool.begin(Start({"number": 3}))
         assert one.opening is not None
         assert (one.opening.messages[0].role, one.opening.messages[0].parts[0]) == ("user", "Guess my number, 0 to 7.")
-        told = await called(pool, one, "act", number=2)
+        told = await called(one, "act", number=2)
         assert seen(told) == ["higher", (57, 56)]
         assert told.reward == 0.125
-        refused = await called(pool, one, "act", number="two")
+        refused = await called(one, "act", number="two")
         assert seen(refused)[0].startswith("Error: act: ")
         assert refused.info["calls"][0]["kind"] == "arguments"  # type: ignore[index]
-        assert seen(await called(pool, other, "act", number=5)) == ["lower", (57, 56)]
-        won = await called(pool, one, "act", number=5)
+        assert seen(await called(other, "act", number=5)) == ["lower", (57, 56)]
+        won = await called(one, "act", number=5)
         assert (won.reward, won.done) == (1.0, True)
         for number, kind, why in ((-1, "environment_exception", "EXECUTION_ERROR"), (99, "environment_timeout", "3 s")):
             episode = await pool.begin(Start(seed=1))
             with pytest.raises(EnvironmentFailed, match=why) as failed:
-                await called(pool, episode, "act", number=number)
+                await called(episode, "act", number=number)
             assert failed.value.kind == kind
             await episode.close()
-        assert seen(await called(pool, other, "act", number=5)) == ["lower", (58, 56)], "its own session has gone on"
+        assert seen(await called(other, "act", number=5)) == ["lower", (58, 56)], "its own session has gone on"
         with pytest.raises(EnvironmentFailed) as failed:
-            await called(pool, other, "act", number=98)
+            await called(other, "act", number=98)
         assert failed.value.kind == "environment_exception", "the server died: no reward"
         await asyncio.gather(one.close(), other.close())
 
@@ -84,7 +83,7 @@ def test_an_openenv_server_is_played_in_a_session_for_each_trajectory(numbers: s
 
 
 def test_an_openenv_server_that_is_not_there_is_named() -> None:
-    async def nothing(pool: EnvironmentPool) -> None: ...
+    async def nothing(pool: EnvironmentWorkers) -> None: ...
 
     with pytest.raises(UserError, match=r"the OpenEnv server http://127.0.0.1:9 does not say what its actions are"):
         run_pool({"name": "openenv", "config": {"url": "http://127.0.0.1:9"}}, nothing)

@@ -7,29 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.interface import Start
-from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.worker_host import EnvironmentFailed
 from tests.rigs.environment_pools import called, run_pool, seen
 
 ROOMS = f"{Path(__file__).with_name('rooms.py')}:Rooms"
 
 
 def test_a_class_for_trl_is_played_and_earns_what_get_reward_says() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         assert [tool["function"]["name"] for tool in pool.tools] == ["look", "open_door"]
         one, other = await pool.begin(Start({"key": 4})), await pool.begin(Start({"key": 4}))
         assert one.opening is not None
         assert one.opening == other.opening
         assert one.opening.messages[0].parts[0] == "Find the key."
-        assert seen(await called(pool, one, "look")) == [(70, 56), "doors"]
-        assert seen(await called(pool, one, "open_door", number=12)) == ["Error: there is no door 12"]
-        opened = [await called(pool, one, "open_door", number=number) for number in (3, 4)]
+        assert seen(await called(one, "look")) == [(70, 56), "doors"]
+        assert seen(await called(one, "open_door", number=12)) == ["Error: there is no door 12"]
+        opened = [await called(one, "open_door", number=number) for number in (3, 4)]
         assert [(seen(result), result.reward) for result in opened] == [(["nothing"], 0.5), (["a key"], 0.5)]
-        ended = await one.step(pool.action("I have it."))
+        ended = await one.step("I have it.")
         assert (ended.reward, ended.done) == (0.0, True), "the sum is what get_reward says at the end"
         with pytest.raises(EnvironmentFailed, match="OSError: the house is gone") as failed:
-            await called(pool, other, "open_door", number=-1)
+            await called(other, "open_door", number=-1)
         assert failed.value.kind == "environment_exception"
         await asyncio.gather(one.close(), other.close())
 
@@ -46,7 +45,7 @@ def test_trl_itself_finds_the_same_tools_in_the_class(tiny_model: Path, tmp_path
 
     from tests.plugins.trl.rooms import Rooms
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         settings = GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], max_steps=1, save_strategy="no")
         processor = AutoProcessor.from_pretrained(tiny_model)
         processor.chat_template = qwen3_vl_chat_template  # it asks for one that lists tools

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, PastTurn
-from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.worker_host import EnvironmentFailed
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl_plugins.verifiers.agent import VERIFIERS_PROGRAM
@@ -35,7 +34,7 @@ STEPS = 2
 
 
 def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentWorkers) -> None:
         def start(wish: str = "", prompt: str = "seed") -> Start:
             return Start({"wish": wish}, [{"role": "user", "content": prompt}], seed=3)
 
@@ -44,29 +43,29 @@ def test_an_agents_requests_are_turns_and_its_failures_are_no_rewards() -> None:
         assert one.opening.messages[0].parts == (" 3",), "the row has the rest"
         assert other.opening is not None
         assert other.opening.messages[0].parts == ("seed 3",)
-        assert seen(await one.step(pool.action("I think", 0))) == ["turn 0", (84, 56)]
+        assert seen(await one.step("I think")) == ["turn 0", (84, 56)]
         call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-        assert seen(await one.step(pool.action(call, 1))) == ['{"a": 1} added']
-        ended = await one.step(pool.action("done", 2))
+        assert seen(await one.step(call)) == ['{"a": 1} added']
+        ended = await one.step("done")
         assert (ended.reward, ended.done) == (0.5, True)
         forgets = await pool.begin(start("forget"))
-        await forgets.step(pool.action("I think", 0))
-        edited = await forgets.step(pool.action("I think", 1))
+        await forgets.step("I think")
+        edited = await forgets.step("I think")
         summary = PastTurn(None, "in short", Observation((Message("user", ("go on",)),)))
         assert edited.history == (summary, PastTurn(1)), "of equal answers the one that the newest message follows"
-        assert (await forgets.step(pool.action("done", 2))).done
+        assert (await forgets.step("done")).done
         await forgets.close()
         for wish, why in (("edit", "message 0 of the agent's request is .*something else"), ("raise", "own service")):
             episode = await pool.begin(start(wish))
             with pytest.raises(EnvironmentFailed, match=why) as failed:
-                await episode.step(pool.action("so", 0))
+                await episode.step("so")
             assert failed.value.kind == "environment_exception"
             await episode.close()
         with pytest.raises(EnvironmentFailed, match="ended without asking"):
             await pool.begin(start("silent"))
         with pytest.raises(EnvironmentFailed, match="the row has user: 'another'"):
             await pool.begin(start(prompt="another"))
-        assert seen(await other.step(pool.action("I too", 0))) == ["turn 0", (84, 56)]
+        assert seen(await other.step("I too")) == ["turn 0", (84, 56)]
         await asyncio.gather(one.close(), other.close())
 
     run_pool(

@@ -35,6 +35,7 @@ TORCH_FREE = (
     "asyncrl/telemetry/",
     "asyncrl/journal/",
     "asyncrl/run_folder/",
+    "asyncrl/workers/",
 )
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from tests.rigs.reward_pools import run_pool
 
 FUNCTIONS = """
@@ -66,7 +66,7 @@ def score_group(file: Path, texts: list[str], *entries: dict[str, Any], **settin
     functions = [{**entry, "function": f"{file}:{entry['function']}"} for entry in entries]
     config = RewardConfig.model_validate({"functions": functions, "workers": 2, **settings})
 
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         group = pool.group(len(texts))
         scoring: list[asyncio.Task[Score]] = []
         for index, text in reversed(list(enumerate(texts))):  # they finish in any order

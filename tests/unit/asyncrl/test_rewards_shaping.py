@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import UserError
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.shaping import (
     cosine_length,
     diversity,
@@ -87,7 +87,7 @@ def test_a_shaped_component_is_shown_and_its_shaping_counts_in_its_place() -> No
         "soft_overlong": 3.0,
     }
 
-    async def scenario(pool: RewardPool) -> list[Score]:
+    async def scenario(pool: RewardScorer) -> list[Score]:
         def sample(length: int, **fields: Any) -> RewardSample:
             return RewardSample("a a a a", answer="a a a a", num_tokens=length, max_tokens=100, **fields)
 

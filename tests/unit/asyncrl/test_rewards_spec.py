@@ -14,8 +14,8 @@ import yaml
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewards, load_reward
 from tests.rigs.tiny import ROOT
 
@@ -26,7 +26,7 @@ def config_of(function: str, **kwargs: Any) -> RewardConfig:
 
 
 async def load_in_workers(config: RewardConfig) -> None:
-    pool = RewardPool(config)
+    pool = RewardScorer(config)
     await pool.start()
     await pool.close()
 

@@ -14,7 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ServerHeartbeat, Tickets, Welcome
 from rollout_server import service
@@ -110,7 +110,7 @@ def test_an_hf_engine_whose_thread_ends_has_died(
         engine.check_alive()
         monkeypatch.setattr(DecodeLoop, "_take_admissible", broken)
         message = written(config, processor, 1)
-        producer = GroupProducer(engine, RewardPool(config.reward), processor, "s")
+        producer = GroupProducer(engine, RewardScorer(config.reward), processor, "s")
         requests: Any = [producer._request(ticket, message.blobs) for ticket in message.tickets]
         said = "the hf engine has stopped: an error nobody foresaw"
         for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.scorer import RewardScorer
 from benchmarks.staleness.workload import OneForAll
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Goodbye, Group, TicketFailed
@@ -72,7 +72,7 @@ def test_a_groups_rewards_see_all_of_it_and_its_lengths(make_config: MakeConfig)
     tickets = written(config, processor, 2)
 
     async def scenario() -> list[Group | TicketFailed]:
-        rewards = RewardPool(config.reward)
+        rewards = RewardScorer(config.reward)
         await rewards.start()
         try:
             producer = GroupProducer(ScriptedEngine(config, processor), rewards, processor, "s")

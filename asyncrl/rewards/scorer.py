@@ -1,39 +1,32 @@
-"""`RewardPool`: many samples in, scores out, whatever the reward functions do."""
+"""`RewardScorer`: many samples in, scores out, whatever the reward functions do."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.plugins import implementation
+from asyncrl.rewards.process_scorer import ProcessScorer, scorer_of_functions
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.score import Score, Scorer
+from asyncrl.rewards.score import Score
 from asyncrl.rewards.spec import check_rewards, scorer_of
-from asyncrl.rewards.worker_pool import WorkerPool, closed
-from asyncrl.rewards.worker_process import SHOWN_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    scorer: Scorer
-    names: list[str]
-    """Names of the stage's components, in the order of `reward.functions`."""
-
-
-class RewardPool:
+class RewardScorer:
     """Processes that score samples, for the event loop that called `start()`.
 
     Example:
-        pool = RewardPool(config.reward)
-        await pool.start()
-        score = await pool.score(RewardSample(completion="4", answer="4"))
-        await pool.close()
+        scorer = RewardScorer(config.reward)
+        await scorer.start()
+        score = await scorer.score(RewardSample(completion="4", answer="4"))
+        await scorer.close()
 
     Samples wait in order of arrival; the caller bounds how many there are. The processes end with the
     thread that runs the loop, also where it is killed.
@@ -41,26 +34,24 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._workers = WorkerPool(config, self._count_dropped)
-        kinds = {component_name(part): (scorer_of(part), part) for part in config.functions}
-        self._scorers_by_name: dict[str, Scorer] = {
-            name: implementation(kind.implementation)(part, self._count_dropped)
-            for name, (kind, part) in kinds.items()
-            if kind is not None
-        }
+        functions = scorer_of_functions(config)
+        self._scorers: dict[str, ProcessScorer] = {}
+        """Scorer of each component; all functions share one."""
+        for part in config.functions:
+            kind = scorer_of(part)
+            scorer = implementation(kind.implementation)(part) if kind else functions
+            self._scorers[component_name(part)] = scorer
         late = _needing_the_group(config)
-        self._early = self._stages([name for name in config.component_names if name not in late])
-        self._late = self._stages([name for name in config.component_names if name in late])
+        self._early = [name for name in config.component_names if name not in late]
+        self._late = [name for name in config.component_names if name in late]
         self._reported: set[str] = set()
         """Error kinds of which a failure stands in the log."""
-        self.output_dropped_bytes = 0
-        """Bytes that rewards printed beyond SHOWN_BYTES per sample, which no log has."""
-        self._closed = False
 
     async def start(self) -> None:
         """Start the processes, with all functions loaded. Raises UserError where they cannot be."""
         check_rewards(self._config)
-        results = await asyncio.gather(*(scorer.start() for scorer in self._scorers()), return_exceptions=True)
+        starts = (scorer.start() for scorer in set(self._scorers.values()))
+        results = await asyncio.gather(*starts, return_exceptions=True)
         for failure in results:
             if failure is not None:
                 await self.close()
@@ -107,50 +98,27 @@ class RewardPool:
         """Counts of scorers so far, by component and name."""
         return {
             (component, name): number
-            for component, scorer in self._scorers_by_name.items()
+            for component, scorer in self._scorers.items()
             for name, number in scorer.counts.items()
         }
 
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes that rewards printed beyond the limit per sample, which no log has."""
+        return sum(scorer.workers.dropped_bytes for scorer in set(self._scorers.values()))
+
     async def close(self) -> None:
         """Kill the processes and everything that they started; a pending `score()` raises RuntimeError."""
-        self._closed = True
-        await asyncio.gather(*(scorer.close() for scorer in self._scorers()))
+        await asyncio.gather(*(scorer.close() for scorer in set(self._scorers.values())))
 
-    async def _run(
-        self, stages: Sequence[_Stage], samples: Sequence[RewardSample], scores: Sequence[Score]
-    ) -> list[Score]:
+    async def _run(self, names: Sequence[str], samples: Sequence[RewardSample], scores: Sequence[Score]) -> list[Score]:
+        """Add components in the order of `reward.functions`; one request for those that stand beside each other."""
         known = list(scores)
-        for stage in stages:
+        for scorer, together in itertools.groupby(names, self._scorers.__getitem__):
             if all(score.error_kind for score in known):
                 break
-            if self._closed:
-                raise closed()
-            known = await stage.scorer.score(samples, known, stage.names)
+            known = await scorer.score(samples, known, list(together))
         return known
-
-    def _stages(self, names: Sequence[str]) -> list[_Stage]:
-        stages: list[_Stage] = []
-        for name in names:
-            scorer: Scorer = self._scorers_by_name.get(name, self._workers)
-            if stages and stages[-1].scorer is scorer:
-                stages[-1].names.append(name)
-            else:
-                stages.append(_Stage(scorer, [name]))
-        return stages
-
-    def _scorers(self) -> list[Scorer]:
-        """Scorers that have anything to do."""
-        used = {id(stage.scorer): stage.scorer for stage in [*self._early, *self._late]}
-        return list(used.values())
-
-    def _count_dropped(self, nbytes: int) -> None:
-        if not self.output_dropped_bytes:
-            logger.warning(
-                "a reward printed more than %d bytes for one sample: what is beyond is dropped, and counted in "
-                "asyncrl_rollout_reward_output_dropped_bytes_total. Let it write to a file of its own to keep all",
-                SHOWN_BYTES,
-            )
-        self.output_dropped_bytes += nbytes
 
 
 class GroupScoring:
@@ -158,31 +126,31 @@ class GroupScoring:
     them when the last is there.
 
     Example:
-        group = pool.group(2)
+        group = scorer.group(2)
         scores = await asyncio.gather(group.score(0, first), group.score(1, second))
     """
 
-    def __init__(self, pool: RewardPool, size: int) -> None:
-        self._pool = pool
+    def __init__(self, scorer: RewardScorer, size: int) -> None:
+        self._scorer = scorer
         self._size = size
         self._early: dict[int, tuple[RewardSample, Score]] = {}
         self._complete = asyncio.Event()
         self._late: asyncio.Task[list[Score]] | None = None
 
     async def score(self, index: int, sample: RewardSample) -> Score:
-        """The score of the completion at `index` of the group; await all of them together. Raises as the pool's."""
-        score = await self._pool.run_early(sample)
-        if not self._pool.needs_groups:
-            return self._pool.finished(sample, score)
+        """The score of the completion at `index` of the group; await all of them together. Raises as the scorer's."""
+        score = await self._scorer.run_early(sample)
+        if not self._scorer.needs_groups:
+            return self._scorer.finished(sample, score)
         self._early[index] = sample, score
         if len(self._early) == self._size:
             samples, scores = zip(*(self._early[i] for i in range(self._size)), strict=True)
-            self._late = asyncio.create_task(self._pool.run_late(samples, scores))
+            self._late = asyncio.create_task(self._scorer.run_late(samples, scores))
             self._late.add_done_callback(lambda late: late.cancelled() or late.exception())  # all may be cancelled
             self._complete.set()
         await self._complete.wait()
         assert self._late is not None
-        return self._pool.finished(sample, (await asyncio.shield(self._late))[index])
+        return self._scorer.finished(sample, (await asyncio.shield(self._late))[index])
 
 
 def _needing_the_group(config: RewardConfig) -> set[str]:
@@ -202,6 +170,6 @@ async def try_loading(config: RewardConfig) -> None:
     """
     check_rewards(config)
     if any(scorer_of(part) is None for part in config.functions):
-        workers = WorkerPool(config.model_copy(update={"workers": 1}), lambda _: None)
-        await workers.start()
-        await workers.close()
+        functions = scorer_of_functions(config.model_copy(update={"workers": 1}))
+        await functions.start()
+        await functions.close()

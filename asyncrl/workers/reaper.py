@@ -1,10 +1,10 @@
-"""A reaper process around each worker: when either the worker or the pool ends, nothing of it survives.
+"""A reaper process around each worker: when either the worker or its parent ends, nothing of it survives.
 
-    pool's process  --stdin-->  reaper  --fork-->  worker (own session)  -->  whatever the reward starts
+    parent  --stdin-->  reaper  --fork-->  worker (own session)  -->  whatever user code starts
 
-The reaper runs no user code. It waits until the worker ends, the pool closes its end of the pipe, or the pool's
-process ends (its forks may hold the pipe). Then it kills every descendant: as their reaper it also finds those that
-have left the worker's session. It exits the way the worker did, so that the pool sees the worker's signal or code.
+The reaper runs no user code. It waits until the worker ends, the parent closes its end of the pipe, or the parent
+ends (its forks may hold the pipe). Then it kills every descendant: as their reaper it also finds those that have left
+the worker's session. It exits the way the worker did, so that the parent sees the worker's signal or code.
 """
 
 from __future__ import annotations
@@ -14,35 +14,14 @@ import os
 import resource
 import select
 import signal
-import sys
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
 
 import psutil
-
-from asyncrl.rewards import channel
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 COLLECT_EVERY_MS = 1000
 """Time between looks at orphans of the worker that have ended."""
-
-
-def run_guarded(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
-    """Be a worker: call `serve` with the pipes from and to the pool, below a reaper, and end with it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    fork_guarded()
-    incoming, outgoing = channel.take_pipes()
-    code = 0
-    try:
-        serve(incoming, outgoing)
-    except BaseException:  # ends the worker, which the pool reports; the log has the whole traceback
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)  # threads and exit handlers of user code must not hold the worker
 
 
 def limit_memory(mib: int) -> None:
@@ -59,8 +38,9 @@ def memory_limit_mib() -> int:
 def fork_guarded() -> None:
     """Return in a child process with a session of its own; the calling process becomes its reaper.
 
-    Stdin must be the pool's pipe. The reaper only watches it for closing and reads nothing.
+    Stdin must be the parent's pipe. The reaper only watches it for closing and reads nothing.
     """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reaper = os.getpid()
     ends = select.poll()
     ends.register(0, 0)  # POLLHUP is always reported
