@@ -17,7 +17,7 @@ from torch import nn
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig
 from asyncrl.models.published import fitting, load_published, published_parts, published_tensors
 from asyncrl_plugins.deepspeed.engine import ZeroEngine, ZeroSettings, load_deepspeed
-from asyncrl_plugins.deepspeed.updates import ZeroUpdates, shape_of
+from asyncrl_plugins.deepspeed.updates import ZeroUpdates, even_part, shape_of
 from learner.ranks.group import Ranks
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
@@ -158,7 +158,7 @@ class ZeroParted(ZeroWhole):
             self._set(parts[name], whole)
 
     def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Part:
-        return Part.even(local.detach(), self._ranks.rank, shape_of(parameter))
+        return even_part(local.detach(), self._ranks.rank, shape_of(parameter))
 
     def set_local(self, local: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor | Stored) -> None:
         self.divided(local, parameter).fill(given)

@@ -158,7 +158,7 @@ class ZeroUpdates:
         if self._is_parted:
             read = self._zero._get_fp32_opt_state_partition
             flat, _ = read(parameter, release_swap_buffers=True, optim_state_key=moment)
-            return Part.even(flat.detach(), self._ranks.rank, parameter.ds_shape)
+            return even_part(flat.detach(), self._ranks.rank, parameter.ds_shape)
         fragment = parameter._hp_mapping
         if fragment is None:  # other ranks have all of it
             return Part(torch.empty(0), 0, parameter.shape)
@@ -217,6 +217,13 @@ class _InFile:
     names: list[str]
     """Names of the parameters, by their numbers."""
     param_groups: list[dict[str, Any]]
+
+
+def even_part(elements: torch.Tensor, rank: int, shape: torch.Size) -> Part:
+    """The part of a tensor that is divided into ranges of one length, `elements`'; those behind the tensor's last are
+    padding."""
+    first = min(rank * elements.numel(), shape.numel())
+    return Part(elements[: shape.numel() - first], first, shape)
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-
-class Announcer(Protocol):
-    def give(self, kind: str, **values: Any) -> None: ...
+if TYPE_CHECKING:  # a part of a learner without ranks imports this, too
+    from learner.ranks.orders import Orders
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     """Index on the machine, which chooses the GPU."""
-    orders: Announcer | None = None
-    """Announcer of rank 0's next command; None where all ranks do the same anyway."""
+    orders: Orders | None = None
+    """Orders of rank 0; None where all ranks do the same anyway."""
 
     @property
     def leads(self) -> bool:

@@ -43,13 +43,6 @@ class Part:
     """Shape of the whole tensor."""
 
     @staticmethod
-    def even(elements: torch.Tensor, rank: int, shape: torch.Size) -> Part:
-        """The part of a tensor that is divided into ranges of one length, `elements`'; those behind the tensor's last
-        are padding."""
-        first = min(rank * elements.numel(), shape.numel())
-        return Part(elements[: shape.numel() - first], first, shape)
-
-    @staticmethod
     def rows(tensor: DTensor) -> Part:
         """The part of a tensor whose rows FSDP has divided: as many for each rank, for the last ones what is left."""
         mesh, shape = tensor.device_mesh, tensor.shape

@@ -32,7 +32,6 @@ from protocol.messages import (
     TokenSource,
     TrajectoryRecord,
     TrajectoryRole,
-    TrajectoryStatus,
     Turn,
 )
 from rollout_server.engines.base import (
@@ -47,6 +46,7 @@ from rollout_server.engines.base import (
 from rollout_server.production.conversation import ConversationProducer
 from rollout_server.production.environments import Environments
 from rollout_server.production.rounds import AtOnce
+from rollout_server.production.trajectory import status_of
 
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
@@ -294,17 +294,11 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
 def trajectory_record(
     request: GenerationRequest, completion: Completion, score: Score, role: TrajectoryRole
 ) -> TrajectoryRecord:
-    """A failed reward is a status with its kind; it is never a score of 0."""
     prefix, length = len(request.ordered(completion.index)), len(completion.token_ids)
     seen = request.seen_by(completion.index).prompt.image_hashes
     assert completion.finish_reason is not None, "an unfinished completion has no record"
-    if score.status == "ok":
-        truncated = completion.finish_reason is not FinishReason.STOP
-        status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.FINISHED
-    else:
-        status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
     return TrajectoryRecord(
-        status=status,
+        status=status_of(score, is_cut=completion.finish_reason is not FinishReason.STOP),
         finish_reason=completion.finish_reason,
         role=role,
         error_kind=score.error_kind,

@@ -82,21 +82,14 @@ class Trajectory:
             column.clear()
 
     def record(self, score: Score, role: TrajectoryRole, *, zero_over_limit: bool) -> TrajectoryRecord:
-        """A failed environment or reward is a status with its kind; it is never a score of 0."""
         finish_reason = self.turns[-1].finish_reason or FinishReason.STOP
         if self.failure is not None:
-            status, (kind, message) = TrajectoryStatus.ERROR, self.failure
-            score = Score(error_kind=kind, error_message=message)
-        elif score.status != "ok":
-            status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
-        else:
-            is_cut = finish_reason is FinishReason.LENGTH or bool(self.limit)
-            status = TrajectoryStatus.TRUNCATED if is_cut else TrajectoryStatus.FINISHED
+            score = Score(error_kind=self.failure[0], error_message=self.failure[1])
         reward = score.reward
         if reward is not None:
             reward = 0.0 if self.limit and zero_over_limit else reward + sum(turn.reward or 0.0 for turn in self.turns)
         return TrajectoryRecord(
-            status=status,
+            status=status_of(score, is_cut=finish_reason is FinishReason.LENGTH or bool(self.limit)),
             finish_reason=finish_reason,
             role=role,
             limit=self.limit,
@@ -106,3 +99,10 @@ class Trajectory:
             reward=reward,
             turns=tuple(self.turns),
         )
+
+
+def status_of(score: Score, *, is_cut: bool) -> TrajectoryStatus:
+    """A failed reward is a status with its kind; it is never a score of 0."""
+    if score.status == "ok":
+        return TrajectoryStatus.TRUNCATED if is_cut else TrajectoryStatus.FINISHED
+    return TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR

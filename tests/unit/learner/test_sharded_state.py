@@ -45,13 +45,3 @@ def test_elements_that_are_in_no_file_are_said(tmp_path: Path) -> None:
     assert stored.range(2, 9).tolist() == list(range(2, 9))
     with pytest.raises(ValueError, match="of w 3 of the elements 6 to 15 are in"):
         stored.range(6, 15)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
-def test_equal_ranges_have_padding_behind_the_last_element(ranks: int) -> None:
-    """With more ranks than are needed the last have nothing but padding."""
-    size = -(-WHOLE.numel() // ranks)
-    parts = [Part.even(torch.full((size + 1,), -1.0), rank, WHOLE.shape) for rank in range(ranks)]
-    for part in parts:
-        part.fill(WHOLE)
-    assert torch.cat([part.elements for part in parts]).tolist() == WHOLE.view(-1).tolist()
