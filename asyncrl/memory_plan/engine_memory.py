@@ -42,11 +42,16 @@ def sampling_bytes(model: ModelBytes, rollout: RolloutConfig) -> int:
 
 
 def prefilled_prompts(config: RunConfig) -> int:
-    """Prompts that the hf engine takes through the model in one pass."""
+    """Prompts of the largest length whose tokens the hf engine takes through the model in one pass."""
+    most, longest = config.rollout.max_concurrent_sequences, config.data.max_prompt_length
     smallest = min([config.trajectories_per_group] + [config.evaluation.group_size] * bool(config.data.val_files))
-    together = max(1, config.rollout.max_concurrent_sequences // smallest)
+    together = max(1, most // smallest)
+    admitted = min(together, max(1, PREFILL_TOKENS // longest))
+    if config.environment.is_used:  # a later turn is a prompt of its own, with all turns before it
+        row = longest + config.longest_completion
+        admitted = max(admitted, -(-min(most, max(1, PREFILL_TOKENS // row)) * row // longest))
     rebuilds = config.trainer.mode == "async" and config.rollout.weight_update == "recompute"
-    return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))
+    return max(together, admitted) if rebuilds else admitted
 
 
 def _hf_lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[MemoryItem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from asyncrl.processing.model_inputs import joined_row, sampled_piece
 from asyncrl.processing.processor import EncodedPrompt
 from asyncrl.telemetry.numbers import GIB, size
 from benchmarks.random_models import make_model
@@ -157,6 +159,33 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
     lines = {line.name: line.nbytes for line in plan.phases[1].lines}
     assert lines["KV cache"] == 8 * cache_columns(PROMPT + 8) * plan.model.cache_per_token
     assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak
+
+
+def test_later_turns_take_what_was_planned(make_config: MakeConfig, small: Path) -> None:
+    """All rows at once end a turn, and are prefilled whole, four and eight tokens longer."""
+    environment = {"name": "some.py:Where", "limits": {"turns": 3, "tokens_per_turn": 8, "images": 0}, "workers": 8}
+    plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, environment=environment))
+    model: Any = load_model(plan.config.model, device=torch.device("cpu")).eval().requires_grad_(False)
+    stops = tuple(range(model.config.text_config.vocab_size))
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=stops, banned_token_ids=())
+    prompt = image_prompt(model, PROMPT)
+    requests = [GenerationRequest(i, prompt, GROUP, i, sampling) for i in range(2)]
+    batch = DecodeBatch(model, (), torch.device("cpu"))
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        done = batch.join(batch.prefill(requests, 0))
+        for turn in (1, 2):
+            later: list[GenerationRequest] = []
+            for number, row in enumerate(done):
+                before = row.request.encoded_prompt(row.index)
+                said = np.asarray([*row.token_ids, *[5] * (4 + 4 * (number % 2))], np.int32)
+                longer = joined_row(replace(before, pixel_values=None), [sampled_piece(said)])
+                longer = replace(longer, pixel_values=prompt.pixel_values)  # one copy of them, which is the host's
+                later.append(GenerationRequest(number, longer, 1, 0, sampling, stream=(number, turn)))
+            assert len(later) == 8
+            done.clear()
+            done = batch.join(batch.prefill(later, 0))
+    lines = {line.name: line.nbytes for line in plan.phases[1].lines}
+    assert live.peak <= lines["KV cache"] + lines["working memory"]
 
 
 def test_a_critic_takes_what_was_planned(make_config: MakeConfig, small: Path) -> None:
