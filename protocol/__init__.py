@@ -10,7 +10,7 @@ Reading order:
    messages per peer.
 6. `weight_file.py`, `weights.py`, `download.py`, `transfer.py`: one policy version, published in shared
    memory, mapped by servers on the same host or pulled in chunks over ZeroMQ.
-7. `device_lock.py`: the lock on a device that learner and server share in turns. `faults.py`: crash points for tests.
+7. `device_lock.py`: the lock on a device that learner and server share. `faults.py`: crash points for tests.
 
 `README.md` has the sequence diagram, the rules, and tables of messages and errors.
 """

@@ -243,7 +243,7 @@ class TorchEngine:
     def files(self, *, copies: bool) -> Write:
         """Master weights, optimiser and schedule as they are now; the model, or its adapter, is written beside them.
 
-        Any number of ranks reads them, and a process without ranks, unless the engine's own format is chosen.
+        Any number of ranks reads them, and a process without ranks.
         """
         self._sleeper.check_awake()
         self.sharding.changed()
@@ -252,8 +252,7 @@ class TorchEngine:
     def load(self, folder: Path) -> None:
         """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
 
-        Raises UserError where the checkpoint's weights had another dtype, other parts a learning rate of their own, or
-        where it is in the own format of an engine with another placement.
+        Raises UserError where the checkpoint's weights had another dtype, or other parts a learning rate of their own.
         """
         self.sharding.changed()
         self.updates.load(folder / ENGINE_FILE)
