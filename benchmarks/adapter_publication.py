@@ -62,7 +62,6 @@ class Pair:
         self._receiver = WeightReceiver(
             config.model.path,
             config.network,
-            config.trainer.mode,
             config.first_meeting_s,
             self._engine,
             "shm",

@@ -110,14 +110,14 @@ class Learner:
 
     def publish(self) -> tuple[float, float, float]:
         """Seconds of the training thread, seconds to the last server, and versions' worth that the learner has sent."""
-        sent = self.network.weight_tree.sent_bytes
+        sent = self.network.weights_sent_bytes
         weights = self.cell.weights(self.version)
         began = time.monotonic()
         manifest = self.publication.publish(self.version, weights)
         self.network.call_soon(self.network.servers.announce, manifest)
         ours = time.monotonic() - began
         self.wait(self.all_loaded, f"version {self.version}")
-        times = (self.network.weight_tree.sent_bytes - sent) / manifest.total_bytes
+        times = (self.network.weights_sent_bytes - sent) / manifest.total_bytes
         return ours, time.monotonic() - began, times
 
     def take(self) -> int:

@@ -14,7 +14,9 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.models.published import fingerprint_of
+from asyncrl_plugins.relays import relay
 from benchmarks.staleness.sockets import ModelFreeServer
 from benchmarks.staleness.workload import ModelFreeEngine, Workload
 from learner.network import thread
@@ -22,7 +24,6 @@ from protocol import sockets
 from protocol.messages import Chunk, Wire
 from protocol.sockets import Delivery, Encoded, LearnerSocket
 from protocol.weights import Tensor
-from rollout_server.weights import relay
 
 TENSORS = 32
 """Tensors of a version, of equal size: as many steps as it can be sent on in."""
@@ -62,12 +63,12 @@ class Cell:
         config = self.workload.config(
             control_port=control_port,
             weights_port=weights_port,
-            weights_fan_out=self.fan_out,
             heartbeat_s=5.0,
             timeout_s=120.0,
             start_timeout_s=1800.0,
         )
-        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"weights_channel": "zmq"})})
+        relay = {"weights_channel": "relay", "relay": {"fan_out": self.fan_out or self.servers}}
+        return config.model_copy(update={"rollout": RolloutConfig(**{**config.rollout.model_dump(), **relay})})
 
     @property
     def model(self) -> str:
@@ -149,7 +150,7 @@ def serve(cell: Cell, config: RunConfig, number: int, pipe: Connection) -> None:
 
     ended = asyncio.run(all_of_them())
     problems = [repr(problem) for problem in ended if problem is not None]
-    receivers = [server.receiver.puller for server in servers if hasattr(server, "receiver")]
+    receivers = [server.receiver._puller for server in servers if hasattr(server, "receiver")]
     received = {who: sum(each.received_bytes[who] for each in receivers) for who in ("learner", "server")}
     failures = sum(sum(each.failures.values()) for each in receivers)
     pipe.send((problems, received, failures))

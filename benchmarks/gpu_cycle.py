@@ -117,9 +117,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     learner = TorchEngine(config.model_settings, config.learner.optim, total_updates=10)
     publication = open_publication("gpu-cycle")
     engine = create_engine(config, processor)
-    receiver = WeightReceiver(
-        config.model.path, config.network, config.trainer.mode, config.first_meeting_s, engine, "shm", ""
-    )
+    receiver = WeightReceiver(config.model.path, config.network, config.first_meeting_s, engine, "shm", "")
     planned = {phase.name: _tensors_of(cycle.plan, phase.name) for phase in cycle.plan.phases}
     weights = cycle.plan.model.weights
     model = cycle.plan.model

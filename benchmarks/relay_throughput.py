@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
+from asyncrl_plugins.relays.puller import RelayPuller
+from asyncrl_plugins.relays.tree import WeightTree
 from benchmarks.staleness.workload import Workload
 from benchmarks.weights_throughput import learner_process, make_tensors, receive_plainly
-from learner.network.weight_tree import WeightTree
 from protocol.messages import Chunk, ChunkRequest, SourceRequest, WeightManifest, WeightsFromLearner, WeightsFromServer
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
-from rollout_server.weights.puller import WeightPuller
 
 LONGEST_S = 300.0
 
@@ -46,7 +46,7 @@ def server(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> N
 
 
 async def _fetch(number: int, config: RunConfig, endpoint: str, pipe: Connection) -> None:
-    puller = WeightPuller(config.network, config.trainer.mode, f"session-{number}")
+    puller = RelayPuller(config.network, f"session-{number}")
     socket = ServerSocket(endpoint, WeightsFromLearner)
     pipe.send("ready")
     manifest: WeightManifest = await asyncio.to_thread(pipe.recv)
@@ -61,8 +61,7 @@ async def _fetch(number: int, config: RunConfig, endpoint: str, pipe: Connection
 
 
 def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
-    network = {"weights_fan_out": fan_out, "timeout_s": 120.0}
-    config = Workload(servers=servers, bound=1).config(**network)
+    config = Workload(servers=servers, bound=1).config(timeout_s=120.0)
     context = multiprocessing.get_context("spawn")
     with Publication("relay-throughput", folder) as publication:
         manifest = publication.publish(1, make_tensors(mib << 20))
@@ -75,7 +74,7 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
             of_session=sessions.get,
             count_error=print,
         )
-        tree = WeightTree(fan_out, known, publication)
+        tree, sent_bytes = WeightTree(fan_out or servers, known, publication), 0
         pipes, processes = [], []
         for number in range(servers):
             ours, theirs = context.Pipe()
@@ -100,7 +99,7 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
                 else:
                     assert isinstance(received.message, ChunkRequest)
                     answer = answer_chunk_request(publication, received.message)
-                    tree.sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
+                    sent_bytes += answer.data.nbytes if isinstance(answer, Chunk) else 0
                 socket.send(received.identity, answer)
                 received = socket.recv()
             done += sum(bool(pipe.recv()) for pipe in pipes if pipe.poll(0))
@@ -118,7 +117,7 @@ def run(mib: int, servers: int, fan_out: int, folder: Path) -> dict[str, float]:
         "servers": servers,
         "seconds": took,
         "GB/s arriving": servers * manifest.total_bytes / took / 1e9,
-        "learner sent, versions": tree.sent_bytes / manifest.total_bytes,
+        "learner sent, versions": sent_bytes / manifest.total_bytes,
         "learner CPU s": cpu,
         "servers' CPU s": sum(report[0] for report in reports),
         "failed sources": failures.total(),

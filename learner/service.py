@@ -38,7 +38,7 @@ from learner.loop.saver import Saver
 from learner.loop.step_schedule import StepSchedule
 from learner.loop.trainer import Trainer
 from learner.network.device_lease import LearnerLease, take_first_lease
-from learner.network.publication import open_device_sender, open_publication, publish
+from learner.network.publication import open_device_sender, open_publication, publish, source_opener
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.ranks.environment import rank_environment
@@ -189,6 +189,7 @@ class Learner:
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
             device_sender=self.device_sender,
+            open_sources=source_opener(config.rollout),
             check_ranks=self._leader.processes.check if self._leader else lambda: None,
         )
         self._resources.callback(lambda: self.network.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -54,19 +55,6 @@ class LearnerKeys:
     def where(self) -> str:
         """Place of the keys of known peers, for a log line."""
         return str(self.servers)
-
-
-@dataclass
-class RelayKeys:
-    """A server's own pair as the keys of an endpoint of its own, at which other servers fetch weights."""
-
-    secret: bytes = field(repr=False)
-    peers: frozenset[bytes] = frozenset()
-    """Public keys of the servers that may connect, as the learner has named them last."""
-    where = "the keys that the learner has named"
-
-    def authorised(self) -> frozenset[bytes]:
-        return self.peers
 
 
 @dataclass(frozen=True)
@@ -219,10 +207,26 @@ class HandshakeEvents:
         self._events.close(linger=0)
 
 
+class EndpointKeys(Protocol):
+    """An endpoint's own secret key, and the public keys (Z85) that may connect to it."""
+
+    @property
+    def secret(self) -> bytes: ...
+
+    @property
+    def where(self) -> str:
+        """Place of the keys of known peers, for a log line."""
+        ...
+
+    def authorised(self) -> Collection[bytes]:
+        """Public keys that may connect now."""
+        ...
+
+
 class CurveAuthenticator:
     """Admits the public keys that its `keys` know at each handshake. One per context, made before its sockets."""
 
-    def __init__(self, context: zmq.Context, keys: LearnerKeys | RelayKeys):
+    def __init__(self, context: zmq.Context, keys: EndpointKeys):
         self._keys = keys
         self._guarded: list[HandshakeEvents] = []
         self._rejected: deque[str] = deque()

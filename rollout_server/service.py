@@ -50,7 +50,7 @@ from rollout_server.production.group_producer import (
 )
 from rollout_server.reporting.prometheus import ServerExporter
 from rollout_server.shared_device import SharedDevice
-from rollout_server.weights.channels import choose_channel, open_receiver
+from rollout_server.weights.channels import choose_channel, open_puller, open_receiver
 from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
 
@@ -164,13 +164,12 @@ class RolloutServer:
             self.receiver = WeightReceiver(
                 self.config.model.path,
                 self.config.network,
-                self.config.trainer.mode,
                 self.config.first_meeting_s,
                 self.engine,
                 channel,
                 self.config.network.endpoint(welcome.weights_port),
                 instead=instead,
-                session=self.link.session,
+                puller=open_puller(self.config.rollout.weights_channel, self.config.network, self.link.session),
             )
             self.policy_versions = PolicyVersions(
                 self.config.learner.wait_timeout_s,
@@ -352,7 +351,6 @@ class RolloutServer:
             self.exporter.beat(
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
-            self.exporter.fetched(self.receiver.puller)
             self.exporter.rewarded(self.rewards.dropped_bytes, self.rewards.counts)
             if self.environments:
                 self.exporter.environments(self.environments)

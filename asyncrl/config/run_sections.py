@@ -183,9 +183,6 @@ class NetworkConfig(Section):
     300, and 1800 where an engine that compiles, such as vllm, may be on a GPU."""
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
-    weights_fan_out: int = Field(default=2, ge=0)
-    """Fan-out of weights over ZeroMQ: number of rollout servers that the learner, and each of these servers, sends a
-    version to. 0: the learner sends it to all, and no server listens."""
 
     @property
     def control_endpoint(self) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config import learner_engines, rollout_engines, rollout_weights, weight_channels
 from asyncrl.config.sections import OpenSection, Section
-from asyncrl.plugins import find_part, sections_of
+from asyncrl.plugins import descriptions, find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
@@ -46,8 +46,8 @@ class RolloutConfig(OpenSection):
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: str = "auto"
-    """Channel of new weights: `shm` (mapped), `zmq` (over TCP), or a plug-in's between GPUs; `auto` is the first that
-    can work, those between GPUs first, and with gpu_memory.budget_gib without them."""
+    """Channel of new weights: `shm` (mapped), `zmq` (over TCP), or a plug-in's; `auto` is the first that can work,
+    those between GPUs first, and with gpu_memory.budget_gib without them."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 
@@ -76,12 +76,17 @@ class RolloutConfig(OpenSection):
 
     @classmethod
     def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        engine = given.get("engine", "hf")
-        return sections_of({str(engine): find_part("rollout_engines", engine, rollout_engines.BUILT_IN)})
+        engine, channel = given.get("engine", "hf"), given.get("weights_channel", "auto")
+        return sections_of(
+            {
+                str(engine): find_part("rollout_engines", engine, rollout_engines.BUILT_IN),
+                str(channel): find_part("weight_channels", channel, weight_channels.BUILT_IN),
+            }
+        )
 
     @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return sections_of(rollout_engines.rollout_engines())
+        return sections_of({**rollout_engines.rollout_engines(), **descriptions("weight_channels")})
 
     @property
     def truncates(self) -> bool:

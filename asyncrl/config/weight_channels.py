@@ -1,5 +1,4 @@
-"""Channels of new weights by name: those of the core, and those between device memories of plug-ins
-(`asyncrl.weight_channels`)."""
+"""Channels of new weights by name: those of the core, and those of plug-ins (`asyncrl.weight_channels`)."""
 
 from __future__ import annotations
 
@@ -11,14 +10,18 @@ from asyncrl.plugins import Part, descriptions, require_part
 
 @dataclass(frozen=True, kw_only=True)
 class WeightChannel(Part):
-    """Description of a channel from the learner's device memory into the engine's.
+    """Description of a channel: from the learner's device memory into the engine's (`receiver`), or of bytes that
+    servers pull over ZeroMQ (`puller`).
 
-    Its implementation is the learner's end, a `learner.network.publication.DeviceSender`.
+    Its implementation is the learner's end: a `learner.network.publication.DeviceSender`, or what opens a
+    `learner.network.publication.SourceFinder`.
     """
 
     receiver: str = ""
-    """`module:Class` of the server's end, a `rollout_server.weights.channels.DeviceReceiver`. Empty for the channels of
-    the core, which go through host memory."""
+    """`module:Class` of the server's end between device memories, a
+    `rollout_server.weights.channels.DeviceReceiver`."""
+    puller: str = ""
+    """`module:Class` of the server's end over ZeroMQ, a `rollout_server.weights.channels.Puller`."""
     obstacle: str = ""
     """`module:function` with the arguments of `rollout_server.weights.channels.Obstacle`: the reason for which the
     channel cannot be used now, empty if it can."""
@@ -26,6 +29,8 @@ class WeightChannel(Part):
     """True if both sides have to be on one GPU."""
     own_bytes: int = 0
     """Device memory that the channel takes for itself on each side, beside a version."""
+    host_versions: int = 1
+    """Versions in host memory of each server that pulls them."""
 
 
 BUILT_IN: Mapping[str, WeightChannel] = {name: WeightChannel(implementation="") for name in ("auto", "shm", "zmq")}
@@ -41,6 +46,6 @@ def device_channels(configured: str) -> dict[str, WeightChannel]:
     """The channels between device memories that may be used: the configured one, or with `auto` the installed ones, the
     best first."""
     if configured == "auto":
-        return dict(descriptions("weight_channels"))
+        return {name: channel for name, channel in descriptions("weight_channels").items() if channel.receiver}
     channel = weight_channel(configured)
     return {configured: channel} if channel.receiver else {}

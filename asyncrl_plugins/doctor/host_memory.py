@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from asyncrl.config.rollout_engines import rollout_engine
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.weight_channels import weight_channel
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import MemoryItem, servers_text
 from asyncrl.memory_plan.plan import MemoryPlan, published_versions
@@ -18,9 +19,11 @@ PIXELS = "pixels of prompts"
 
 def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
     """Memory of servers for versions that come over ZeroMQ."""
-    relays, servers = bool(config.network.weights_fan_out) and config.trainer.mode == "async", config.rollout.servers
-    why = "a version that arrives" + relays * ", and the one before to send it on (network.weights_fan_out)"
-    return MemoryItem("weights over ZeroMQ", servers * (1 + relays) * model.published, why + servers_text(servers))
+    channel, servers = config.rollout.weights_channel, config.rollout.servers
+    versions = weight_channel(channel).host_versions
+    before = f", and the one before (rollout.weights_channel={channel})" if versions > 1 else ""
+    why = f"a version that arrives{before}{servers_text(servers)}"
+    return MemoryItem("weights over ZeroMQ", servers * versions * model.published, why)
 
 
 def host_items(plan: MemoryPlan) -> list[MemoryItem]:
@@ -32,7 +35,8 @@ def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
     beside = config.evaluates_beside_training
     why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
     yield MemoryItem("published weights, in /dev/shm", published_versions(beside) * model.published, why)
-    if config.rollout.weights_channel == "zmq":  # with auto the servers of this machine map what is published
+    channel = config.rollout.weights_channel
+    if channel == "zmq" or weight_channel(channel).puller:  # with auto the servers here map the file
         yield _pulled_line(config, model)
     if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
         prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers

@@ -1,10 +1,11 @@
 """The publication of policy versions: bytes for the rollout servers, in shared memory where there is any, and copies in
-device memory for channels between devices, which plug-ins bring."""
+device memory for channels between devices. The learner's end of channels that plug-ins bring."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,14 +13,24 @@ import torch
 
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.config.weight_channels import device_channels
+from asyncrl.config.weight_channels import device_channels, weight_channel
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
 from asyncrl.plugins import implementation
+from learner.network.servers import Servers
 from learner.training.engine import TorchEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
-from protocol.messages import DeviceSource, Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
+from protocol.messages import (
+    DeviceSource,
+    Error,
+    Source,
+    SourceRequest,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
+    WeightManifest,
+)
 from protocol.weight_file import PublicationError
 from protocol.weights import Publication, Tensor
 
@@ -41,6 +52,27 @@ class DeviceSender(Protocol):
     def end(self, identity: bytes, message: TransferEnd) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SourceFinder(Protocol):
+    """Chooses the peer that a server pulls a version from. Used by the network thread."""
+
+    def answer(self, request: SourceRequest) -> Source | Error:
+        """Name the source of a version for the server that asks."""
+        ...
+
+
+OpenSources = Callable[[Servers, Publication, Callable[[], Collection[bytes]] | None], SourceFinder | None]
+"""Opens a SourceFinder from the servers, the publication, and a function that reads the public keys of the servers that
+may connect, None without keys. Returns None where the learner sends to all."""
+
+
+def source_opener(rollout: RolloutConfig) -> OpenSources:
+    """The learner's end of a channel whose servers ask for a source."""
+    channel = weight_channel(rollout.weights_channel)
+    if not channel.puller:
+        return lambda servers, publication, known_keys: None
+    return partial(implementation(channel.implementation), rollout)
 
 
 def open_device_sender(

@@ -28,11 +28,10 @@ from learner.groups.ticket import PreparedTicket
 from learner.network.device_lease import LeaseGrants
 from learner.network.group_receiver import GroupReceiver
 from learner.network.parity_handshake import ParityHandshake
-from learner.network.publication import DeviceSender
+from learner.network.publication import DeviceSender, OpenSources
 from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import EvaluationSender, TicketSender
-from learner.network.weight_tree import WeightTree
 from learner.tickets.ledger import TicketLedger
 from protocol.errors import ErrorCode
 from protocol.handshake import Muted
@@ -111,6 +110,7 @@ class NetworkThread(threading.Thread):
         version: int,
         parity_tickets: Sequence[PreparedTicket] = (),
         device_sender: DeviceSender | None = None,
+        open_sources: OpenSources = lambda servers, publication, known_keys: None,
         check_ranks: Callable[[], None] = lambda: None,
     ):
         """`check_ranks` raises where another rank of the learner has ended."""
@@ -140,9 +140,9 @@ class NetworkThread(threading.Thread):
             version=version,
             device=device,
         )
-        self.weight_tree = WeightTree(
-            settings.network.weights_fan_out, self.servers, publication, self._sockets.known_keys
-        )
+        self.weights_sent_bytes = 0
+        """Bytes of weights in chunks that the learner has sent."""
+        self._sources = open_sources(self.servers, publication, self._sockets.known_keys)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
@@ -364,7 +364,7 @@ class NetworkThread(threading.Thread):
             elif isinstance(received.message, ChunkRequest):
                 self._send_chunk(received.identity, received.message)
             elif isinstance(received.message, SourceRequest):
-                self.weights.send(received.identity, self.weight_tree.answer(received.message))
+                self._name_source(received.identity, received.message)
             elif isinstance(received.message, TransferRequest):
                 self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_sender is not None:
@@ -374,7 +374,15 @@ class NetworkThread(threading.Thread):
         """Answer a request for bytes. A chunk that finds the reader's queue full is dropped: the reader asks again."""
         answer = answer_chunk_request(self.publication, request)
         if self.weights.send(identity, answer) is Delivery.SENT and isinstance(answer, Chunk):
-            self.weight_tree.sent_bytes += answer.data.nbytes
+            self.weights_sent_bytes += answer.data.nbytes
+
+    def _name_source(self, identity: bytes, request: SourceRequest) -> None:
+        if self._sources is not None:
+            answer = self._sources.answer(request)
+        else:
+            reason = "this learner sends all weights itself"
+            answer = Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)
+        self.weights.send(identity, answer)
 
     def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
         if self._device_sender is not None:

@@ -218,15 +218,7 @@ METRICS = (
         "weights_sent_bytes",
         "bytes",
         "Bytes of weights sent over ZeroMQ.",
-        "at most network.weights_fan_out versions for each published one",
-    ),
-    _counter(
-        "weight_sources",
-        "answers",
-        "Servers that asked whom to fetch a version from, by the answer: learner, server, or learner_instead where a "
-        "server has failed to send it.",
-        "learner_instead 0, some when servers come and go",
-        "named",
+        "at most one version for each server and published one",
     ),
     # memory and disks
     _read("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),

@@ -171,9 +171,7 @@ class LearnerExporter:
         m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.stalls.looked_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
-        m.raise_to("weights_sent_bytes_total", self._network.weight_tree.sent_bytes)
-        for named, count in self._network.weight_tree.named.copy().items():
-            m.raise_to("weight_sources_total", count, named=named)
+        m.raise_to("weights_sent_bytes_total", self._network.weights_sent_bytes)
         for kind, count in self._network.servers.errors.copy().items():
             m.raise_to("errors_total", count, kind=kind)
 

@@ -123,21 +123,6 @@ WEIGHTS = (
         "below 5 % of asyncrl_rollout_busy_seconds_total",
     ),
     _counter("weight_bytes", "bytes", "Bytes of weight versions received.", "rises with every version"),
-    _counter(
-        "weight_source_bytes",
-        "bytes",
-        "Bytes of weights that came over ZeroMQ, by who has sent them: the learner, or another server.",
-        "of servers most, where there are more than network.weights_fan_out",
-        "source",
-    ),
-    _counter("relayed_bytes", "bytes", "Bytes of weights sent to other servers.", "at most twice weight_bytes"),
-    _counter(
-        "weight_source_failures",
-        "transfers",
-        "Other servers that were to send a version and did not, by reason: checksum, silent, gone.",
-        "checksum 0; the others when servers come and go",
-        "reason",
-    ),
 )
 
 MEMORY = (

@@ -16,7 +16,6 @@ from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
 from rollout_server.reporting.metric_table import METRICS
-from rollout_server.weights.puller import WeightPuller
 
 
 class ServerExporter:
@@ -66,14 +65,6 @@ class ServerExporter:
         self.metrics["weight_seconds"].labels(phase="transfer").observe(loaded.transfer_s)
         self.metrics["weight_seconds"].labels(phase="load").observe(loaded.load_s)
         self.metrics["weight_bytes_total"].inc(nbytes)
-
-    def fetched(self, puller: WeightPuller) -> None:
-        """Update at a heartbeat what came over ZeroMQ, and what went on to other servers."""
-        for source, total in puller.received_bytes.items():
-            self.metrics.raise_to("weight_source_bytes_total", total, source=source)
-        for reason, total in puller.failures.items():
-            self.metrics.raise_to("weight_source_failures_total", total, reason=reason)
-        self.metrics.raise_to("relayed_bytes_total", puller.sent_bytes)
 
     def said_hello(self) -> None:
         """Record a hello to a learner that has not answered; its silence begins with the first one."""

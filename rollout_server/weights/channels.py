@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from asyncrl.config.weight_channels import device_channels
+from asyncrl.config.run_sections import NetworkConfig
+from asyncrl.config.weight_channels import device_channels, weight_channel
 from asyncrl.errors import UserError
 from asyncrl.plugins import implementation
 from protocol.messages import Channel, DeviceSource, WeightManifest
@@ -51,6 +52,18 @@ class DeviceReceiver(Protocol):
         ...
 
 
+class Puller(Protocol):
+    """The server's end of a channel of bytes over ZeroMQ, which a plug-in brings. Made with the section network and
+    the session of this server's hello."""
+
+    async def receive(self, socket: ServerSocket, manifest: WeightManifest, into: memoryview) -> None:
+        """Fill `into` with a version; `socket` goes to the learner's weights endpoint. Raises as
+        `protocol.transfer.pull` does where the learner sends."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Obstacle(Protocol):
     """`WeightChannel.obstacle`. `source` is the learner's device, `devices` are the engine's; `open_network`: traffic
     need not be encrypted."""
@@ -68,6 +81,12 @@ def open_receiver(channel: str, processes: ModelProcesses | None) -> DeviceRecei
     return implementation(next(iter(channels.values())).receiver)(processes)
 
 
+def open_puller(channel: str, network: NetworkConfig, session: str) -> Puller | None:
+    """The server's end of a plug-in's channel over ZeroMQ; None where another channel is configured."""
+    name = weight_channel(channel).puller
+    return implementation(name)(network, session) if name else None
+
+
 def choose_channel(
     configured: str,
     *,
@@ -82,7 +101,8 @@ def choose_channel(
     """
     obstacles: dict[str, str] = {}
     between_devices = device_channels(configured)
-    for channel in (*between_devices, "shm", "zmq"):
+    pulled = [configured] if weight_channel(configured).puller else []
+    for channel in (*between_devices, "shm", "zmq", *pulled):
         if configured not in ("auto", channel):
             continue
         if channel in between_devices:

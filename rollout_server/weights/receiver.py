@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
 
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import BadStateError, UserError
@@ -18,12 +17,12 @@ from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, Source, TransferStart, WeightManifest, WeightsLoaded
 from protocol.sockets import ServerSocket
+from protocol.transfer import fetch
 from protocol.weight_file import check_manifest, open_shm
 from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
-from rollout_server.weights.channels import DeviceReceiver, open_receiver
-from rollout_server.weights.puller import WeightPuller
+from rollout_server.weights.channels import DeviceReceiver, Puller, open_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +37,16 @@ class WeightReceiver:
         self,
         model_path: str,
         network: NetworkConfig,
-        mode: Literal["async", "sync"],
         first_meeting_s: float,
         engine: InferenceEngine,
         channel: Channel,
         endpoint: str,
         *,
         instead: Channel | None = None,
-        session: str = "",
+        puller: Puller | None = None,
     ):
-        """`instead`: fallback when transfers between devices fail; None if the channel was configured. `session`: that
-        of this server's hello."""
+        """`instead`: fallback when transfers between devices fail; None if the channel was configured. `puller`: this
+        server's end of a plug-in's channel over ZeroMQ."""
         self._model_path = model_path
         self._network = network
         self._first_meeting_s = first_meeting_s
@@ -56,7 +54,7 @@ class WeightReceiver:
         self._endpoint = endpoint
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
-        self.puller = WeightPuller(network, mode, session)
+        self._puller = puller
         self._device: DeviceReceiver | None = None
         """This side of a channel between devices, from its first version on."""
         self._next: tuple[Channel, Channel | None, str] | None = None
@@ -70,8 +68,12 @@ class WeightReceiver:
         self._close_socket()
         self._failures = 0
         self.channel: Channel = channel
-        answers = {"zmq": (Source, Chunk, Error), "shm": None}.get(channel, (TransferStart, Error))
+        answers = (Source, Chunk, Error) if self._is_pulled else None if channel == "shm" else (TransferStart, Error)
         self._socket = dial(self._network, self._endpoint, answers) if answers else None
+
+    @property
+    def _is_pulled(self) -> bool:
+        return self.channel == "zmq" or self._puller is not None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put a version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
@@ -84,7 +86,8 @@ class WeightReceiver:
             # Where both are as before, too: answers to what the old one was asked may lie in the socket.
             self._use(channel)
         started = time.monotonic()
-        arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
+        over_zmq = self._pulled if self._is_pulled else self._transferred
+        arrive = self._mapped if self.channel == "shm" else over_zmq
         async with arrive(manifest) as weights:
             transferred = time.monotonic()
             await self._engine.update_weights(manifest.version, weights)
@@ -120,7 +123,10 @@ class WeightReceiver:
             os.ftruncate(fd, size)
         view = memoryview(mmap.mmap(fd, size) if fd >= 0 else bytearray(size))
         try:
-            await self.puller.receive(self._socket, manifest, view)
+            if self._puller is not None:
+                await self._puller.receive(self._socket, manifest, view)
+            else:
+                await fetch(self._socket, manifest, view, timeout_s=self._network.timeout_s)
             pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
             yield ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
         finally:
@@ -184,7 +190,8 @@ class WeightReceiver:
             )
 
     def close(self) -> None:
-        self.puller.close()
+        if self._puller is not None:
+            self._puller.close()
         self._close_socket()
 
     def _close_socket(self) -> None:

@@ -134,7 +134,6 @@ class Rig:
         receiver = WeightReceiver(
             self.config.model.path,
             self.config.network,
-            self.config.trainer.mode,
             self.config.first_meeting_s,
             self.engine,
             "shm",

@@ -159,10 +159,12 @@ class Chaos:
     def _server(self, number: int) -> Victim:
         """The first one pulls its weights over ZeroMQ, the others map them; of a fleet all pull."""
         pulls = number == 0 or self._is_fleet
-        sections = {
+        sections: dict[str, Any] = {
             "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
-            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
         }
+        if not self._is_fleet:
+            channel = "zmq" if pulls else "shm"
+            sections["rollout"] = self.config.rollout.model_copy(update={"weights_channel": channel})
         never = set() if self._is_fleet else {RELAYING} if pulls else {RELAYING, FETCHING}
         places = {place: count for place, count in AIMS["rollout_server"].items() if place not in never}
         file = write_config(
@@ -297,13 +299,13 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, fleet
                 "engine": "scripted",
                 "cpu_threads": 1,
                 "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.02},
-            },
+            }
+            | ({"weights_channel": "relay", "relay": {"fan_out": 1}} if fleet else {}),
             "reward": {"functions": [{"function": f"{ROOT}/tests/rigs/short_reward.py:short"}], "workers": 1},
             "evaluation": {"before_training": False},
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
-            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0}
-            | ({"weights_fan_out": 1} if fleet else {}),
+            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0},
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
         }
     )

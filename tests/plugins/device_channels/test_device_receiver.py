@@ -58,7 +58,6 @@ class Follower:
         self.receiver = WeightReceiver(
             config.model.path,
             config.network,
-            config.trainer.mode,
             config.first_meeting_s,
             self.engine,
             "nccl",

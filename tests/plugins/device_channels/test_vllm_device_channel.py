@@ -32,7 +32,6 @@ async def load(rig: Rig, learner: LearnerHalf, weights: Weights) -> WeightsLoade
     receiver = WeightReceiver(
         rig.config.model.path,
         rig.config.network,
-        rig.config.trainer.mode,
         rig.config.first_meeting_s,
         rig.engine,
         "nccl",

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
+from asyncrl.plugins import installed
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.vllm.memory import GRAPHS_BYTES
 from benchmarks.random_models import make_model
@@ -20,6 +21,7 @@ from tests.rigs.zero import HAS_ZERO, zero
 from tests.unit.asyncrl.test_memory_plan import PROMPT, planned
 from tests.unit.asyncrl.test_memory_plan_ranks import RANKS, lines
 
+HAS_RELAYS = "relay" in installed("weight_channels")
 MakeConfig = Callable[..., RunConfig]
 
 
@@ -95,14 +97,14 @@ def test_pixels_of_tickets_are_counted(make_config: MakeConfig, small: Path) -> 
     assert [host(plan)[PIXELS] for plan in (on_policy, beside)] == [prompts * one, 2 * 2 * prompts * one]
 
 
-@pytest.mark.parametrize(("fan_out", "versions"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize(("channel", "versions"), [("zmq", 1), *([("relay", 2)] if HAS_RELAYS else [])])
 def test_versions_that_servers_keep_are_counted(
-    make_config: MakeConfig, small: Path, fan_out: int, versions: int
+    make_config: MakeConfig, small: Path, channel: str, versions: int
 ) -> None:
-    network, rollout = {"weights_fan_out": fan_out}, {"weights_channel": "zmq", "servers": 3}
-    plan = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network, rollout=rollout))
+    rollout = {"weights_channel": channel, "servers": 3}
+    plan = make_plan(planned(make_config, small, learner={"device": "cpu"}, rollout=rollout))
     assert host(plan)["weights over ZeroMQ"] == 3 * versions * plan.model.published
-    mapped = make_plan(planned(make_config, small, learner={"device": "cpu"}, network=network))
+    mapped = make_plan(planned(make_config, small, learner={"device": "cpu"}))
     assert "weights over ZeroMQ" not in {line.name for line in host_items(mapped)}
 
 

@@ -55,7 +55,6 @@ def test_weights_of_another_model_stop_the_server_before_they_are_fetched(
     receiver = WeightReceiver(
         config.model.path,
         config.network,
-        config.trainer.mode,
         config.first_meeting_s,
         engine,
         "zmq",

@@ -11,6 +11,8 @@ import pytest
 import zmq
 
 from asyncrl.config.schema import RunConfig
+from asyncrl_plugins.relays import relay as relay_module
+from asyncrl_plugins.relays.relay import Relay
 from protocol.curve import make_keys, read_server_keys
 from protocol.download import CHUNK_BYTES
 from protocol.errors import ErrorCode, ProtocolError
@@ -21,9 +23,7 @@ from protocol.messages import (
     Source,
 )
 from protocol.sockets import ServerSocket
-from rollout_server.weights import relay as relay_module
-from rollout_server.weights.relay import Relay
-from tests.rigs.weight_fleet import Learner, Server, contents, fleet
+from tests.plugins.relays.weight_fleet import Learner, Server, contents, fleet
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -191,7 +191,7 @@ def test_a_version_that_the_learner_has_dropped_ends_the_transfer_for_all_behind
 
 def test_a_learner_that_knows_no_sources_sends_all_itself(config: RunConfig, learner: Learner) -> None:
     manifest = learner.publish(1)
-    learner.choose = lambda request: Error(code=ErrorCode.UNKNOWN_TYPE, reason="unknown message type")
+    learner.choose = lambda request: Error(code=ErrorCode.WRONG_CHANNEL, reason="this learner sends all weights itself")
 
     async def run() -> None:
         async with fleet(config, learner, 1) as (server,):

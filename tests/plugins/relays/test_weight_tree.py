@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from learner.network.weight_tree import WeightTree
+from asyncrl_plugins.relays.tree import WeightTree
 from protocol.errors import ErrorCode
 from protocol.messages import Error, Source, SourceFailure, SourceRequest
 from protocol.weights import Publication, Tensor
@@ -143,13 +143,6 @@ def test_nobody_is_sent_to_an_endpoint_that_is_none_or_whose_key_is_unknown(
     answer = fleet.ask("s3", key=known.decode())
     assert isinstance(answer, Source)
     assert answer.peer_keys == (known.decode(),)
-    fleet.publication.close()
-
-
-def test_without_fan_out_the_learner_sends_to_all(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 0)
-    assert {fleet.parent(f"s{number}") for number in range(9)} == {""}
-    assert fleet.tree.named == {"learner": 9}
     fleet.publication.close()
 
 

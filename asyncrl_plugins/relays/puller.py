@@ -6,9 +6,9 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.config.run_sections import NetworkConfig
+from asyncrl_plugins.relays.relay import Relay
 from protocol.codec import MIB, Limits
 from protocol.curve import HandshakeRejected, read_server_keys
 from protocol.download import Download, SourceFailed
@@ -17,21 +17,23 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, Error, Source, SourceFailure, SourceRequest, WeightManifest
 from protocol.sockets import BadMessage, ServerSocket
 from protocol.transfer import RETRY_S, pull
-from rollout_server.weights.relay import Relay
 
 logger = logging.getLogger(__name__)
 
 LEARNER = Source(version=0)
-"""The answer of a learner that knows no other sources."""
+"""The answer of a learner that names no other source."""
 
 
-class WeightPuller:
-    """Belongs to the event loop. `failures` counts servers that were to send and did not, by reason."""
+class RelayPuller:
+    """The server's end of the channel. Belongs to the event loop.
 
-    def __init__(self, network: NetworkConfig, mode: Literal["async", "sync"], session: str):
+    `failures` counts servers that were to send and did not, by reason.
+    """
+
+    def __init__(self, network: NetworkConfig, session: str):
         self._network = network
         self._session = session
-        self._asks = bool(network.weights_fan_out) and mode == "async"
+        self._asks = True
         self._relay: Relay | None = None
         self.failures: dict[str, int] = {}
         self.received_bytes: dict[str, int] = {"learner": 0, "server": 0}
@@ -157,8 +159,9 @@ class WeightPuller:
             elif isinstance(message, Error) and message.version in (None, manifest.version):
                 if message.code is ErrorCode.VERSION_GONE:
                     raise ProtocolError(message.code, message.reason)
-                if message.code is ErrorCode.UNKNOWN_TYPE:
-                    self._asks = False  # a learner of an older minor version, which sends everything itself
+                if message.code is ErrorCode.WRONG_CHANNEL:
+                    self._asks = False
+                    logger.warning("%s. Give it rollout.weights_channel=relay, too", message.reason)
                 logger.info("fetching version %d from the learner: %s", manifest.version, message.reason)
                 return LEARNER
         raise TimeoutError(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
+from asyncrl_plugins.relays.puller import RelayPuller
 from protocol.download import CHUNK_BYTES
 from protocol.messages import (
     Chunk,
@@ -28,7 +29,6 @@ from protocol.messages import (
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication, Tensor
-from rollout_server.weights.puller import WeightPuller
 
 LONGEST_S = 20.0
 
@@ -85,7 +85,7 @@ class Server:
 
     def __init__(self, config: RunConfig, learner: Learner, name: str):
         self.name = name
-        self.puller = WeightPuller(config.network, config.trainer.mode, name)
+        self.puller = RelayPuller(config.network, name)
         self._socket = ServerSocket(learner.endpoint, WeightsFromLearner, linger_s=0)
 
     async def get(self, manifest: WeightManifest) -> bytes:

@@ -1,9 +1,9 @@
 """The tree that each version travels along over ZeroMQ: from which peer a server pulls it.
 
-The learner sends a version to the first `network.weights_fan_out` servers that ask. Each later server pulls it from one
-that is receiving it or has it. No server sends a version to more than `network.weights_fan_out` others: the learner
-sends each byte to so many servers, however many there are, and the depth grows with the logarithm of their number. A
-server whose source fails keeps what has arrived, and pulls the rest from the learner.
+The learner sends a version to the first `rollout.relay.fan_out` servers that ask. Each later server pulls it from one
+that is receiving it or has it. No server sends a version to more than `rollout.relay.fan_out` others: the learner sends
+each byte to so many servers, however many there are, and the depth grows with the logarithm of their number. A server
+whose source fails keeps what has arrived, and pulls the rest from the learner.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from asyncrl.config.service_sections import RolloutConfig
+from asyncrl_plugins.relays.plugin import RelayConfig
 from learner.network.servers import Servers
 from protocol.endpoints import BindError, split_endpoint
 from protocol.errors import ErrorCode, ProtocolError
@@ -61,8 +63,6 @@ class WeightTree:
         known_keys: Callable[[], Collection[bytes]] | None = None,
     ):
         """`known_keys`: public keys of the servers that may connect; None without keys."""
-        self.sent_bytes = 0
-        """Bytes of weights in chunks that the learner has sent itself."""
         self.named: Counter[str] = Counter()
         """Answers by the source they name: `learner`, `server`, and `learner_instead` where a server has failed."""
         self._fan_out = fan_out
@@ -111,7 +111,7 @@ class WeightTree:
     def _join(self, tree: Tree, server_id: str, node: Node) -> Node:
         """Put a server into the tree, behind the learner or the first server with a free place."""
         tree.nodes[server_id] = node
-        if self._fan_out and tree.from_learner >= self._fan_out:
+        if tree.from_learner >= self._fan_out:
             node.parent = self._free_place(tree, server_id)
         tree.from_learner += node.parent == LEARNER
         self.named["server" if node.parent else "learner"] += 1
@@ -143,6 +143,16 @@ class WeightTree:
         if self._known_keys is not None and time.monotonic() - self._keys[0] > KEYS_EVERY_S:
             self._keys = (time.monotonic(), tuple(key.decode() for key in self._known_keys()))
         return self._keys[1]
+
+
+def open_tree(
+    rollout: RolloutConfig,
+    servers: Servers,
+    publication: Publication,
+    known_keys: Callable[[], Collection[bytes]] | None,
+) -> WeightTree:
+    """The learner's end of the channel (`asyncrl.config.weight_channels`)."""
+    return WeightTree(rollout.settings_of(RelayConfig).fan_out, servers, publication, known_keys)
 
 
 def _is_endpoint(text: str) -> bool:

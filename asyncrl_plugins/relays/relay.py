@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -18,7 +19,7 @@ import zmq.asyncio
 
 from asyncrl.config.run_sections import NetworkConfig
 from protocol.codec import MIB, Limits
-from protocol.curve import CurveAuthenticator, RelayKeys, read_server_keys
+from protocol.curve import CurveAuthenticator, read_server_keys
 from protocol.download import Download
 from protocol.endpoints import BindError, address_towards, endpoint_of
 from protocol.errors import ErrorCode, ProtocolError
@@ -38,6 +39,19 @@ REQUEST_LIMITS = Limits(max_message_bytes=MIB, max_header_bytes=MIB)
 LOOK_EVERY_S = 1.0
 READER_LIMITS = PeerLimits(messages=100_000)
 """Message budget of a reader, as at the learner's endpoint."""
+
+
+@dataclass
+class RelayKeys:
+    """A server's own pair as the keys of an endpoint of its own, at which other servers fetch weights."""
+
+    secret: bytes = field(repr=False)
+    peers: frozenset[bytes] = frozenset()
+    """Public keys of the servers that may connect, as the learner has named them last."""
+    where: str = "the keys that the learner has named"
+
+    def authorised(self) -> frozenset[bytes]:
+        return self.peers
 
 
 class Relay:
