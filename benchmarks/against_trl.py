@@ -57,7 +57,7 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     rows, model = folder / "rows.parquet", folder / "model"
     base = load_config(CONFIG, [])
-    steps = arguments.steps + base.largest_staleness + 1
+    steps = arguments.steps + base.learner.max_staleness + 1
     if not rows.is_file():
         pq.write_table(pq.read_table(arguments.data).slice(0, steps * base.batch.prompts_per_step), rows)
     settings: dict[str, Any] = {

@@ -25,7 +25,7 @@ from asyncrl.demo import reward as demo
 from asyncrl.rewards.sample import RewardSample
 
 FILTER = "algorithm.filters=[zero_variance]"
-EACH = (FILTER, f"{FILTER} data.curriculum.visits=greso")
+EACH = (FILTER, f"{FILTER} algorithm.greso={{}}")
 IMPOSSIBLE, TRIVIAL = "impossible", "trivial"
 EPOCH_ROWS = 200
 

@@ -102,7 +102,7 @@ def print_table(measured: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = table_parser(__doc__)
-    parser.add_argument("--staleness", nargs="+", default=STALENESS, help="bounds; `auto` is one, too")
+    parser.add_argument("--staleness", nargs="+", default=STALENESS, help="bounds")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
     arguments = parser.parse_intermixed_args()
     wanted = [run_of(arm, s, seed) for seed in arguments.seeds for arm in arguments.arms for s in arguments.staleness]

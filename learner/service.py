@@ -154,7 +154,6 @@ class Learner:
             ),
             judge=make_judge(
                 config.algorithm,
-                config.data.curriculum,
                 self.writer.order(),
                 prompts_per_step=config.batch.prompts_per_step,
                 total_steps=self.progress.total_steps,

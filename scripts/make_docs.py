@@ -30,6 +30,8 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "addition": ("Additions to any method", "NAME, a section of `algorithm` whose presence chooses it"),
     "ticket_hook": ("Images of trajectories", "NAME, a section of `algorithm` whose presence chooses it"),
     "loss_hook": ("Terms of the loss", "NAME, a section of `algorithm` whose presence chooses it"),
+    "prompt_source": ("Choice of rows", "NAME, a section of `algorithm` whose presence chooses it"),
+    "staleness_controller": ("Staleness bound", "NAME, a section of `algorithm` whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
@@ -51,8 +53,10 @@ exists only where the method is chosen.
 
 These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
 [research methods](../asyncrl_plugins/methods/README.md),
-[losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md), and
-[masked and distorted images](../asyncrl_plugins/perception/README.md). Your own is named as
+[losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md),
+[masked and distorted images](../asyncrl_plugins/perception/README.md),
+[a choice of rows](../asyncrl_plugins/curricula/README.md), and
+[a staleness bound that moves](../asyncrl_plugins/adaptive_staleness/README.md). Your own is named as
 `file.py:function` ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py`."""
 PLUGINS = {
     "methods": """# Research methods
@@ -74,6 +78,29 @@ Methods for policies that see images; they go with any estimator and loss
 hook of the loss (`learner/training/loss_hook.py`): a method of your own may use either in the same way. metrics.jsonl
 has the mean reward of trajectories that saw other images as `other_images/reward`, and PAPO's KL as `kl_prcp`. Written
 by `scripts/make_docs.py` from the rows in `plugin.py`.""",
+}
+PLUGINS |= {
+    "curricula": """# Curricula
+
+Prompt sources, which pass over rows by their latest groups: a row that taught nothing lately is visited less often. One
+of them is chosen by its section, as in `asyncrl train run.yaml algorithm.greso={}`, and goes with any method. Epochs
+stay what they are; a run whose `trainer.max_steps` is 0 ends with its epochs, after fewer steps. State is journaled
+with the group that it was learnt from, so that a run that resumes chooses as it would have. A source of your own is a
+row of the kind `prompt_source` and a subclass of `PromptSource` (`asyncrl/data/prompt_sources.py`). Written by
+`scripts/make_docs.py` from the rows in `plugin.py`.""",
+    "adaptive_staleness": """# Adaptive staleness
+
+A staleness bound that moves between `algorithm.adaptive_staleness.min` and `learner.max_staleness`. A larger bound
+keeps the learner from waiting, a smaller one keeps samples close to the policy. `patience` steps in a row that agree
+move it by one; the next `bound + 1` steps are not judged, since samples of the old bound are still in the pipeline.
+metrics.jsonl has it as `staleness/bound`. It is chosen by its section:
+
+```bash
+asyncrl train run.yaml learner.max_staleness=8 algorithm.adaptive_staleness={}
+```
+
+A controller of your own is a row of the kind `staleness_controller` and a class with the methods of
+`StalenessController` (`learner/loop/trainer.py`). Written by `scripts/make_docs.py` from the row in `plugin.py`.""",
 }
 WORDS = """## Words
 
@@ -147,7 +174,8 @@ BESIDE = """## Beside these
 Any method may have an entropy bonus, fixed or towards a target (`algorithm.entropy_coeff`,
 `algorithm.entropy_control`), masked or distorted images ([perception](../asyncrl_plugins/perception/README.md)),
 weights and masks for stale samples (`algorithm.correction`), several updates of one batch
-(`algorithm.updates_per_batch`) and a choice of rows (`data.curriculum`); penalties of length and repetition are rewards
+(`algorithm.updates_per_batch`) and a choice of rows
+([curricula](../asyncrl_plugins/curricula/README.md)); penalties of length and repetition are rewards
 ([rewards.md](rewards.md)). Their keys are in [configuration.md](configuration.md#algorithm), and `asyncrl train CONFIG
 METHOD --dry-run` prints what a run would have: below `# Algorithm` in one line, which `asyncrl train`, the panel, the
 learner's log and the report say, too, and a note for each schedule that the run is too short for.
@@ -218,11 +246,11 @@ def _overlays(methods: MethodSet, folder: str) -> str:
 
 def _plugin_page(name: str) -> str:
     methods = method_sets()[name]
-    words = "\n".join([WORDS, _overlays(methods, "overlays")])
+    words = ["\n".join([WORDS, _overlays(methods, "overlays")])] if methods.overlays else []
     keys = "\n".join(key_tables(keys_of(f"asyncrl_plugins.{name}")))
     keys = "## Settings\n\n" + keys[keys.index("| key |") :]
     turns = [TURNS] if any("turns" in method.needs for method in methods.advantages.values()) else []
-    return "\n\n".join([PLUGINS[name], words, *_tables(methods), *turns, keys.strip()]) + "\n"
+    return "\n\n".join([PLUGINS[name], *words, *_tables(methods), *turns, keys.strip()]) + "\n"
 
 
 def pages() -> dict[str, str]:

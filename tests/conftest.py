@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import rollout_engines
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from tests.rigs.prefork import share_forks
 from tests.rigs.small_runs import logs
@@ -170,16 +171,14 @@ def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str
 def finished_run(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of five steps, with checkpoints of steps 4 and 5, for tests that only read it."""
     run = tmp_path_factory.mktemp("finished") / "run"
+    settings = {"patience": 1, "kl_low": 1, "kl_high": 2}
+    moving_bound = {name: settings for name in methods("staleness_controller") if name == "adaptive_staleness"}
     config = small_config(
         tiny_model,
         digits_data,
         run,
-        learner={
-            "cpu_threads": 2,
-            "max_staleness": "auto",
-            "adaptive_staleness": {"max": 3, "patience": 1, "kl_low": 1, "kl_high": 2},
-        },
-        algorithm={"updates_per_batch": 2},
+        learner={"cpu_threads": 2, "max_staleness": 3},
+        algorithm={"updates_per_batch": 2, **moving_bound},
         evaluation={"before_training": True},
         trainer={"max_steps": 5, "save_freq": 2, "samples_per_step": 1},
     )

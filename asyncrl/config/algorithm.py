@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 
 from asyncrl.config.algorithm_settings import AlgorithmSettings
-from asyncrl.config.installed_methods import method_of, methods, with_defaults
+from asyncrl.config.installed_methods import chosen_hooks, method_of, methods, with_defaults
 from asyncrl.config.method import NEEDS
 from asyncrl.user_functions import what_it_may_be
 
@@ -25,7 +25,7 @@ class AlgorithmConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> AlgorithmConfig:
-        rules = (selection_problems, kl_problems, demonstration_problems, proximal_problems)
+        rules = (selection_problems, kl_problems, demonstration_problems, proximal_problems, source_problems)
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
@@ -36,6 +36,12 @@ def selection_problems(config: AlgorithmSettings) -> Iterator[str]:
     """Name what is no selection and no filter, with the fix."""
     yield from _name_problems("algorithm.selections", config.selections, methods("selection"))
     yield from _name_problems("algorithm.filters", config.filters, methods("group_filter"))
+
+
+def source_problems(config: AlgorithmSettings) -> Iterator[str]:
+    sources = list(chosen_hooks("prompt_source", config))
+    if len(sources) > 1:
+        yield f"algorithm.{' and algorithm.'.join(sources)} each choose the rows to visit. Leave all but one out"
 
 
 def kl_problems(config: AlgorithmSettings) -> Iterator[str]:

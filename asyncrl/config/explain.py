@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from asyncrl.config.algorithm import AlgorithmConfig, method_line
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import REQUIRED, Key, all_keys, section_of
 from asyncrl.config.load import dump_config
 from asyncrl.config.schedules import schedule_notes
@@ -32,7 +33,7 @@ def explain(config: RunConfig, num_rows: int) -> str:
     total = config.total_steps(num_rows)
     epochs = total * batch.prompts_per_step / num_rows if num_rows else 0.0
     bound = "trainer.max_steps" if config.trainer.max_steps else "trainer.total_epochs, rounded up to whole steps"
-    if not config.trainer.max_steps and (config.algorithm.filters or config.data.curriculum.visits != "all"):
+    if not config.trainer.max_steps and (config.algorithm.filters or chosen_hooks("prompt_source", config.algorithm)):
         bound += "; at most: rows that are filtered or passed over take no place in a step"
     lines = [
         ("batch.prompts_per_step", batch.prompts_per_step, "groups that one learner step consumes"),

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asyncrl.config.sections import Section
 from asyncrl.plugins import no_problems
 
-Kind = Literal["advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook"]
-KINDS: tuple[Kind, ...] = (
-    "advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook",
-)  # fmt: skip
-BY_SECTION: tuple[Kind, ...] = ("addition", "ticket_hook", "loss_hook")
+Kind = Literal[
+    "advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook", "prompt_source",
+    "staleness_controller",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BY_SECTION: tuple[Kind, ...] = ("addition", "ticket_hook", "loss_hook", "prompt_source", "staleness_controller")
 """Kinds whose methods go with any other, each chosen by its section `algorithm.NAME`."""
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
@@ -115,12 +116,16 @@ class MethodSet:
     """Classes of a `TicketHook` (learner/tickets/ticket_hook.py), each chosen by its section `algorithm.NAME`."""
     loss_hooks: Mapping[str, Method] = field(default_factory=dict)
     """Classes of a `LossHook` (learner/training/loss_hook.py), each chosen by its section `algorithm.NAME`."""
+    prompt_sources: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `PromptSource` (asyncrl/data/prompt_sources.py), each chosen by its section `algorithm.NAME`."""
+    staleness_controllers: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `StalenessController` (learner/loop/trainer.py), each chosen by its section `algorithm.NAME`."""
     overlays: Path | None = None
     """Folder of YAML files `NAME.yaml`, each the word for a whole method."""
 
     def rows(self, kind: Kind) -> Mapping[str, Method]:
         by_kind = (
             self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions,
-            self.ticket_hooks, self.loss_hooks,
+            self.ticket_hooks, self.loss_hooks, self.prompt_sources, self.staleness_controllers,
         )  # fmt: skip
         return by_kind[KINDS.index(kind)]

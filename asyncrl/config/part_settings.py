@@ -58,7 +58,7 @@ class ScheduleSettings:
 
     mode: Literal["async", "sync"]
     prompts_per_step: int
-    largest_staleness: int
+    max_staleness: int
     evaluation: EvaluationConfig
     start_timeout_s: float
     wait_timeout_s: float

@@ -318,19 +318,13 @@ class RunSections(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """Most groups issued and not yet trained: `(largest_staleness + 1) * prompts_per_step`."""
-        return (self.largest_staleness + 1) * self.batch.prompts_per_step
-
-    @property
-    def largest_staleness(self) -> int:
-        """The staleness bound, or with `auto` the largest that it may become."""
-        bound = self.learner.max_staleness
-        return self.learner.adaptive_staleness.max if bound == "auto" else bound
+        """Most groups issued and not yet trained: `(max_staleness + 1) * prompts_per_step`."""
+        return (self.learner.max_staleness + 1) * self.batch.prompts_per_step
 
     def last_step_not_needed(self, saved_step: int) -> int:
         """Last step whose groups a restart from the checkpoint of `saved_step` does not read, 0 where it may read all:
         the steps until then are in the checkpoint, and too old to be replayed."""
-        replayable = self.largest_staleness if self.algorithm.replay_buffer_size else 0
+        replayable = self.learner.max_staleness if self.algorithm.replay_buffer_size else 0
         return max(saved_step - replayable, 0)
 
     @property

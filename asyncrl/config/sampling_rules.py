@@ -84,8 +84,6 @@ def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
             yield f"algorithm.selections has {selection}", "Leave that selection out"
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
         yield f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"
-    if config.learner.max_staleness == "auto":
-        yield "learner.max_staleness is auto", "Set learner.max_staleness to a number"
     if algorithm.policy_loss == "dppo":
         yield "algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"
 

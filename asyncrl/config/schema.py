@@ -63,7 +63,7 @@ class RunConfig(RunSections):
         """True if servers keep a version to evaluate it while newer ones are published."""
         plan = self.evaluation
         planned = bool(self.data.val_files) and (plan.before_training or plan.every_steps > 0)
-        return planned and self.trainer.mode == "async" and self.largest_staleness > 0
+        return planned and self.trainer.mode == "async" and self.learner.max_staleness > 0
 
     @property
     def samples_in_rounds(self) -> bool:
@@ -105,7 +105,7 @@ class RunConfig(RunSections):
         return ScheduleSettings(
             mode=self.trainer.mode,
             prompts_per_step=self.batch.prompts_per_step,
-            largest_staleness=self.largest_staleness,
+            max_staleness=self.learner.max_staleness,
             evaluation=self.evaluation,
             start_timeout_s=self.start_timeout_s,
             wait_timeout_s=self.learner.wait_timeout_s,
@@ -167,11 +167,6 @@ def number_problems(config: RunSections) -> list[str]:
             f"batch.group_size is {batch.group_size}: {estimator.name} needs at least 2 completions per prompt to "
             "compute an advantage. Set batch.group_size=8"
         )
-    if config.data.curriculum.visits == "greso" and batch.group_size < 2:
-        problems.append(
-            f"batch.group_size is {batch.group_size}: no group has spread, which data.curriculum.visits=greso goes by. "
-            "Set batch.group_size=8"
-        )
     loss = method_of("policy_loss", algorithm.policy_loss)
     left, least = batch.group_size - algorithm.demonstrations.rows, 1 if loss and loss.credits_demonstrations else 2
     if algorithm.demonstrations.rows and left < least:
@@ -211,22 +206,13 @@ def number_problems(config: RunSections) -> list[str]:
 def reward_problems(config: RunSections) -> Iterator[str]:
     """Name what looks for a component that there is not, or for scores that would not mean what it takes them for, with
     its fix."""
-    algorithm, curriculum, components = config.algorithm, config.data.curriculum, config.reward.component_names
-    if curriculum.component and curriculum.component not in components:
-        there = f"the components of the reward are {', '.join(components)}" if components else "there are none"
-        yield f"data.curriculum.component is {curriculum.component!r}, but {there} (reward.functions)"
+    algorithm = config.algorithm
     compared = [component_name(function) for function in config.reward.functions if function.group]
     if "greedy_row" in algorithm.needs and compared:
         yield (
             f"algorithm.adv_estimator {algorithm.adv_estimator} subtracts the score of a greedy completion, but "
             f"reward.functions has {compared[0]} (group: true), which scores that one and the sampled ones by each "
             "other: what depends on them is no baseline for them. Leave it out, or choose rloo"
-        )
-    if curriculum.visits == "greso" and algorithm.demonstrations.rows:
-        yield (
-            "data.curriculum.visits is greso, which passes over prompts without a right completion: those that have "
-            "the most to learn from their demonstration. Set data.curriculum.visits=all, or "
-            "algorithm.demonstrations.rows=0"
         )
 
 
@@ -294,7 +280,7 @@ def replay_problems(config: RunSections) -> Iterator[str]:
             f"{where}, and no group is dropped whose place another one could take. Set "
             "algorithm.filters=[zero_variance], or leave it out"
         )
-    if not config.largest_staleness:
+    if not config.learner.max_staleness:
         yield (
             f"{where}, but learner.max_staleness is 0: groups of earlier steps were sampled by older versions, and "
             "their tokens are over that bound. Set learner.max_staleness=4, or leave it out"

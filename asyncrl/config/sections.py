@@ -112,33 +112,13 @@ class ModelConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Order and frequency of visits to the training rows."""
+    """Order of the training rows."""
 
     order_by: str = ""
     """Column of numbers by which rows are visited, the smallest (easiest) first, in every epoch; equal ones as
     data.shuffle says. Empty means no such order."""
     descending: bool = False
     """Largest number of order_by first, as for a column of pass rates."""
-    visits: Literal["all", "greso", "pass_rate"] = "all"
-    """Rows of an epoch that are visited: `all`; `greso`, which passes over rows whose latest groups had no spread
-    (arXiv 2506.02177); `pass_rate`, which prefers rows whose pass rate is near `target`. A run whose trainer.max_steps
-    is 0 then ends with its epochs, after fewer steps."""
-    component: str = ""
-    """Component of the reward that visits are decided by, right being 1; empty means the accuracy."""
-    explore: float = Field(default=0.5, gt=0, lt=1)
-    """greso: probability at the start of visiting a row whose last group had no spread."""
-    easy_score: float = 0.98
-    """greso: mean score from which a group without spread is easy, and below which it is hard."""
-    target_easy: float = Field(default=1 / 12, ge=0, le=1)
-    """greso: share of easy groups below which more such rows are visited, and else fewer."""
-    target_hard: float = Field(default=1 / 6, ge=0, le=1)
-    """greso: share of hard groups below which more such rows are visited, and else fewer."""
-    target: float = Field(default=0.5, ge=0, le=1)
-    """pass_rate: mean score of the rows that are visited most."""
-    floor: float = Field(default=0.1, gt=0, le=1)
-    """pass_rate: probability of visiting the rows that are farthest from the target."""
-    memory: float = Field(default=0.5, ge=0, lt=1)
-    """pass_rate: weight of a row's earlier groups in its pass rate, beside its latest."""
 
 
 class DataConfig(Section):

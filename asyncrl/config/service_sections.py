@@ -170,40 +170,10 @@ class ReferenceConfig(Section):
         return self
 
 
-class AdaptiveStalenessConfig(Section):
-    """Rules by which `learner.max_staleness: auto` moves the bound, from each step's raw token ratios."""
-
-    min: int = Field(default=1, ge=0)
-    """Smallest bound, and the one to start from."""
-    max: int = Field(default=8, gt=0)
-    """Largest bound."""
-    ess_low: float = Field(default=0.9, gt=0, lt=1)
-    """Effective sample size below which a step speaks for a smaller bound."""
-    ess_high: float = Field(default=0.97, gt=0, lt=1)
-    """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
-    kl_low: float = Field(default=0.01, gt=0)
-    """Mismatch KL in nats per token, see ess_high."""
-    kl_high: float = Field(default=0.04, gt=0)
-    """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
-    patience: int = Field(default=3, gt=0)
-    """Steps in a row that must agree before the bound moves by one."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> AdaptiveStalenessConfig:
-        for low, high in (("min", "max"), ("ess_low", "ess_high"), ("kl_low", "kl_high")):
-            if not getattr(self, low) < getattr(self, high):
-                raise ValueError(
-                    f"learner.adaptive_staleness.{low} ({getattr(self, low)}) must be below "
-                    f"learner.adaptive_staleness.{high} ({getattr(self, high)})"
-                )
-        return self
-
-
 class LearnerConfig(OpenSection):
-    max_staleness: int | Literal["auto"] = 2
-    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
-    auto = moved by learner.adaptive_staleness."""
-    adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
+    max_staleness: int = Field(default=2, ge=0)
+    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy. A
+    method such as algorithm.adaptive_staleness may keep to a smaller bound."""
     on_stale: OnStale = "wait"
     """Treatment of a group that is not there before it gets older than max_staleness: `wait` for it, go on and `drop`
     it (its prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
@@ -250,13 +220,6 @@ class LearnerConfig(OpenSection):
     @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
         return sections_of(learner_engines.learner_engines())
-
-    @field_validator("max_staleness", mode="before")
-    @classmethod
-    def _bound_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-            return value
-        raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
 
     @property
     def is_divided(self) -> bool:

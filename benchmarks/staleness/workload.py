@@ -90,8 +90,7 @@ class Workload:
                 "data": {"train_files": ["none"], "max_response_length": self.longest},
                 "batch": {"prompts_per_step": self.prompts_per_step, "group_size": self.group_size},
                 "learner": {
-                    "max_staleness": "auto" if self.bound is None else self.bound,
-                    "adaptive_staleness": {"min": 1, "max": LARGEST_BOUND},
+                    "max_staleness": LARGEST_BOUND if self.bound is None else self.bound,
                     "on_stale": self.on_stale,
                 },
                 "rollout": {

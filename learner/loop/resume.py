@@ -233,7 +233,9 @@ def lasting_settings(
         "trainer.seed": config.trainer.seed,
         **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
         "data.shuffle": config.data.shuffle,
-        **{f"data.curriculum.{n}": getattr(config.data.curriculum, n) for n in ("order_by", "descending", "visits")},
+        **{f"data.curriculum.{n}": getattr(config.data.curriculum, n) for n in ("order_by", "descending")},
+        "prompt source": ", ".join(chosen_hooks("prompt_source", config.algorithm)),
+        "staleness controller": ", ".join(chosen_hooks("staleness_controller", config.algorithm)),
         "number of training rows": writer.num_train_rows,
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,
@@ -269,8 +271,6 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     everything = config.model_dump(mode="json")
     names = [key for key in all_keys() if key.startswith(UPDATE) and ".N." not in key and key not in FREE]
     names += ["model.dtype", *(f"model.freeze_{part}" for part in PARTS)]
-    if config.learner.max_staleness == "auto":
-        names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]
     if config.learner.optim.lr_scheduler_type != "constant" or config.algorithm.kl_control.kind == "linear":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
     settings: dict[str, Any] = {}

@@ -172,13 +172,13 @@ class StepSchedule:
         if self.is_evaluation_due:
             self.admit_unless_evaluating()
             self._begin_evaluation()
-            if self.progress.is_last or not self.settings.largest_staleness:
+            if self.progress.is_last or not self.settings.max_staleness:
                 self.finish_evaluation()
         self._admit()
 
     def admit_unless_evaluating(self) -> None:
         """Send training tickets unless an on-policy evaluation is due, whose timing would change their batches."""
-        if self.settings.largest_staleness or not self.is_evaluation_due:
+        if self.settings.max_staleness or not self.is_evaluation_due:
             self._admit()
 
     def _admit(self) -> None:

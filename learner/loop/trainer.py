@@ -6,13 +6,15 @@ It makes a learner's steps, and makes them again after a restart and for `asyncr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.memory_plan.items import CONTEXT_BYTES
@@ -20,6 +22,7 @@ from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import write_adapter_folder
+from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.numbers import size
@@ -27,7 +30,6 @@ from learner.groups.ticket import ReceivedGroup
 from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.orders import pack_groups
-from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.engine import TorchEngine
 from learner.training.reference import FOLDER as REFERENCE_FOLDER
@@ -51,6 +53,33 @@ class Progress:
     @property
     def is_last(self) -> bool:
         return self.step >= self.total_steps
+
+
+class StalenessController(Protocol):
+    """Moves the staleness bound by what steps measure. A method of the kind `staleness_controller` names a class, which
+    is made with the method's settings and learner.max_staleness, the largest bound."""
+
+    bound: int
+    """Staleness bound by which new tickets are admitted."""
+
+    def observe(self, ess: float, mismatch_kl: float) -> object:
+        """Take one step's effective sample size and mismatch KL (k3), NaN where it measured none."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """State for the checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`."""
+        ...
+
+
+def staleness_controllers(config: RunConfig) -> dict[str, StalenessController]:
+    """Controllers that the configuration chooses, by the names of their methods."""
+    found = chosen_hooks("staleness_controller", config.algorithm).items()
+    largest = config.learner.max_staleness
+    return {name: implementation(method.implementation)(settings, largest) for name, (method, settings) in found}
 
 
 class Trainer:
@@ -106,10 +135,10 @@ class Trainer:
         self.step = LearnerStep(roles, config.step_settings, total_steps=total)
         if state:
             self.step.coefficients.restore(state.controllers)
-        automatic = config.learner.max_staleness == "auto"
-        self._adaptive = AdaptiveStaleness(config.learner.adaptive_staleness) if automatic else None
-        if self._adaptive and state and ADAPTIVE_STALENESS in state.controllers:
-            self._adaptive.restore(state.controllers[ADAPTIVE_STALENESS])
+        self._controllers = staleness_controllers(config)
+        for name, controller in self._controllers.items():
+            if state and name in state.controllers:
+                controller.restore(state.controllers[name])
 
     @property
     def saved_roles(self) -> dict[str, TorchEngine]:
@@ -126,7 +155,8 @@ class Trainer:
     @property
     def bound(self) -> int:
         """Staleness bound of tickets issued from now on."""
-        return self._adaptive.bound if self._adaptive else self.config.largest_staleness
+        bounds = (controller.bound for controller in self._controllers.values())
+        return min(bounds, default=self.config.learner.max_staleness)
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
         """Make one step, on all ranks. Returns its batch and its metrics, except durations."""
@@ -141,7 +171,9 @@ class Trainer:
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         before = self.bound
-        if self._adaptive and self._adaptive.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan)):
+        for controller in self._controllers.values():
+            controller.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan))
+        if self.bound != before:
             logger.info("max_staleness moves from %d to %d", before, self.bound)
         self.progress.step += 1
         self.progress.version += 1
@@ -188,7 +220,7 @@ class Trainer:
             adapter=adapter.model_dump(mode="json") if adapter else None,
             base=self.base,
             controllers={
-                **({ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {}),
+                **{name: controller.state() for name, controller in self._controllers.items()},
                 **self.step.coefficients.state(),
             },
         )

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from asyncrl.algorithms.filters import GroupFilter, SampledGroup
 from asyncrl.algorithms.loading import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource
+from asyncrl.config.installed_methods import chosen_hooks
+from asyncrl.data.prompt_sources import DataOrder, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.plugins import implementation
 from asyncrl.user_functions import one_line
 from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TrajectoryRecord, TrajectoryRole
@@ -141,7 +142,6 @@ class GroupJudge:
 
 def make_judge(
     algorithm: AlgorithmConfig,
-    curriculum: CurriculumConfig,
     order: DataOrder,
     *,
     prompts_per_step: int,
@@ -152,12 +152,11 @@ def make_judge(
 ) -> GroupJudge:
     """The judge of a run. With `has_end` its positions end with its steps. `accuracy` is the component that counts."""
     per_step, total = prompts_per_step, total_steps * prompts_per_step
-    end, component = total if has_end else None, curriculum.component or accuracy
+    end = total if has_end else None
     source = PromptSource(end)
-    if curriculum.visits == "greso":
-        source = Greso(curriculum, order, seed, component=component, per_step=per_step, end=end)
-    elif curriculum.visits == "pass_rate":
-        source = PassRate(curriculum, order, seed, component=component, end=end)
+    for method, settings in chosen_hooks("prompt_source", algorithm).values():  # one at most
+        create = implementation(method.implementation)
+        source = create(settings, order, seed, accuracy=accuracy, per_step=per_step, end=end)
     return GroupJudge(
         source,
         algorithm,

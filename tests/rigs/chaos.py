@@ -258,7 +258,7 @@ class Chaos:
         metrics = _lines(self.run_dir / "metrics.jsonl")
         assert [line["step"] for line in metrics] == list(range(1, steps + 1))
         assert all(line["ledger_residual"] == 0 for line in metrics)
-        assert all(line["staleness/max"] <= self.config.largest_staleness for line in metrics)
+        assert all(line["staleness/max"] <= self.config.learner.max_staleness for line in metrics)
 
         samples = _lines(self.run_dir / "samples.jsonl")
         rows = Counter(sample["row_id"] for sample in samples)

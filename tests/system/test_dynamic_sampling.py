@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from tests.rigs.made_again import is_made_again
@@ -32,8 +33,8 @@ def test_a_killed_run_with_filters_and_greso_ends_its_epochs_with_the_same_bits(
 ) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     config = make_config(
-        data={"max_train_rows": ROWS, "curriculum": {"visits": "greso"}, "max_response_length": 16},
-        algorithm={"filters": ["zero_variance"]},
+        data={"max_train_rows": ROWS, "max_response_length": 16},
+        algorithm={"filters": ["zero_variance"], **{name: {} for name in methods("prompt_source") if name == "greso"}},
         reward={"functions": [{"function": f"{tmp_path / 'reward.py'}:teaches"}], "workers": 1},
         rollout={"engine": "scripted", "engine_args": {"length_sigma": 0.5}},
         trainer={"max_steps": 0, "total_epochs": EPOCHS, "samples_per_step": 4, "save_freq": 2},

@@ -180,7 +180,6 @@ def test_what_takes_truncation_for_drift_is_refused(make_config: MakeConfig) -> 
         make_config(algorithm=algorithm)
         expected = r"algorithm\.\S+ (is|has) \w+ and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
         refused(make_config, expected, algorithm=algorithm, rollout={"top_p": 0.9})
-    refused(make_config, "max_staleness is auto and", learner={"max_staleness": "auto"}, rollout={"top_p": 0.9})
     for kind in ("none", "token_tis", "token_mis", "icepop"):
         make_config(algorithm={"correction": {"kind": kind, "masks": [{"kind": "veto"}]}}, rollout={"top_k": 20})
 

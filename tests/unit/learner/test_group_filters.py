@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.filters import SampledGroup, zero_variance
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource
+from asyncrl.data.prompt_sources import DataOrder, PromptSource
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
+from asyncrl.plugins import implementation
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.group_judge import FRUITLESS_STEPS, GroupJudge, make_judge, sampled_group
 from learner.tickets.ledger import TicketLedger
@@ -309,14 +310,16 @@ def test_a_greedy_baseline_is_no_spread() -> None:
     assert group.lengths == [1]
 
 
-SOURCES = ("all", "greso", "pass_rate")
+SOURCES = ("all", *methods("prompt_source"))
 
 
 def source_of(kind: str, num_rows: int, seed: int, end: int | None) -> PromptSource:
-    order, curriculum = DataOrder(num_rows, seed, shuffle=False), CurriculumConfig()
-    if kind == "greso":
-        return Greso(curriculum, order, seed, component="right", per_step=2, end=end)
-    return PassRate(curriculum, order, seed, component="right", end=end) if kind == "pass_rate" else PromptSource(end)
+    if kind == "all":
+        return PromptSource(end)
+    method, order = methods("prompt_source")[kind], DataOrder(num_rows, seed, shuffle=False)
+    assert method.settings is not None
+    create = implementation(method.implementation)
+    return create(method.settings(), order, seed, accuracy="right", per_step=2, end=end)
 
 
 @settings(max_examples=60, deadline=None)
@@ -427,7 +430,6 @@ def test_on_policy_the_order_of_arrival_decides_nothing(kind: str) -> None:
 def judge_of(config: RunConfig, order: DataOrder) -> GroupJudge:
     return make_judge(
         config.algorithm,
-        config.data.curriculum,
         order,
         prompts_per_step=config.batch.prompts_per_step,
         total_steps=config.total_steps(order.num_rows),
@@ -442,10 +444,13 @@ def judge_of(config: RunConfig, order: DataOrder) -> GroupJudge:
 
 def test_the_judge_of_a_configuration() -> None:
     order = DataOrder(10, 1)
-    for visits, expected in (("all", PromptSource), ("greso", Greso), ("pass_rate", PassRate)):
-        config = config_of(data={"curriculum": {"visits": visits}}, trainer={"max_steps": 0, "total_epochs": 3})
-        judge = judge_of(config, order)
-        assert type(judge.source) is expected
-        assert judge.is_idle == (visits == "all")
+    for kind in SOURCES:
+        chosen = {} if kind == "all" else {kind: {}}
+        judge = judge_of(config_of(algorithm=chosen, trainer={"max_steps": 0, "total_epochs": 3}), order)
+        expected = "asyncrl.data.prompt_sources:PromptSource"
+        if kind != "all":
+            expected = methods("prompt_source")[kind].implementation
+        assert type(judge.source) is implementation(expected)
+        assert judge.is_idle == (kind == "all")
         assert judge.source.next(100, 0) == list(range(32)), "three epochs, in whole steps; all rows are unseen"
     assert judge_of(config_of(trainer={"max_steps": 1}), order).source.end is None

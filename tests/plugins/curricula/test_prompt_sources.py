@@ -6,17 +6,16 @@ import json
 
 import pytest
 
-from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.prompt_sources import DataOrder, Greso, PassRate, PromptSource, greso_skip_probability
+from asyncrl.data.prompt_sources import DataOrder, PromptSource
+from asyncrl_plugins.curricula.settings import GresoConfig, PassRateConfig
+from asyncrl_plugins.curricula.sources import Greso, PassRate, greso_skip_probability
 from tests.rigs.tiny import ROOT
 
 VECTOR = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())["greso_skip_prob"]
 
 
 def greso(num_rows: int = 10, *, per_step: int = 4, end: int | None = None, seed: int = 1) -> Greso:
-    return Greso(
-        CurriculumConfig(), DataOrder(num_rows, 1, shuffle=False), seed, component="", per_step=per_step, end=end
-    )
+    return Greso(GresoConfig(), DataOrder(num_rows, 1, shuffle=False), seed, accuracy="", per_step=per_step, end=end)
 
 
 def test_skip_probabilities_of_greso() -> None:
@@ -71,7 +70,7 @@ def test_rows_without_spread_are_passed_over_about_as_often_as_they_should_be_an
 
 def test_the_pass_rate_near_the_target_is_visited_most() -> None:
     source = PassRate(
-        CurriculumConfig(target=0.5, floor=0.1, memory=0.5), DataOrder(9, 1, shuffle=False), 1, component=""
+        PassRateConfig(target=0.5, floor=0.1, memory=0.5), DataOrder(9, 1, shuffle=False), 1, accuracy="", per_step=1
     )
     source.observe(0, [0, 0])
     source.observe(1, [0, 1])

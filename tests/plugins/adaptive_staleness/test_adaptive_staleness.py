@@ -1,8 +1,9 @@
-"""The controller of `learner.max_staleness: auto`."""
+"""The controller of the adaptive staleness bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.service_sections import AdaptiveStalenessConfig, LearnerConfig
-from learner.tickets.adaptive_staleness import AdaptiveStaleness
+from asyncrl_plugins.adaptive_staleness.controller import AdaptiveStaleness
+from asyncrl_plugins.adaptive_staleness.plugin import AdaptiveStalenessConfig
+from learner.loop.trainer import staleness_controllers
 
+MakeConfig = Callable[..., RunConfig]
 CALM = (0.99, 0.001)
 BETWEEN = (0.94, 0.02)
 STORMY = (0.5, 0.2)
@@ -20,7 +23,7 @@ NAN = float("nan")
 
 
 def controller(**limits: float) -> AdaptiveStaleness:
-    return AdaptiveStaleness(AdaptiveStalenessConfig.model_validate({"min": 1, "max": 4, "patience": 2} | limits))
+    return AdaptiveStaleness(AdaptiveStalenessConfig.model_validate({"min": 1, "patience": 2} | limits), 4)
 
 
 def steps_to_move(adaptive: AdaptiveStaleness, measured: tuple[float, float], most: int = 50) -> int:
@@ -96,20 +99,30 @@ def test_the_bound_stays_within_its_limits_and_survives_a_checkpoint(
 # --- settings ----------------------------------------------------------------------------------------
 
 
-def test_auto_counts_with_the_largest_bound(make_config: Callable[..., RunConfig]) -> None:
-    config = make_config(learner={"max_staleness": "auto", "adaptive_staleness": {"max": 5}})
-    assert config.largest_staleness == 5
+def test_the_pipeline_has_room_for_the_largest_bound(make_config: MakeConfig) -> None:
+    config = make_config(learner={"max_staleness": 5}, algorithm={"adaptive_staleness": {}})
     assert config.groups_in_flight == 6 * config.batch.prompts_per_step
-    assert make_config(learner={"max_staleness": 3}).largest_staleness == 3
+    ((name, made),) = staleness_controllers(config).items()
+    assert (name, made.bound) == ("adaptive_staleness", 1)
+    assert not staleness_controllers(make_config(learner={"max_staleness": 5}))
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "automatic", None])
-def test_other_bounds_are_refused(value: object) -> None:
-    with pytest.raises(ValidationError, match="expected a whole number >= 0, or auto"):
-        LearnerConfig.model_validate({"max_staleness": value})
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"learner": {"max_staleness": 1}}, "learner.max_staleness, the largest bound, 1"),
+        ({"trainer": {"mode": "sync"}}, "learner.max_staleness, the largest bound, 0"),
+        ({"rollout": {"top_p": 0.9}}, "do not measure staleness"),
+    ],
+)
+def test_runs_in_which_it_would_say_nothing_are_refused(
+    make_config: MakeConfig, sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        make_config(**sections, algorithm={"adaptive_staleness": {}})
 
 
-@pytest.mark.parametrize("limits", [{"min": 3, "max": 3}, {"ess_low": 0.9, "ess_high": 0.8}, {"kl_high": 0.001}])
+@pytest.mark.parametrize("limits", [{"ess_low": 0.9, "ess_high": 0.8}, {"kl_high": 0.001}])
 def test_limits_in_the_wrong_order_are_refused(limits: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match=r"must be below learner\.adaptive_staleness"):
+    with pytest.raises(ValidationError, match=r"must be below algorithm\.adaptive_staleness"):
         AdaptiveStalenessConfig.model_validate(limits)

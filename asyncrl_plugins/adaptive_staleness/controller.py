@@ -1,4 +1,4 @@
-"""The staleness bound of `learner.max_staleness: auto`, which moves with what the steps measure.
+"""A staleness bound that moves with what the steps measure.
 
 A larger bound keeps the learner from waiting; a smaller one keeps the samples close to the policy. A step
 speaks for a smaller bound where the effective sample size is below `ess_low` or the mismatch KL above `kl_high`, for a
@@ -12,24 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from asyncrl.config.service_sections import AdaptiveStalenessConfig
-
-ADAPTIVE_STALENESS = "adaptive_staleness"
-"""Name of the controller in a checkpoint."""
+from asyncrl_plugins.adaptive_staleness.plugin import AdaptiveStalenessConfig
 
 
 class AdaptiveStaleness:
-    """Pure arithmetic: no clock, no I/O. Not thread-safe.
+    """A bound between a smallest one and learner.max_staleness, moved by effective sample size and mismatch KL.
 
-    >>> adaptive = AdaptiveStaleness(AdaptiveStalenessConfig(min=1, max=4, patience=1))
+    Pure arithmetic: no clock, no I/O. Not thread-safe.
+
+    >>> adaptive = AdaptiveStaleness(AdaptiveStalenessConfig(min=1, patience=1), 4)
     >>> adaptive.observe(ess=0.99, mismatch_kl=0.001), adaptive.bound
     (True, 2)
     """
 
-    def __init__(self, config: AdaptiveStalenessConfig):
+    def __init__(self, config: AdaptiveStalenessConfig, largest: int):
+        """`largest`: learner.max_staleness."""
         self._config = config
+        self._largest = largest
         self.bound = config.min
-        """The staleness bound by which new tickets are admitted, within [min, max]."""
+        """The staleness bound by which new tickets are admitted, within [min, largest]."""
         self._in_a_row = 0
         """Steps that agreed: positive for a larger bound, negative for a smaller one."""
         self._settling = 0
@@ -65,7 +66,7 @@ class AdaptiveStaleness:
         return 1 if ess > c.ess_high and mismatch_kl < c.kl_low else 0
 
     def _limited(self, bound: int) -> int:
-        return min(max(bound, self._config.min), self._config.max)
+        return min(max(bound, self._config.min), self._largest)
 
     def state(self) -> dict[str, int]:
         """State for the checkpoint."""

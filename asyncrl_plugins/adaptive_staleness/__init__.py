@@ -1,0 +1,1 @@
+"""A staleness bound that moves with what the steps measure."""

@@ -1,0 +1,1 @@
+"""Curricula: rows that are visited less often because of their latest groups."""
