@@ -98,7 +98,7 @@ def sampling_params(request: GenerationRequest, index: int) -> Any:
 
     sampling = request.sampling_of(index)
     # vLLM's stream begins at the first token that it samples: what goes on elsewhere must not meet the same numbers.
-    sampled_before = len(request.prefix(index)) - len(request.ordered(index))
+    sampled_before = len(request.prefix(index)) - len(request.requested(index))
     seed = (*request.seed_of(index), *([sampled_before] if sampled_before else []))
     state: Any = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return SamplingParams(

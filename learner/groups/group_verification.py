@@ -45,7 +45,7 @@ def verify_group(
         prompt_problems(group, prompt),
         _opening_problems(group, max_prompt_length),
         _shape_problems(group, ticket),
-        _order_problems(group, ticket),
+        _request_problems(group, ticket),
         _token_problems(group, ticket, vocabulary),
         turn_problems(group, ticket, bridge),
         _source_problems(group, ticket) if ticket.conversation is None else (),
@@ -110,31 +110,31 @@ def _shape_problems(group: Group, ticket: Ticket) -> Iterator[str]:
             yield f"trajectory {index} has the role {record.role}, its ticket asks for {role}"
 
 
-def _order_problems(group: Group, ticket: Ticket) -> Iterator[str]:
-    """Check that completions begin with what their orders put there, of which no policy sampled anything."""
+def _request_problems(group: Group, ticket: Ticket) -> Iterator[str]:
+    """Check that completions begin with what their requests put there, of which no policy sampled anything."""
     starts = np.cumsum(group.lengths) - group.lengths
-    for index, order in enumerate(ticket.orders):
-        if group.trajectories[index].image_hashes != order.images:
-            yield f"the engine saw other images for completion {index} than those of its order"
-        count, start, length = len(order.prefix), int(starts[index]), int(group.lengths[index])
+    for index, request in enumerate(ticket.requests):
+        if group.trajectories[index].image_hashes != request.images:
+            yield f"the engine saw other images for completion {index} than those of its request"
+        count, start, length = len(request.prefix), int(starts[index]), int(group.lengths[index])
         if not count:
             continue
         place = slice(start, start + min(count, length))
-        if not _same(group.token_ids[place], np.asarray(order.prefix)):
-            yield f"completion {index} does not begin with the {count} token ids that its order puts there"
+        if not _same(group.token_ids[place], np.asarray(request.prefix)):
+            yield f"completion {index} does not begin with the {count} token ids that its request puts there"
         if group.logprobs[place].any():
-            yield f"completion {index} has a log-prob on the {count} tokens that its order puts there"
-        is_whole = count == ticket.sampling.max_new_tokens or order.prefix[-1] in ticket.sampling.stop_token_ids
+            yield f"completion {index} has a log-prob on the {count} tokens that its request puts there"
+        is_whole = count == ticket.sampling.max_new_tokens or request.prefix[-1] in ticket.sampling.stop_token_ids
         if (length == count) != is_whole:
             rest = "nothing may be" if is_whole else "something must be"
-            yield f"completion {index} has {length} tokens, but behind the {count} of its order {rest} sampled"
+            yield f"completion {index} has {length} tokens, but behind the {count} of its request {rest} sampled"
 
 
 def _source_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     """Compare sources where nobody answers: tokens of a prefix are inserted, and the policy samples the others."""
     owner = np.repeat(np.arange(group.lengths.size), group.lengths)
     place = np.arange(owner.size) - (np.cumsum(group.lengths) - group.lengths)[owner]
-    prefixes = np.array([len(ticket.order(index).prefix) for index in range(group.lengths.size)])
+    prefixes = np.array([len(ticket.request(index).prefix) for index in range(group.lengths.size)])
     expected = np.where(place < prefixes[owner], TokenSource.INSERTED, TokenSource.POLICY)
     for position in np.flatnonzero(group.source != expected)[:1]:
         index = owner[position]

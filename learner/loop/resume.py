@@ -243,7 +243,7 @@ def lasting_settings(
     for name, (_, hook) in chosen_hooks("ticket_hook", config.algorithm).items():  # which images trajectories see
         settings |= {f"algorithm.{name}.{key}": value for key, value in hook}
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
-    if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's orders put in place
+    if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's requests put in place
         names = [key for key in all_keys() if key.startswith("algorithm.demonstrations.")]
         settings |= {name: attrgetter(name)(config) for name in (*names, "data.target_key", "data.max_response_length")}
     if config.environment.is_used:

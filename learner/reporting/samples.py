@@ -10,7 +10,7 @@ import numpy as np
 from asyncrl.environments.recording import Decode, described_messages, described_turns
 from asyncrl.rewards.sample import plain_text
 from learner.groups.ticket import ReceivedGroup
-from protocol.messages import TrajectoryOrder
+from protocol.messages import TrajectoryRequest
 
 
 def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -28,7 +28,7 @@ def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dic
             "length": len(ids),
             "token_ids": ids.tolist(),
         }
-        | ({"order": order} if (order := _named(item.ticket.order(index))) else {})
+        | ({"request": request} if (request := _named(item.ticket.request(index))) else {})
         | ({"end": record.end, "turns": described_turns(group, index, decode)} if record.is_answered else {})
         for index, (record, ids) in enumerate(zip(group.trajectories, token_ids, strict=True))
     ]
@@ -47,7 +47,7 @@ def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dic
     return sample | ({"opening": described_messages(group.opening)} if group.opening else {}), images
 
 
-def _named(order: TrajectoryOrder) -> str:
+def _named(request: TrajectoryRequest) -> str:
     """Name what a trajectory was asked for besides being sampled."""
-    begins = f"begins with {len(order.prefix)} tokens that were put there" * bool(order.prefix)
-    return ", ".join(filter(None, ("greedy" * order.greedy, begins, "saw distorted images" * bool(order.images))))
+    begins = f"begins with {len(request.prefix)} tokens that were put there" * bool(request.prefix)
+    return ", ".join(filter(None, ("greedy" * request.greedy, begins, "saw distorted images" * bool(request.images))))

@@ -1,4 +1,4 @@
-"""Orders for demonstrations and hints: the rows of `data.target_key` that a group's trajectories are, or begin with.
+"""Requests for demonstrations and hints: the rows of `data.target_key` that a group's trajectories are, or begin with.
 
 A demonstration travels as every completion does: the rollout server puts it in place, scores it, and sends it back with
 its group, to be verified and journaled. So one mechanism serves methods that need its score (LUFFY, SRFT), methods that
@@ -20,18 +20,18 @@ from asyncrl.data.survey.row_survey import RowSurvey
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from protocol.messages import TrajectoryOrder
+from protocol.messages import TrajectoryRequest
 
 logger = logging.getLogger(__name__)
 
 SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 WORD_END = re.compile(r"\s+")
 _SEED = 0x4445
-"""Seed beside the run's seed and the ticket's number: the draws of orders are not those of sampling."""
+"""Seed beside the run's seed and the ticket's number: the draws of requests are not those of sampling."""
 
 
 class Demonstrations:
-    """Orders for the groups of a run. The same slot and text always give the same orders."""
+    """Requests for the groups of a run. The same slot and text always give the same ones."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Demonstrations:
             logger.warning(said, len(ids), text, self._limit)
         return None
 
-    def orders(self, text: str, slot: TicketSlot, size: int) -> tuple[TrajectoryOrder, ...]:
-        """Orders for a group of `size`: hints first, demonstrations last. Empty where it has neither."""
+    def requests(self, text: str, slot: TicketSlot, size: int) -> tuple[TrajectoryRequest, ...]:
+        """Requests for a group of `size`: hints first, demonstrations last. Empty where it has neither."""
         demonstration = self.token_ids(text) if self._config.are_used else None
         if demonstration is None:
             return ()
@@ -74,21 +74,21 @@ class Demonstrations:
             return ()
         whole = min(self._config.rows, size)
         hints = self._hints(text, demonstration, slot.version, size - whole, rng)
-        orders = (*hints, *[TrajectoryOrder(prefix=demonstration)] * whole)
-        return orders if any(order.prefix for order in orders) else ()
+        requests = (*hints, *[TrajectoryRequest(prefix=demonstration)] * whole)
+        return requests if any(request.prefix for request in requests) else ()
 
     def _hints(
         self, text: str, demonstration: tuple[int, ...], version: int, number: int, rng: np.random.Generator
-    ) -> list[TrajectoryOrder]:
+    ) -> list[TrajectoryRequest]:
         """Hints of j of the L segments, j ~ Binomial(L, p): one draw for each trajectory (UFT, arXiv 2505.16984)."""
         p = self._config.hints.probability(version)
         if not self._config.hints.segments or not p:
-            return [TrajectoryOrder()] * number
+            return [TrajectoryRequest()] * number
         ends = segment_ends(text, self._config.hints.segments)
         starts = np.asarray(self._processor.starts_of_tokens(text))
         drawn = rng.binomial(len(ends), p, size=number).tolist()
         lengths = [int((starts < ends[j - 1]).sum()) if j else 0 for j in drawn]
-        return [TrajectoryOrder(prefix=demonstration[:length]) for length in lengths]
+        return [TrajectoryRequest(prefix=demonstration[:length]) for length in lengths]
 
 
 def check_targets(survey: RowSurvey, algorithm: AlgorithmConfig, key: str) -> None:

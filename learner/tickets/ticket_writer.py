@@ -26,7 +26,7 @@ from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
 from learner.groups.ticket import PreparedTicket, PromptFacts
 from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.ticket_hook import TicketRow, ticket_hooks
-from protocol.messages import NO_ORDER, Sampling, Ticket, TicketKind, TrajectoryOrder
+from protocol.messages import NO_REQUEST, Sampling, Ticket, TicketKind, TrajectoryRequest
 
 FINGERPRINTED_ROWS = 64
 """Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
@@ -136,9 +136,9 @@ class TicketWriter:
             made = {content_hash(data): data for images in others.values() for data in images}
             rendered = replace(rendered, blobs={**rendered.blobs, **made})
             check_message(rendered, self.settings.max_message_mib)
-        size, orders = self.settings.trajectories_per_group, self._orders(rendered.target, slot, others)
+        size, requests = self.settings.trajectories_per_group, self._requests(rendered.target, slot, others)
         return self._prepare(
-            (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, orders=orders
+            (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, requests=requests
         )
 
     def _other_images(self, rendered: RenderedPrompt, slot: TicketSlot) -> dict[int, Sequence[bytes]]:
@@ -152,18 +152,18 @@ class TicketWriter:
         )
         return {index: images for hook in self._hooks for index, images in hook(row).items()}
 
-    def _orders(
+    def _requests(
         self, target: str, slot: TicketSlot, others: Mapping[int, Sequence[bytes]]
-    ) -> tuple[TrajectoryOrder, ...]:
-        """Wishes for the trajectories of a training group, none where all are sampled. Behind the sampled ones are the
+    ) -> tuple[TrajectoryRequest, ...]:
+        """Requests for the trajectories of a training group, none where all are sampled. Behind the sampled ones are
         demonstrations, and a greedy one. `others`: images that trajectories see in place of the row's."""
         size = self.settings.batch.group_size
-        orders = [*(self._demonstrations.orders(target, slot, size) or [NO_ORDER] * size)]
+        requests = [*(self._demonstrations.requests(target, slot, size) or [NO_REQUEST] * size)]
         for index, images in others.items():
-            orders[index] = orders[index].model_copy(update={"images": tuple(map(content_hash, images))})
+            requests[index] = requests[index].model_copy(update={"images": tuple(map(content_hash, images))})
         if self.settings.trajectories_per_group > size:
-            orders.append(TrajectoryOrder(greedy=True))
-        return tuple(orders) if any(order != NO_ORDER for order in orders) else ()
+            requests.append(TrajectoryRequest(greedy=True))
+        return tuple(requests) if any(request != NO_REQUEST for request in requests) else ()
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -225,7 +225,7 @@ class TicketWriter:
         size: int,
         distribution: Mapping[str, Any],
         max_new_tokens: int | None = None,
-        orders: tuple[TrajectoryOrder, ...] = (),
+        requests: tuple[TrajectoryRequest, ...] = (),
     ) -> PreparedTicket:
         rendered, measured = prompt
         ticket = Ticket(
@@ -241,7 +241,7 @@ class TicketWriter:
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
             ),
-            orders=orders,
+            requests=requests,
             conversation=None
             if kind is TicketKind.PARITY
             else conversation_limits(self.settings.environment, self.settings.environment.limits),

@@ -39,7 +39,7 @@ from protocol.messages.life_cycle import (
     Welcome,
 )
 from protocol.messages.tickets import (
-    NO_ORDER,
+    NO_REQUEST,
     ChatMessage,
     ContentPart,
     ConversationLimits,
@@ -52,7 +52,7 @@ from protocol.messages.tickets import (
     Ticket,
     TicketKind,
     Tickets,
-    TrajectoryOrder,
+    TrajectoryRequest,
     Video,
     VideoPart,
 )

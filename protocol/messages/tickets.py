@@ -125,8 +125,8 @@ class TicketKind(StrEnum):
     """Compares log-probs of engine and learner: sampled like training, without rewards."""
 
 
-class TrajectoryOrder(Wire):
-    """Wish for one trajectory of a group, besides that it is sampled."""
+class TrajectoryRequest(Wire):
+    """Request for one trajectory of a group, besides that it is sampled."""
 
     greedy: bool = False
     """The most probable token each time, as at temperature 0: a trajectory that is scored and not trained."""
@@ -139,7 +139,7 @@ class TrajectoryOrder(Wire):
     prompt's own. Their bytes travel with the ticket. The reward sees the prompt's."""
 
 
-NO_ORDER = TrajectoryOrder()
+NO_REQUEST = TrajectoryRequest()
 HistoryRule = Literal["whole", "strip_thinking"]
 
 
@@ -226,7 +226,7 @@ class Ticket(Wire):
     min_version: Version
     """The server may start the ticket only with weights of this version or newer."""
     sampling: Sampling
-    orders: Many[TrajectoryOrder] = ()
+    requests: Many[TrajectoryRequest] = ()
     """One for each trajectory; none: all are simply sampled."""
     conversation: ConversationLimits | None = None
     """An environment answers each turn, within these limits; None: trajectories have one turn, and nobody answers."""
@@ -234,26 +234,26 @@ class Ticket(Wire):
     """Part that other servers have sampled, to go on from; None: the group begins anew."""
 
     @model_validator(mode="after")
-    def _orders_fit(self) -> Ticket:
+    def _requests_fit(self) -> Ticket:
         where, sampling = f"ticket {self.ticket_id} (row {self.prompt.row_id})", self.sampling
-        if self.orders and len(self.orders) != self.group_size:
-            raise ValueError(f"{where}: {len(self.orders)} orders for {self.group_size} trajectories")
-        for index, order in enumerate(self.orders):
-            if len(order.images) not in (0, len(self.prompt.image_hashes)):
+        if self.requests and len(self.requests) != self.group_size:
+            raise ValueError(f"{where}: {len(self.requests)} requests for {self.group_size} trajectories")
+        for index, wanted in enumerate(self.requests):
+            if len(wanted.images) not in (0, len(self.prompt.image_hashes)):
                 raise ValueError(
-                    f"{where}: trajectory {index} has {len(order.images)} images in place of "
+                    f"{where}: trajectory {index} has {len(wanted.images)} images in place of "
                     f"{len(self.prompt.image_hashes)}"
                 )
-            if len(order.prefix) > sampling.max_new_tokens:
+            if len(wanted.prefix) > sampling.max_new_tokens:
                 raise ValueError(
-                    f"{where}: trajectory {index} begins with {len(order.prefix)} tokens, over max_new_tokens "
+                    f"{where}: trajectory {index} begins with {len(wanted.prefix)} tokens, over max_new_tokens "
                     f"{sampling.max_new_tokens}"
                 )
-            if banned := sorted({*order.prefix} & {*sampling.banned_token_ids}):
+            if banned := sorted({*wanted.prefix} & {*sampling.banned_token_ids}):
                 raise ValueError(f"{where}: trajectory {index} begins with banned token ids {banned}")
-            if stops := sorted({*order.prefix[:-1]} & {*sampling.stop_token_ids}):
+            if stops := sorted({*wanted.prefix[:-1]} & {*sampling.stop_token_ids}):
                 raise ValueError(f"{where}: trajectory {index} goes on behind the stop token ids {stops}")
-            if self.conversation and (order.prefix or order.images):
+            if self.conversation and (wanted.prefix or wanted.images):
                 raise ValueError(f"{where}: trajectory {index} of a conversation has a prefix, or images of its own")
         return self
 
@@ -275,10 +275,10 @@ class Ticket(Wire):
         if np.isin(partial.token_ids, sampling.banned_token_ids).any():
             raise ValueError(f"{where}: a partial trajectory has banned token ids")
         for index in range(self.group_size):
-            prefix = self.order(index).prefix
+            prefix = self.request(index).prefix
             token_ids = partial.token_ids[partial.span(index)].tolist()
             if token_ids and token_ids[: len(prefix)] != [*prefix]:
-                raise ValueError(f"{where}: partial trajectory {index} does not begin as its order has it")
+                raise ValueError(f"{where}: partial trajectory {index} does not begin as its request has it")
             if stops := {*token_ids[:-1]} & {*sampling.stop_token_ids}:
                 raise ValueError(f"{where}: partial trajectory {index} goes on behind the stop token ids {stops}")
         return self
@@ -295,15 +295,15 @@ class Ticket(Wire):
 
     def role(self, index: int) -> TrajectoryRole:
         """Purpose of trajectory `index` of the group."""
-        order = self.order(index)
-        if order.greedy:
+        wanted = self.request(index)
+        if wanted.greedy:
             return TrajectoryRole.BASELINE
-        is_whole = order.prefix and self.sampling.finish_reason(order.prefix)
+        is_whole = wanted.prefix and self.sampling.finish_reason(wanted.prefix)
         return TrajectoryRole.DEMONSTRATION if is_whole else TrajectoryRole.TRAIN
 
-    def order(self, index: int) -> TrajectoryOrder:
-        """The wish for trajectory `index` of the group."""
-        return self.orders[index] if self.orders else NO_ORDER
+    def request(self, index: int) -> TrajectoryRequest:
+        """The request for trajectory `index` of the group."""
+        return self.requests[index] if self.requests else NO_REQUEST
 
 
 class Tickets(Wire):

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import BadStateError
 from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt
-from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryOrder
+from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 
 
@@ -52,11 +52,11 @@ class GenerationRequest:
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
     videos: tuple[VideoFrames, ...] = ()
     """Videos of the prompt, in order, for such an engine, too."""
-    orders: tuple[TrajectoryOrder, ...] = ()
-    """One for each completion, or none: each begins with its order's prefix, and the most probable token follows each
-    time where the order says greedy."""
+    requests: tuple[TrajectoryRequest, ...] = ()
+    """One for each completion, or none: each begins with its request's prefix, and the most probable token follows each
+    time where the request says greedy."""
     seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
-    """The prompt with the images that orders have in place of its own, by their content hashes."""
+    """The prompt with the images that requests have in place of its own, by their content hashes."""
     partial: PartialRollout | None = None
     """Part that another server has sampled of the group: each completion begins with it, the given prefix included."""
     stream: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class GenerationRequest:
 
     def images_of(self, index: int) -> tuple[str, ...]:
         """Content hashes of the images that completion `index` sees in place of the prompt's."""
-        return self.orders[index].images if self.orders else ()
+        return self.requests[index].images if self.requests else ()
 
     def seen_by(self, index: int) -> SeenPrompt:
         """Prompt of completion `index`."""
@@ -83,19 +83,19 @@ class GenerationRequest:
             raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
         return prompt
 
-    def ordered(self, index: int) -> tuple[int, ...]:
-        """Token ids that its order puts at the beginning of completion `index`: no policy has sampled them."""
-        return self.orders[index].prefix if self.orders else ()
+    def requested(self, index: int) -> tuple[int, ...]:
+        """Token ids that its request puts at the beginning of completion `index`: no policy has sampled them."""
+        return self.requests[index].prefix if self.requests else ()
 
     def prefix(self, index: int) -> tuple[int, ...]:
-        """Token ids that completion `index` begins with: what its order puts there, and what was sampled before."""
+        """Token ids that completion `index` begins with: what its request puts there, and what was sampled before."""
         if self.partial is None or not self.partial.lengths[index]:
-            return self.ordered(index)
+            return self.requested(index)
         return tuple(self.partial.token_ids[self.partial.span(index)].tolist())
 
     def sampling_of(self, index: int) -> Sampling:
-        """How completion `index` is sampled: at temperature 0 where its order says greedy."""
-        greedy = self.orders and self.orders[index].greedy
+        """How completion `index` is sampled: at temperature 0 where its request says greedy."""
+        greedy = self.requests and self.requests[index].greedy
         return self.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.sampling
 
     def finish_reason(self, token_ids: Sequence[int]) -> FinishReason | None:

@@ -153,7 +153,7 @@ class ScriptedEngine:
 
     def _tokens_of(self, request: GenerationRequest, index: int) -> np.ndarray:
         """All tokens of a completion, those of a greedy one without any random number."""
-        sampling, ordered = request.sampling, request.ordered(index)
+        sampling, ordered = request.sampling, request.requested(index)
         if request.finish_reason(ordered):
             return np.asarray(ordered, np.int32)
         if self._script.text:
@@ -164,7 +164,7 @@ class ScriptedEngine:
             never = {*sampling.banned_token_ids, *sampling.stop_token_ids}
             allowed = [i for i in range(len(self._processor.tokenizer)) if i not in never]
             body = rng.choice(allowed, size=length).tolist()
-            if request.orders and request.orders[index].greedy:
+            if request.requests and request.requests[index].greedy:
                 body = allowed[:1] * max(1, round(self._script.mean_length))
         tokens = [*ordered, *body, sampling.stop_token_ids[0]]
         return np.asarray(tokens[: sampling.max_new_tokens], np.int32)

@@ -50,7 +50,7 @@ class RunningSequences:
 async def completions(
     requests: Iterable[GenerationRequest], version: int, begin: Callable[[GenerationRequest, int], Begun]
 ) -> AsyncGenerator[Completion | FailedRequest, None]:
-    """Each completion as it comes, those first that a ticket's orders put in place whole. All others have begun, by
+    """Each completion as it comes, those first that a ticket's requests put in place whole. All others have begun, by
     `begin`, when the first item is asked for: the engine may not fall asleep in between. Closed, it ends them."""
     tasks: list[Begun] = []
     whole: list[Completion] = []

@@ -32,7 +32,7 @@ from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from protocol.messages import (
-    NO_ORDER,
+    NO_REQUEST,
     ConversationLimits,
     FinishReason,
     Group,
@@ -82,7 +82,7 @@ class _Ticket:
 
     def later_turn(self, trajectory: Trajectory, history: History) -> GenerationRequest:
         """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
-        order = self.ticket.order(trajectory.index)
+        wanted = self.ticket.request(trajectory.index)
         prompt = self.first.prompt
         assert isinstance(prompt, EncodedPrompt)
         return replace(
@@ -91,7 +91,7 @@ class _Ticket:
             group_size=1,
             sampling=self.sampling(trajectory.length),
             images=(*self.first.images, *history.images),
-            orders=(order,) if order != NO_ORDER else (),
+            requests=(wanted,) if wanted != NO_REQUEST else (),
             stream=(trajectory.index, len(trajectory.turns)),
         )
 
@@ -198,7 +198,7 @@ class ConversationProducer:
             group_size=ticket.group_size,
             seed=ticket.seed,
             sampling=ticket.sampling.model_copy(update={"max_new_tokens": most}),
-            orders=ticket.orders,
+            requests=ticket.requests,
             images=tuple(found[digest] for digest in prompt.image_hashes),
             videos=tuple(
                 VideoFrames(tuple(found[digest] for digest in video.frame_hashes), video.fps) for video in prompt.videos

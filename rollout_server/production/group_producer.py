@@ -156,14 +156,14 @@ class GroupProducer:
                 group_size=ticket.group_size,
                 seed=ticket.seed,
                 sampling=ticket.sampling,
-                orders=ticket.orders,
+                requests=ticket.requests,
                 partial=ticket.partial,
                 seen={
                     images: SeenPrompt(
                         prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
                         tuple(bytes(blobs[digest]) for digest in images),
                     )
-                    for images in {order.images for order in ticket.orders if order.images}
+                    for images in {wanted.images for wanted in ticket.requests if wanted.images}
                 },
                 images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
                 videos=tuple(
@@ -237,7 +237,7 @@ class GroupProducer:
     def _joined(self, group: _GroupInProgress, generated_at: float, scores: Mapping[int, Score]) -> Group:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
         request = group.request
-        prefixes = [len(request.ordered(c.index)) for c in ordered]
+        prefixes = [len(request.requested(c.index)) for c in ordered]
         records = [trajectory_record(request, c, scores[c.index], group.ticket.role(c.index)) for c in ordered]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
         inserted = [np.arange(length) < n for length, n in zip(lengths, prefixes, strict=True)]
@@ -294,7 +294,7 @@ def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
 def trajectory_record(
     request: GenerationRequest, completion: Completion, score: Score, role: TrajectoryRole
 ) -> TrajectoryRecord:
-    prefix, length = len(request.ordered(completion.index)), len(completion.token_ids)
+    prefix, length = len(request.requested(completion.index)), len(completion.token_ids)
     seen = request.seen_by(completion.index).prompt.image_hashes
     assert completion.finish_reason is not None, "an unfinished completion has no record"
     return TrajectoryRecord(

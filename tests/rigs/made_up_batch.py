@@ -1,6 +1,6 @@
 """A batch of random completions without an engine, and a training engine that keeps gradients. For tests of a step.
 
-Where tickets have orders, completions begin with what they put there.
+Where tickets have requests, completions begin with what they put there.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
 
 
 def _ordered(group: Group, ticket: Ticket, stop: int) -> Group:
-    """The group with the prefixes of its ticket's orders; behind a demonstration there is nothing."""
-    if not ticket.orders:
+    """The group with the prefixes of its ticket's requests; behind a demonstration there is nothing."""
+    if not ticket.requests:
         return group
     names = ("token_ids", "source", "logprobs", "versions")
     rows = zip(*(np.split(getattr(group, name), np.cumsum(group.lengths)[:-1]) for name in names), strict=True)
     made: list[list[np.ndarray]] = []
-    for row, order in zip(rows, ticket.orders, strict=True):
-        count = len(order.prefix)
-        room = 0 if order.prefix[-1:] == (stop,) else ticket.sampling.max_new_tokens - count
+    for row, request in zip(rows, ticket.requests, strict=True):
+        count = len(request.prefix)
+        room = 0 if request.prefix[-1:] == (stop,) else ticket.sampling.max_new_tokens - count
         put_in = (
-            np.asarray(order.prefix),
+            np.asarray(request.prefix),
             np.full(count, TokenSource.INSERTED),
             np.zeros(count),
             np.full(count, row[3][0]),
         )
         made.append([np.append(a, b[:room]).astype(b.dtype) for a, b in zip(put_in, row, strict=True)])
     columns = {name: np.concatenate(parts) for name, parts in zip(names, zip(*made, strict=True), strict=True)}
-    facts = [{"role": ticket.role(i), "image_hashes": ticket.order(i).images} for i in range(ticket.group_size)]
+    facts = [{"role": ticket.role(i), "image_hashes": ticket.request(i).images} for i in range(ticket.group_size)]
     records = (record.model_copy(update=each) for record, each in zip(group.trajectories, facts, strict=True))
     lengths = np.asarray([len(row[0]) for row in made], np.int32)
     return group.model_copy(update=columns | {"lengths": lengths, "trajectories": tuple(records)})

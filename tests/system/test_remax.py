@@ -30,8 +30,8 @@ def test_greedy_completions_are_scored_and_not_trained(make_config: Callable[...
     assert len(samples) == STEPS * PER_STEP
     for line in metrics:
         groups = [sample["completions"] for sample in samples if sample["step"] == line["step"]]
-        orders = [[c.get("order") for c in group] for group in groups]
-        assert orders == [[None] * size + ["greedy"]] * PER_STEP
+        requests = [[c.get("request") for c in group] for group in groups]
+        assert requests == [[None] * size + ["greedy"]] * PER_STEP
         sampled, greedy = [c for group in groups for c in group[:size]], [group[size] for group in groups]
         assert line["tokens"] == sum(c["length"] for c in sampled)
         assert line["reward/mean"] == pytest.approx(sum(c["reward"] for c in sampled) / len(sampled))

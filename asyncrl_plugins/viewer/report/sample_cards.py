@@ -32,7 +32,7 @@ OPEN_COMPLETIONS = 3
 MAX_TURNS = 32
 MAX_TOOLS = 40
 """Names to choose from; a policy that makes names up may have called any number of tools."""
-COMPARED = ("text", "reward", "rewards", "status", "error", "length", "order", "turns")
+COMPARED = ("text", "reward", "rewards", "status", "error", "length", "request", "turns")
 """Completions with equal values of these keys are shown once."""
 
 

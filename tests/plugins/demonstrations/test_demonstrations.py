@@ -27,7 +27,7 @@ from learner.training.batch import Batch, describe_batch
 from learner.training.packing import plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
-from protocol.messages import TrajectoryOrder, TrajectoryRecord
+from protocol.messages import TrajectoryRecord, TrajectoryRequest
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def hinted(make_config: MakeConfig, **hints: Any) -> tuple[Demonstrations, Promp
     ), processor
 
 
-# --- orders ------------------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------------------
 
 
 def test_segments_are_sentences_or_words_in_equal_parts() -> None:
@@ -74,12 +74,12 @@ def test_a_demonstration_is_the_tokens_of_a_completion_with_its_stop_token(make_
     stop = processor.tokenizer.eos_token_id
     writer = TicketWriter(config.ticket_settings, processor, (stop,))
     ticket = writer.write(slot(3)).ticket
-    *sampled, demonstration = ticket.orders
-    assert sampled == [TrajectoryOrder()] * 3
+    *sampled, demonstration = ticket.requests
+    assert sampled == [TrajectoryRequest()] * 3
     assert demonstration.prefix[-1] == stop
     assert processor.decode(np.asarray(demonstration.prefix)) == ticket.prompt.columns["target"]
     assert writer.write(slot(3)).ticket == ticket, "a slot is always the same ticket"
-    assert writer.write_evaluation(0, 0).ticket.orders == ()
+    assert writer.write_evaluation(0, 0).ticket.requests == ()
 
 
 def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: MakeConfig) -> None:
@@ -89,9 +89,9 @@ def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: Mak
     for version in (0, 150, 300, 301):
         drawn: Counter[int] = Counter()
         for number in range(300):
-            orders = demonstrations.orders(TEXT, slot(number, version), 4)
-            assert orders == demonstrations.orders(TEXT, slot(number, version), 4)
-            texts = [processor.tokenizer.decode(order.prefix) for order in orders] or [""] * 4
+            requests = demonstrations.requests(TEXT, slot(number, version), 4)
+            assert requests == demonstrations.requests(TEXT, slot(number, version), 4)
+            texts = [processor.tokenizer.decode(order.prefix) for order in requests] or [""] * 4
             drawn.update(beginnings.index(text) for text in texts)  # no stop token: something is sampled behind it
         shares.append(sum(j * count for j, count in drawn.items()) / (5 * drawn.total()))
     assert shares == pytest.approx([0.95, 0.5, 0.05, 0.0], abs=0.03)
@@ -108,7 +108,7 @@ def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) 
         seed=config.trainer.seed,
         most_tokens=config.data.max_response_length,
     )
-    given = [bool(demonstrations.orders(TEXT, slot(number), 4)) for number in range(400)]
+    given = [bool(demonstrations.requests(TEXT, slot(number), 4)) for number in range(400)]
     assert sum(given) / 400 == pytest.approx(0.25, abs=0.07)
     for text in ("", "read" + " 1" * 8, "read <|im_end|>", "<|image_pad|>"):
         assert demonstrations.token_ids(text) is None

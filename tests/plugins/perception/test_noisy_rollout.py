@@ -77,7 +77,7 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     writer = TicketWriter(config.ticket_settings, processor, (1,))
     items = [writer.write(TicketSlot(number, number, version=0, bound=0)) for number in range(2)]
     assert items[0].ticket == writer.write(items[0].slot).ticket
-    assert not writer.write(TicketSlot(9, 9, version=6, bound=0)).ticket.orders, "no noise is left"
+    assert not writer.write(TicketSlot(9, 9, version=6, bound=0)).ticket.requests, "no noise is left"
     blobs: dict[str, Any] = {digest: data for item in items for digest, data in item.blobs.items()}
 
     async def produced() -> dict[int, Group]:
@@ -92,8 +92,8 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
     received = [ReceivedGroup(item, groups[item.ticket.ticket_id]) for item in items]
     model = load_model(config.model, device=CPU)
     for item in received:
-        order, prompt = item.ticket.orders[-1], item.ticket.prompt
-        assert [o.images for o in item.ticket.orders] == [(), (), order.images, order.images]
+        order, prompt = item.ticket.requests[-1], item.ticket.prompt
+        assert [o.images for o in item.ticket.requests] == [(), (), order.images, order.images]
         assert [record.image_hashes for record in item.group.trajectories] == [(), (), order.images, order.images]
         ends = np.cumsum(item.group.lengths)
         for index, (end, length) in enumerate(zip(ends, item.group.lengths, strict=True)):
@@ -164,11 +164,11 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
         **NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"share": 0.7, "steps": 900}}}
     )
     processor = PromptProcessor(config.model)
-    orders = (
-        TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.orders
+    requests = (
+        TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.requests
     )
-    assert [bool(order.images) for order in orders] == [False, True, True, False]
-    assert [bool(order.prefix) for order in orders] == [False, False, False, True]
+    assert [bool(order.images) for order in requests] == [False, True, True, False]
+    assert [bool(order.prefix) for order in requests] == [False, False, False, True]
     batch = made_up_batch(config, processor)
     assert batch.provenance.saw_other_images.tolist() == [False, True, True, False] * 2
     assert not (batch.trained_provenance.lacks_behaviour & batch.trained_provenance.is_inserted).any()

@@ -19,7 +19,7 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.sglang.client import SGLangRefused
-from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from protocol.messages import FinishReason, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
 from rollout_server.engines.hf.engine import HFEngine
@@ -125,19 +125,19 @@ def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLa
 def test_orders_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
     plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops(sglang))
     other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
-    orders = (
-        TrajectoryOrder(),
-        TrajectoryOrder(prefix=hint),
-        TrajectoryOrder(prefix=(31, 7)),
-        TrajectoryOrder(greedy=True),
-        TrajectoryOrder(greedy=True, prefix=hint, images=other.image_hashes),
+    requests = (
+        TrajectoryRequest(),
+        TrajectoryRequest(prefix=hint),
+        TrajectoryRequest(prefix=(31, 7)),
+        TrajectoryRequest(greedy=True),
+        TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
     )
     seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
-    request = dataclasses.replace(plain, request_id=700, orders=orders, seen=seen)
+    request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
     ours = sglang.sample(request)
     assert ours[700, 2].token_ids.tolist() == [31, 7]
     theirs = sglang.run(all_of(HFEngine(sglang.config, sglang.processor), [request]))
-    for index, order in enumerate(orders):
+    for index, order in enumerate(requests):
         done, count = ours[700, index], len(order.prefix)
         assert tuple(done.token_ids[:count].tolist()) == order.prefix
         assert not done.logprobs[:count].any()

@@ -16,7 +16,7 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.vllm.start import engine_arguments
-from protocol.messages import FinishReason, Sampling, TrajectoryOrder
+from protocol.messages import FinishReason, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
 from rollout_server.engines.hf.engine import HFEngine
@@ -123,21 +123,21 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
 def test_orders_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
     plain = rig.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
     other, hint = encoded_prompt(rig.processor, QUESTION, picture(9)), (21, 22, 23)
-    orders = (
-        TrajectoryOrder(),
-        TrajectoryOrder(prefix=hint),
-        TrajectoryOrder(prefix=(31, 7)),
-        TrajectoryOrder(greedy=True),
-        TrajectoryOrder(greedy=True, prefix=hint, images=other.image_hashes),
+    requests = (
+        TrajectoryRequest(),
+        TrajectoryRequest(prefix=hint),
+        TrajectoryRequest(prefix=(31, 7)),
+        TrajectoryRequest(greedy=True),
+        TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
     )
     seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
-    request = dataclasses.replace(plain, request_id=700, orders=orders, seen=seen)
+    request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
     ours = {**rig.sample(plain), **rig.sample(request)}
     assert ours[700, 0].token_ids.tolist() == ours[plain.request_id, 0].token_ids.tolist()
     assert ours[700, 2].token_ids.tolist() == [31, 7]
     hf = HFEngine(rig.config, rig.processor)
     theirs = rig.run(all_of(hf, [request]))
-    for index, order in enumerate(orders):
+    for index, order in enumerate(requests):
         done, count = ours[700, index], len(order.prefix)
         assert tuple(done.token_ids[:count].tolist()) == order.prefix
         assert not done.logprobs[:count].any()

@@ -46,8 +46,8 @@ from protocol.messages import (
     TicketReturned,
     Tickets,
     ToolCall,
-    TrajectoryOrder,
     TrajectoryRecord,
+    TrajectoryRequest,
     TrajectoryStatus,
     TransferEnd,
     TransferRequest,
@@ -195,8 +195,12 @@ EXAMPLE_IMAGE = "ab" * 32
 def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
     right = ticket(7, 2)
     prompt = right.prompt.model_copy(update={"columns": {"level": {"score": 0.5}} if columns is None else columns})
-    orders = (TrajectoryOrder(prefix=(5, STOP)), TrajectoryOrder(greedy=True), *[TrajectoryOrder()] * (GROUP_SIZE - 2))
-    example = right.model_copy(update={"prompt": prompt, "orders": orders})
+    requests = (
+        TrajectoryRequest(prefix=(5, STOP)),
+        TrajectoryRequest(greedy=True),
+        *[TrajectoryRequest()] * (GROUP_SIZE - 2),
+    )
+    example = right.model_copy(update={"prompt": prompt, "requests": requests})
     return Tickets(tickets=(example,), blobs={EXAMPLE_IMAGE: memoryview(image)})
 
 

@@ -25,7 +25,7 @@ from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.group_judge import FRUITLESS_STEPS, GroupJudge, make_judge, sampled_group
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.replay_buffer import ReplayBuffer
-from protocol.messages import TrajectoryOrder, TrajectoryRecord
+from protocol.messages import TrajectoryRecord, TrajectoryRequest
 from tests.conftest import small_config
 from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
@@ -301,8 +301,8 @@ def test_a_greedy_baseline_is_no_spread() -> None:
     ledger = make_ledger(1, 1)
     (slot, *_) = ledger.admissible(0)
     item = prepared(slot)
-    orders = (TrajectoryOrder(greedy=True), TrajectoryOrder())
-    item = replace(item, ticket=item.ticket.model_copy(update={"orders": orders}))
+    requests = (TrajectoryRequest(greedy=True), TrajectoryRequest())
+    item = replace(item, ticket=item.ticket.model_copy(update={"requests": requests}))
     item = received(item, [1, 0])
     roles = tuple(r.model_copy(update={"role": item.ticket.role(i)}) for i, r in enumerate(item.group.trajectories))
     group = sampled_group(replace(item, group=item.group.model_copy(update={"trajectories": roles})))

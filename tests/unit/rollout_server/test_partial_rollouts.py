@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from benchmarks.staleness.workload import OneForAll
-from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryOrder
+from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
@@ -58,9 +58,14 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
     processor = PromptProcessor(config.model)
     policies = [initial_weights(config)]
     policies.append(moved(policies[0], 1))
-    orders = (TrajectoryOrder(), TrajectoryOrder(prefix=HINT), TrajectoryOrder(prefix=DONE), TrajectoryOrder())
+    requests = (
+        TrajectoryRequest(),
+        TrajectoryRequest(prefix=HINT),
+        TrajectoryRequest(prefix=DONE),
+        TrajectoryRequest(),
+    )
     request = replace(
-        request_for(config, prompts[0], 0, tokens=120, size=4, stop_token_ids=(STOP,)), orders=orders, seed=3
+        request_for(config, prompts[0], 0, tokens=120, size=4, stop_token_ids=(STOP,)), requests=requests, seed=3
     )
     neighbour = request_for(config, prompts[1], 1, tokens=40)
 
@@ -81,7 +86,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
     whole, begun, same, newer = asyncio.run(asyncio.wait_for(scenario(), 120))
     partial = partial_rollout(begun)
     in_order = [sorted(done, key=lambda c: c.index) for done in (whole, begun, same, newer)]
-    assert any(c.finish_reason is None and len(c.token_ids) > len(orders[c.index].prefix) for c in begun)
+    assert any(c.finish_reason is None and len(c.token_ids) > len(requests[c.index].prefix) for c in begun)
     for uninterrupted, start, end, changed in zip(*in_order, strict=True):
         assert end.token_ids.tolist() == uninterrupted.token_ids.tolist(), "one random number per token, wherever it is"
         assert np.abs(end.behind(partial).logprobs - uninterrupted.logprobs).max() < 1e-4
@@ -90,7 +95,7 @@ def test_a_group_goes_on_elsewhere_as_if_it_had_never_moved(
         assert mixed.token_ids[:count].tolist() == start.token_ids.tolist()
         assert mixed.logprobs[:count].tolist() == start.logprobs.tolist()
         assert mixed.versions.tolist() == [0] * count + [1] * (len(mixed.token_ids) - count)
-        sampled = slice(len(orders[start.index].prefix), None)
+        sampled = slice(len(requests[start.index].prefix), None)
         if mixed.token_ids[sampled].size:
             assert gaps(config, policies, request, mixed)[sampled].max() < 1e-4, "the cache is of the newer weights"
 
@@ -250,6 +255,6 @@ def test_a_partial_rollout_that_does_not_fit_its_ticket_is_refused(make_config: 
     ):
         with pytest.raises(ValueError, match=reason):
             ticket.going_on(partial(*rows))
-    hinted = ticket.model_copy(update={"orders": (TrajectoryOrder(prefix=HINT),) * size})
-    with pytest.raises(ValueError, match="does not begin as its order has it"):
+    hinted = ticket.model_copy(update={"requests": (TrajectoryRequest(prefix=HINT),) * size})
+    with pytest.raises(ValueError, match="does not begin as its request has it"):
         hinted.going_on(partial(*[[20, 21, 22]] * size))

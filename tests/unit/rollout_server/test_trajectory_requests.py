@@ -1,4 +1,4 @@
-"""What engines make of orders: greedy rows, completions that begin with a prefix, and demonstrations."""
+"""What engines make of requests: greedy rows, completions that begin with a prefix, and demonstrations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.published import load_published
 from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
 from benchmarks.staleness.workload import OneForAll
-from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryOrder
+from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
@@ -36,17 +36,17 @@ __all__ = ["prompts"]
 STOP = 7
 HINT, DEMONSTRATION, LONG = (21, 22, 23), (31, 32, STOP), (41, *range(60, 72))
 ORDERS = (
-    TrajectoryOrder(),
-    TrajectoryOrder(prefix=HINT),
-    TrajectoryOrder(prefix=DEMONSTRATION),
-    TrajectoryOrder(greedy=True),
-    TrajectoryOrder(prefix=LONG),
-    TrajectoryOrder(prefix=(51,), greedy=True),
+    TrajectoryRequest(),
+    TrajectoryRequest(prefix=HINT),
+    TrajectoryRequest(prefix=DEMONSTRATION),
+    TrajectoryRequest(greedy=True),
+    TrajectoryRequest(prefix=LONG),
+    TrajectoryRequest(prefix=(51,), greedy=True),
 )
 
 
-def ordered(request: GenerationRequest, orders: tuple[TrajectoryOrder, ...] = ORDERS) -> GenerationRequest:
-    return replace(request, orders=orders, group_size=len(orders))
+def ordered(request: GenerationRequest, requests: tuple[TrajectoryRequest, ...] = ORDERS) -> GenerationRequest:
+    return replace(request, requests=requests, group_size=len(requests))
 
 
 async def generated(engine: HFEngine, *requests: GenerationRequest) -> dict[tuple[int, int], Completion]:
@@ -69,12 +69,12 @@ def test_orders_are_followed_and_other_rows_are_sampled_as_before(
     done = asyncio.run(generated(HFEngine(config, processor), *requests))
     model, initial = load_model(config.model, device=CPU), initial_weights(config)
     for request in requests:
-        for index, order in enumerate(request.orders or [TrajectoryOrder()] * len(ORDERS)):
+        for index, order in enumerate(request.requests or [TrajectoryRequest()] * len(ORDERS)):
             completion, count = done[request.request_id, index], len(order.prefix)
             ids = completion.token_ids.tolist()
             assert tuple(ids[:count]) == order.prefix
             assert not completion.logprobs[:count].any()
-            if order == TrajectoryOrder():
+            if order == TrajectoryRequest():
                 assert ids == before[request.request_id, index].token_ids.tolist()
             if order.prefix == DEMONSTRATION:
                 assert (len(ids), completion.finish_reason) == (count, FinishReason.STOP)
@@ -102,7 +102,7 @@ def test_a_prefix_goes_through_weight_updates_as_sampled_tokens_do(
     done = asyncio.run(asyncio.wait_for(updated_in_flight(engine, [short, late], policies), 120))
     mixed = 0
     for completion in done:
-        count = len(late.orders[completion.index].prefix) if completion.request_id == 1 else 0
+        count = len(late.requests[completion.index].prefix) if completion.request_id == 1 else 0
         assert not completion.versions[:count].any(), "put there before the update"
         assert (np.diff(completion.versions) >= 0).all()
         mixed += bool(completion.versions[-1])
@@ -117,13 +117,13 @@ def test_a_group_says_what_its_orders_put_there(make_config: MakeConfig) -> None
     processor = PromptProcessor(config.model)
     tickets = written(config, processor, 1)
     stop = tickets.tickets[0].sampling.stop_token_ids[0]
-    orders = (
-        TrajectoryOrder(prefix=HINT),
-        TrajectoryOrder(prefix=(31, stop)),
-        *[TrajectoryOrder(greedy=True)] * 2,
-        *[TrajectoryOrder()] * 4,
+    requests = (
+        TrajectoryRequest(prefix=HINT),
+        TrajectoryRequest(prefix=(31, stop)),
+        *[TrajectoryRequest(greedy=True)] * 2,
+        *[TrajectoryRequest()] * 4,
     )
-    changes = {"group_size": len(orders), "orders": orders}
+    changes = {"group_size": len(requests), "requests": requests}
     ticket = Ticket.model_validate(tickets.tickets[0].model_dump() | changes)
 
     async def scenario() -> Group:

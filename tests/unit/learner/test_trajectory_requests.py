@@ -20,17 +20,17 @@ from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch, make_batch
 from protocol.errors import ProtocolError
-from protocol.messages import Ticket, TokenSource, TrajectoryOrder, TrajectoryStatus
+from protocol.messages import Ticket, TokenSource, TrajectoryRequest, TrajectoryStatus
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
 STOP = 1
 LENGTHS = [3, 4, 2, 2]
 ORDERS = (
-    TrajectoryOrder(prefix=(11, 12)),  # a hint
-    TrajectoryOrder(),
-    TrajectoryOrder(prefix=(13, STOP)),  # a demonstration
-    TrajectoryOrder(greedy=True),
+    TrajectoryRequest(prefix=(11, 12)),  # a hint
+    TrajectoryRequest(),
+    TrajectoryRequest(prefix=(13, STOP)),  # a demonstration
+    TrajectoryRequest(greedy=True),
 )
 PREFIXES = np.array([1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0], bool)
 
@@ -39,7 +39,7 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
     """A group of four trajectories as `ORDERS` has them; the sampled tokens are of version 2, the others of 1."""
     item = made_up_batch(config, processor).received[0]
     sampling = item.ticket.sampling.model_copy(update={"stop_token_ids": (STOP,)})
-    ticket = Ticket.model_validate(item.ticket.model_dump() | {"orders": ORDERS, "sampling": sampling})
+    ticket = Ticket.model_validate(item.ticket.model_dump() | {"requests": ORDERS, "sampling": sampling})
     ids = np.arange(20, 20 + len(PREFIXES), dtype=np.int32)
     ids[np.cumsum(LENGTHS) - 1] = STOP
     ids[PREFIXES] = [token for order in ORDERS for token in order.prefix]
@@ -102,12 +102,12 @@ def test_a_ticket_orders_a_greedy_row_for_an_estimator_that_needs_one(make_confi
     slot = TicketSlot(7, 3, version=2, bound=1)
     ticket = writer.write(slot).ticket
     assert ticket.group_size == config.batch.group_size + 1 == config.trajectories_per_group
-    assert [order.greedy for order in ticket.orders] == [False] * config.batch.group_size + [True]
+    assert [order.greedy for order in ticket.requests] == [False] * config.batch.group_size + [True]
     assert ticket == writer.write(slot).ticket
     plain = TicketWriter(
         make_config(data={"max_prompt_length": 64}).ticket_settings, PromptProcessor(config.model), (STOP,)
     )
-    assert (ticket.seed, plain.write(slot).ticket.orders) == (plain.write(slot).ticket.seed, ())
+    assert (ticket.seed, plain.write(slot).ticket.requests) == (plain.write(slot).ticket.seed, ())
 
 
 def test_only_sampled_tokens_grow_old(make_config: MakeConfig) -> None:
