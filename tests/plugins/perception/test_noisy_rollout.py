@@ -165,7 +165,9 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
     )
     processor = PromptProcessor(config.model)
     requests = (
-        TicketWriter(config.ticket_settings, processor, (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket.requests
+        TicketWriter(config.ticket_settings, processor, (1,))
+        .write(TicketSlot(0, 0, version=0, bound=0))
+        .ticket.requests
     )
     assert [bool(order.images) for order in requests] == [False, True, True, False]
     assert [bool(order.prefix) for order in requests] == [False, False, False, True]
