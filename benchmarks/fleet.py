@@ -40,6 +40,7 @@ from benchmarks.fleet_servers import Cell, narrow, serve
 from benchmarks.staleness.workload import PROCESSOR, VOCABULARY
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
+from learner.network.weight_channels import source_opener
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.weights import Publication
@@ -80,6 +81,7 @@ class Learner:
             publication=self.publication,
             facts=ModelFacts(self.cell.model, PROCESSOR, VOCABULARY),
             version=self.version,
+            open_sources=source_opener(config.rollout),
         )
         self.started_at = time.monotonic()
         self.network.start()

@@ -164,11 +164,8 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
         **NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"share": 0.7, "steps": 900}}}
     )
     processor = PromptProcessor(config.model)
-    requests = (
-        TicketWriter(config.ticket_settings, processor, (1,))
-        .write(TicketSlot(0, 0, version=0, bound=0))
-        .ticket.requests
-    )
+    writer = TicketWriter(config.ticket_settings, processor, (1,))
+    requests = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.requests
     assert [bool(order.images) for order in requests] == [False, True, True, False]
     assert [bool(order.prefix) for order in requests] == [False, False, False, True]
     batch = made_up_batch(config, processor)
