@@ -37,7 +37,7 @@ def test_demonstrations_come_with_their_groups(make_config: Callable[..., RunCon
         demonstrations = [group["completions"][-1] for group in groups]
         for one, group in zip(demonstrations, groups, strict=True):
             assert re.fullmatch(rf"read \d \d answer {group['answer']}", one["text"])
-            assert one["order"] == f"begins with {one['length']} tokens that were put there"
+            assert one["request"] == f"begins with {one['length']} tokens that were put there"
         assert [one["reward"] for one in demonstrations] == [1.0] * PER_STEP, "the same reward function scores them"
         assert line["demonstrations/groups"] == PER_STEP
         assert line["demonstrations/tokens"] == sum(one["length"] for one in demonstrations)
