@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.method import Method, MethodSet
@@ -52,5 +53,6 @@ METHODS = MethodSet(
             settings=PassRateConfig,
             problems=pass_rate_problems,
         ),
-    }
+    },
+    overlays=Path(__file__).parent / "overlays",
 )
