@@ -1,4 +1,4 @@
-"""Demonstrations from the data to the step: orders of tickets, and what a step learns from inserted tokens."""
+"""Demonstrations from the data to the step: requests of tickets, and what a step learns from inserted tokens."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: Mak
         for number in range(300):
             requests = demonstrations.requests(TEXT, slot(number, version), 4)
             assert requests == demonstrations.requests(TEXT, slot(number, version), 4)
-            texts = [processor.tokenizer.decode(order.prefix) for order in requests] or [""] * 4
+            texts = [processor.tokenizer.decode(request.prefix) for request in requests] or [""] * 4
             drawn.update(beginnings.index(text) for text in texts)  # no stop token: something is sampled behind it
         shares.append(sum(j * count for j, count in drawn.items()) / (5 * drawn.total()))
     assert shares == pytest.approx([0.95, 0.5, 0.05, 0.0], abs=0.03)
@@ -130,7 +130,7 @@ def test_a_group_needs_room_for_what_is_sampled(make_config: MakeConfig) -> None
     make_config(batch={"group_size": 2}, algorithm={"policy_loss": "luffy"})
 
 
-def test_a_resumed_run_must_make_the_same_orders(make_config: MakeConfig) -> None:
+def test_a_resumed_run_must_make_the_same_requests(make_config: MakeConfig) -> None:
     recorded = []
     for algorithm in ({}, {"policy_loss": "luffy"}, {"policy_loss": "uft"}):
         config = make_config(algorithm=algorithm)

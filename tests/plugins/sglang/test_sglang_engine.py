@@ -122,7 +122,7 @@ def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLa
     assert gap_to(sglang, sglang.initial, request, done) < FP32
 
 
-def test_orders_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
+def test_requests_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
     plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops(sglang))
     other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
     requests = (

@@ -120,7 +120,7 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
         assert gap_to(rig, rig.initial, request, end) < FP32
 
 
-def test_orders_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
+def test_requests_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
     plain = rig.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
     other, hint = encoded_prompt(rig.processor, QUESTION, picture(9)), (21, 22, 23)
     requests = (

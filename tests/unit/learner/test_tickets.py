@@ -214,7 +214,7 @@ def test_a_ticket_that_comes_back_keeps_what_was_sampled_of_it() -> None:
     ledger = make_ledger(1, 1, 2)
     slot = ledger.admissible(0)[0]
     item = prepared(slot)
-    item = replace(item, ticket=item.ticket.model_copy(update={"group_size": 3, "orders": ()}))
+    item = replace(item, ticket=item.ticket.model_copy(update={"group_size": 3, "requests": ()}))
     ledger.issue([item])
     out = ledger.out
 

@@ -96,7 +96,7 @@ def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeC
     assert (described["rows/finished"], described["rows/error"]) == (7, 1)
 
 
-def test_a_ticket_orders_a_greedy_row_for_an_estimator_that_needs_one(make_config: MakeConfig) -> None:
+def test_a_ticket_requests_a_greedy_row_for_an_estimator_that_needs_one(make_config: MakeConfig) -> None:
     config = make_config(data={"max_prompt_length": 64}, algorithm={"adv_estimator": "remax"})
     writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (STOP,))
     slot = TicketSlot(7, 3, version=2, bound=1)
@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ["", *WRONG])
-def test_a_group_that_does_not_follow_its_orders_is_refused(make_config: MakeConfig, name: str) -> None:
+def test_a_group_that_does_not_follow_its_requests_is_refused(make_config: MakeConfig, name: str) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
     processor = PromptProcessor(config.model)
     item = ordered(config, processor)

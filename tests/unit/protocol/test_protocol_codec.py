@@ -204,9 +204,9 @@ def test_values_that_cannot_travel_are_refused_by_the_sender():
 
 
 @pytest.mark.parametrize(
-    ("orders", "reason"),
+    ("requests", "reason"),
     [
-        ([{}], f"1 orders for {content.GROUP_SIZE} trajectories"),
+        ([{}], f"1 requests for {content.GROUP_SIZE} trajectories"),
         ([{"prefix": [5] * (content.MAX_NEW_TOKENS + 1)}], "over max_new_tokens"),
         ([{"prefix": [5, content.BANNED]}], "begins with banned token ids"),
         ([{"prefix": [content.STOP, 5]}], "goes on behind the stop token ids"),
@@ -214,10 +214,10 @@ def test_values_that_cannot_travel_are_refused_by_the_sender():
         ([{"prefix": [-1]}], "prefix.0"),
     ],
 )
-def test_orders_that_no_trajectory_can_follow_are_refused(orders: list[dict[str, Any]], reason: str):
+def test_requests_that_no_trajectory_can_follow_are_refused(requests: list[dict[str, Any]], reason: str):
     fields = msgpack.unpackb(encode(content.example_tickets())[0])
-    size = content.GROUP_SIZE if orders != [{}] else 1
-    fields["tickets"][0]["orders"] = (orders + [{}] * content.GROUP_SIZE)[:size]
+    size = content.GROUP_SIZE if requests != [{}] else 1
+    fields["tickets"][0]["requests"] = (requests + [{}] * content.GROUP_SIZE)[:size]
     assert reason in refused([pack(fields), b"png"], Tickets).reason
 
 

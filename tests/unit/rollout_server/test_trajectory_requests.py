@@ -57,7 +57,7 @@ async def generated(engine: HFEngine, *requests: GenerationRequest) -> dict[tupl
         await engine.close()
 
 
-def test_orders_are_followed_and_other_rows_are_sampled_as_before(
+def test_requests_are_followed_and_other_rows_are_sampled_as_before(
     make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
 ) -> None:
     config = make_config()
@@ -112,7 +112,7 @@ def test_a_prefix_goes_through_weight_updates_as_sampled_tokens_do(
     assert mixed >= 4
 
 
-def test_a_group_says_what_its_orders_put_there(make_config: MakeConfig) -> None:
+def test_a_group_says_what_its_requests_put_there(make_config: MakeConfig) -> None:
     config = make_config(rollout={"engine": "scripted"})
     processor = PromptProcessor(config.model)
     tickets = written(config, processor, 1)
