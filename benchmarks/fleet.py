@@ -38,9 +38,9 @@ from asyncrl.journal.writer import Journal
 from asyncrl.launch.ports import free_port
 from benchmarks.fleet_servers import Cell, narrow, serve
 from benchmarks.staleness.workload import PROCESSOR, VOCABULARY
+from learner.network.publication import source_opener
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.network.weight_channels import source_opener
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.weights import Publication
