@@ -90,12 +90,13 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """Models that transformers and the core do not know, by the `model_type` of their config.json."""
+    """Models whose images the core does not know, by the `model_type` of their config.json."""
 
-    register: str
-    """`module:function` that makes transformers' Auto classes know the models. Called before each folder is read."""
     images: str
     """`module:class` of the family's images, an ImageGrids of asyncrl.processing.image_grids."""
+    register: str = ""
+    """`module:function` that makes transformers' Auto classes know the models. Called before each folder is read; empty
+    where transformers knows them."""
     unserved: Mapping[str, str] = field(default_factory=dict)
     """Rollout engines that do not serve the models, each with the part of the models that it lacks."""
 

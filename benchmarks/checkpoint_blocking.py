@@ -83,7 +83,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
 
     from asyncrl.config.schema import RunConfig
     from asyncrl.devices.device import free_caches
-    from asyncrl.models.wake_parity import fixed_prompt
+    from asyncrl.processing.encoded_prompt import EncodedPrompt
     from asyncrl.processing.processor import PromptProcessor
     from asyncrl.run_folder.contents import MODEL_FOLDER
     from learner.loop.checkpoint import (
@@ -127,7 +127,8 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
             engine.prepare()
         processor = PromptProcessor(config.model).processor
         ids = np.random.default_rng(0).integers(5, 200, TOKENS)
-        group = TrainGroup(fixed_prompt(ids), (Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool)),))
+        completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
+        group = TrainGroup(EncodedPrompt.of_text(ids), (completion,))
 
         def step() -> float:
             began = time.monotonic()

@@ -21,7 +21,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.numbers import GIB
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
@@ -170,24 +171,17 @@ def _tensors_of(plan: MemoryPlan, name: str) -> int:
 # --- work ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CyclePrompt:
-    encoded: EncodedPrompt
-    images: tuple[bytes, ...]
-
-
-def make_prompts(processor: PromptProcessor, shape: dict[str, Any]) -> list[CyclePrompt]:
+def make_prompts(processor: PromptProcessor, shape: dict[str, Any]) -> list[EncodedPrompt]:
     """Different random images in each."""
     random = np.random.default_rng(0)
-    prompts: list[CyclePrompt] = []
+    prompts: list[EncodedPrompt] = []
     for number in range(shape["prompts"]):
         images = [_png(random, shape["pixels"]) for _ in range(shape["images"])]
         parts = [*(ImagePart() for _ in images), TextPart(text=QUESTION)]
         message = ChatMessage(role="user", content=tuple(parts))
         hashes = tuple(content_hash(image) for image in images)
         prompt = Prompt(row_id=f"row {number}", messages=(message,), image_hashes=hashes, answer="", columns={})
-        encoded = processor.encode(prompt, dict(zip(hashes, images, strict=True)))
-        prompts.append(CyclePrompt(encoded, tuple(images)))
+        prompts.append(processor.encode(prompt, dict(zip(hashes, images, strict=True))))
     return prompts
 
 
@@ -197,7 +191,9 @@ def _png(random: np.random.Generator, side: int) -> bytes:
     return buffer.getvalue()
 
 
-async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config: RunConfig) -> list[list[Completion]]:
+async def sample(
+    engine: InferenceEngine, prompts: Sequence[EncodedPrompt], config: RunConfig
+) -> list[list[Completion]]:
     """A group for each prompt; without stop tokens, so that every completion has the greatest length."""
     banned = PromptProcessor(config.model).placeholder_ids
     sampling = Sampling(
@@ -207,21 +203,19 @@ async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config
         banned_token_ids=banned,
     )
     size = config.batch.group_size
-    requests = [
-        GenerationRequest(i, prompt.encoded, size, i, sampling, prompt.images) for i, prompt in enumerate(prompts)
-    ]
+    requests = [GenerationRequest(i, prompt, size, i, sampling) for i, prompt in enumerate(prompts)]
     groups: list[list[Completion]] = [[] for _ in prompts]
     async for completion in engine.generate(requests):
         groups[completion.request_id].append(completion)
     return [sorted(group, key=lambda completion: completion.index) for group in groups]
 
 
-def train_groups(prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]]) -> list[TrainGroup]:
+def train_groups(prompts: Sequence[EncodedPrompt], groups: Sequence[Sequence[Completion]]) -> list[TrainGroup]:
     """Groups to train on, rows in their order."""
     numbers = iter(range(sum(map(len, groups))))
     return [
         TrainGroup(
-            prompt.encoded,
+            prompt,
             tuple(TrainCompletion(next(numbers), c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
         )
         for prompt, group in zip(prompts, groups, strict=True)
@@ -229,7 +223,7 @@ def train_groups(prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Compl
 
 
 def train(
-    learner: TorchEngine, prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
+    learner: TorchEngine, prompts: Sequence[EncodedPrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
 ) -> np.ndarray:
     """One update that raises the log-prob of every sampled token. [N] |engine's - learner's log-prob| before it."""
     rows = [completion for group in groups for completion in group]

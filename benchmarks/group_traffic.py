@@ -18,7 +18,8 @@ import numpy as np
 import zmq
 
 from asyncrl.journal.writer import TicketSlot
-from learner.groups.ticket import PreparedTicket, PromptFacts
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from learner.groups.ticket import PreparedTicket
 from protocol.codec import encode
 from protocol.messages import (
     ChatMessage,
@@ -56,9 +57,9 @@ def image(kind: int) -> tuple[str, bytes]:
 
 
 @lru_cache(maxsize=KINDS)
-def facts(kind: int) -> PromptFacts:
+def measured(kind: int) -> EncodedPrompt:
     ids = np.random.default_rng(kind).integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
-    return PromptFacts(ids, np.asarray([[1, 56, 72]], np.int32), (image(kind)[0],))
+    return EncodedPrompt("row", ids, np.zeros_like(ids), np.asarray([[1, 56, 72]], np.int32), (image(kind)[0],))
 
 
 @lru_cache(maxsize=KINDS)
@@ -81,7 +82,7 @@ def prepared(slot: TicketSlot) -> PreparedTicket:
     kind = slot.ticket_id % KINDS
     numbers = {"ticket_id": slot.ticket_id, "seed": slot.ticket_id, "min_version": slot.version}
     digest, data = image(kind)
-    return PreparedTicket(ticket(kind).model_copy(update=numbers), {digest: data}, slot, facts(kind))
+    return PreparedTicket(ticket(kind).model_copy(update=numbers), {digest: data}, slot, measured(kind))
 
 
 def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
@@ -97,9 +98,9 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
     return Group(
         ticket_id=ticket_id,
         server_id="benchmark",
-        prompt_ids=facts(kind).token_ids,
-        image_grids=facts(kind).image_grids,
-        image_hashes=facts(kind).image_hashes,
+        prompt_ids=measured(kind).token_ids,
+        image_grids=measured(kind).image_grids,
+        image_hashes=measured(kind).image_hashes,
         lengths=np.full(GROUP_SIZE, TOKENS, np.int32),
         token_ids=random.integers(0, BANNED[0], total).astype(np.int32),
         source=np.zeros(total, np.uint8),

@@ -24,7 +24,7 @@ from PIL import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.tiny_families import make_family
 
@@ -77,7 +77,6 @@ def main() -> None:
             seconds(before.encode, prompts(98, 2))
             seconds(new.encode, prompts(98, 2))
             encoded = new.encode(*items[0])
-            assert isinstance(encoded, EncodedPrompt)
             mib = encoded.nbytes / 2**20
             row = [seconds(before.encode, items), seconds(new.measure, items)]
             row += [seconds(before.encode, items), seconds(new.encode, items)]

@@ -96,7 +96,8 @@ async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     from safetensors.torch import load_file, save_file
 
     from asyncrl.models.published import published_tensors
-    from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+    from asyncrl.models.wake_parity import fixed_tokens
+    from asyncrl.processing.encoded_prompt import EncodedPrompt
     from asyncrl.processing.processor import PromptProcessor
     from protocol.messages import Sampling
     from rollout_server.engines.base import GenerationRequest
@@ -107,7 +108,7 @@ async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     engine = HFEngine(config, processor)
     await engine.start()
     sampling = Sampling(max_new_tokens=64, stop_token_ids=(), banned_token_ids=processor.placeholder_ids)
-    prompt = fixed_prompt(fixed_tokens(300, processor.placeholder_ids))
+    prompt = EncodedPrompt.of_text(fixed_tokens(300, processor.placeholder_ids))
     async for _ in engine.generate([GenerationRequest(n, prompt, 16, n, sampling) for n in range(4)]):
         pass
     file = Path(run) / "weights"

@@ -15,7 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.processing.processor import prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock

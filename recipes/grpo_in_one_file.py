@@ -38,7 +38,8 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.devices.device import resolve_dtype, set_up_training
 from asyncrl.errors import UserError
 from asyncrl.models.loading import stop_token_ids
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.spec import load_reward
 from learner.training.engine import TorchEngine

@@ -17,8 +17,8 @@ from asyncrl.environments.observation import Observation
 from asyncrl.errors import UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.bridge import TurnBridge, start_of
-from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
-from asyncrl.processing.prompt_processor import image_rule, prompt_processor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor, image_rule, prompt_processor
 from protocol.messages import Prompt
 
 SAMPLE = 64
@@ -75,12 +75,12 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
 def _with_opening(
     environment: EnvironmentConfig,
     rendered: RenderedPrompt,
-    measured: MeasuredPrompt,
+    measured: EncodedPrompt,
     bridge: TurnBridge,
     *,
     seed: int,
     limit: int,
-) -> tuple[Prompt, MeasuredPrompt, str]:
+) -> tuple[Prompt, EncodedPrompt, str]:
     """The prompt as the policy reads it in its first turn, measured, and a line about what the environment adds to it.
 
     Raises UserError where no episode begins, or the prompt is too long then.

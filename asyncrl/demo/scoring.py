@@ -24,9 +24,9 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
+from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
-from asyncrl.processing.prompt_media import media_arguments
 from asyncrl.rewards.sample import RewardSample, sample_of
 from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
 from asyncrl.rewards.scorer import RewardScorer

@@ -140,8 +140,8 @@ def describe_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     family = _read_json(folder / "config.json").get("model_type")
-    if family in installed("models"):
-        implementation(description("models", family).register)()
+    if family in installed("models") and (register := description("models", family).register):
+        implementation(register)()
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 

@@ -21,7 +21,7 @@ import xxhash
 
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import tensor_bytes
-from asyncrl.processing.tiled_images import images_of
+from asyncrl.processing.image_grids import images_of
 
 Key = tuple[str, bytes]
 """A tower's fingerprint, and the digest of an image's pixels."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.processing.processor import EncodedPrompt
 
 FIXED_TOKENS = 16
 LARGEST_DIFFERENCE = {"cpu": 0.0, "cuda": 1e-2}
@@ -23,17 +22,6 @@ def fixed_tokens(vocabulary: int, special: Collection[int]) -> np.ndarray:
     """[T] int32 ids spread over the vocabulary, none of them `special`."""
     ids = np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.fromiter(special, np.int32))
     return ids[np.linspace(0, len(ids) - 1, FIXED_TOKENS).astype(int)]
-
-
-def fixed_prompt(token_ids: np.ndarray) -> EncodedPrompt:
-    """A prompt of these tokens, without images."""
-    return EncodedPrompt(
-        row_id="fixed tokens",
-        token_ids=token_ids,
-        token_types=np.zeros_like(token_ids),
-        image_grids=np.zeros((0, 3), np.int32),
-        image_hashes=(),
-    )
 
 
 def check_wake_parity(owner: str, before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
-from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import plain_text
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
@@ -27,7 +28,6 @@ _ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
 """Texts of the fixed conversation; none is part of another."""
 _Rendered = dict[str, Any]
 """A message as chat templates take it: role, and a list of parts."""
-_Measured = TypeVar("_Measured", bound=MeasuredPrompt)
 
 
 class TurnBridge:
@@ -45,7 +45,7 @@ class TurnBridge:
         self._images_in = next((role for role in (self._tools_as, "user") if self._shows(role, image=True)), None)
         self._check_history()
 
-    def measure(self, last_token: int, observation: Observation) -> MeasuredPrompt:
+    def measure(self, last_token: int, observation: Observation) -> EncodedPrompt:
         """The tokens that follow a turn that ended with `last_token`, and lead to the next one.
 
         What closes the turn is left out where the model has sampled it. Text of the observation that the model's
@@ -82,16 +82,12 @@ class TurnBridge:
             {**dict(prompt), "messages": (*before, shown), "image_hashes": hashes}  # counts placeholders and images
         )
 
-    def _without_close(self, last_token: int, whole: _Measured) -> _Measured:
+    def _without_close(self, last_token: int, whole: EncodedPrompt) -> EncodedPrompt:
         if last_token != self._close_id:
             return whole
-        assert whole.unexpanded_ids is not None, "text is measured with its placeholders"
-        return replace(
-            whole,
-            token_ids=whole.token_ids[1:],
-            token_types=whole.token_types[1:],
-            unexpanded_ids=whole.unexpanded_ids[1:],
-        )
+        unexpanded = None if whole.unexpanded_ids is None else whole.unexpanded_ids[1:]
+        ids, types = whole.token_ids[1:], whole.token_types[1:]
+        return replace(whole, token_ids=ids, token_types=types, unexpanded_ids=unexpanded)
 
     def _rendered(self, observation: Observation) -> tuple[str, tuple[bytes, ...], str]:
         """Text, images, and the name of both in messages to the user."""

@@ -26,8 +26,8 @@ from asyncrl.environments.observation import (
     without_images,
 )
 from asyncrl.processing.bridge import TurnBridge
-from asyncrl.processing.model_inputs import sampled_piece
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ConversationLimits
 
 _NOTHING = Observation(())
@@ -50,8 +50,6 @@ class Shown:
     pieces: tuple[EncodedPrompt, ...]
     """One bridge; or all turns before with their bridges, where a new segment begins. The last one is the bridge of the
     newest observation, with all of its images."""
-    images: tuple[bytes, ...]
-    """Encoded images of the pieces, in their order."""
     begins_segment: bool
     turns: tuple[_Taken, ...]
     """All turns before, as the environment has them now."""
@@ -84,14 +82,12 @@ class History:
         """Cache of encoded last tokens and observations: each later turn asks again."""
         self.pieces: list[EncodedPrompt] = []
         """The current segment behind the prompt."""
-        self.images: list[bytes] = []
-        """Encoded images of the current segment behind the prompt, in order."""
 
     def add_turn(self, token_ids: np.ndarray) -> None:
         turn = self._taken(token_ids)
         self._sampled.append(turn)
         self._turns.append(turn)
-        self.pieces.append(sampled_piece(token_ids))
+        self.pieces.append(EncodedPrompt.of_text(token_ids))
 
     def after(self, observation: Observation, edited: Sequence[PastTurn] = ()) -> Shown:
         """Prompt of the next turn, where the observation comes after the last turn or after an edited history.
@@ -102,19 +98,17 @@ class History:
         *before, newest = turns
         bridge = self._bridge(newest, observation)
         if not edited and self._rule.history == "whole" and not self._rule.keep_images:
-            return Shown((bridge,), observation.images, begins_segment=False, turns=tuple(turns))
+            return Shown((bridge,), begins_segment=False, turns=tuple(turns))
         pieces: list[EncodedPrompt] = []
-        images: list[bytes] = []
         left_out = images_left_out([turn.shown for turn in before], observation, self._rule.keep_images)
         for turn in before:
             gone = min(left_out, len(turn.shown.images))
             left_out -= gone
             pieces += [turn.as_context, self._bridge(turn, without_images(turn.shown, gone))]
-            images += turn.shown.images[gone:]
         pieces.append(newest.as_context)
         if _same(pieces, self.pieces):
-            return Shown((bridge,), observation.images, begins_segment=False, turns=tuple(turns))
-        return Shown((*pieces, bridge), (*images, *observation.images), begins_segment=True, turns=tuple(turns))
+            return Shown((bridge,), begins_segment=False, turns=tuple(turns))
+        return Shown((*pieces, bridge), begins_segment=True, turns=tuple(turns))
 
     def show(self, observation: Observation, shown: Shown) -> None:
         """Go on with what `after` has made of the observation."""
@@ -123,9 +117,8 @@ class History:
         self._sampled[-1] = replace(self._sampled[-1], shown=observation)
         self._seen.update(observation.images)
         if shown.begins_segment:
-            self.pieces, self.images = [], []
+            self.pieces = []
         self.pieces += shown.pieces
-        self.images += shown.images
 
     def _edited(self, history: Sequence[PastTurn]) -> list[_Taken]:
         check_history(history, [turn.shown for turn in self._sampled], self._seen)
@@ -138,12 +131,12 @@ class History:
     def _taken(self, token_ids: np.ndarray) -> _Taken:
         strips = self._rule.history == "strip_thinking"
         kept = without_thinking(token_ids, self._turn_bridge.processor) if strips else token_ids
-        return _Taken(token_ids, sampled_piece(kept))
+        return _Taken(token_ids, EncodedPrompt.of_text(kept))
 
     def _bridge(self, turn: _Taken, observation: Observation) -> EncodedPrompt:
         key = int(turn.token_ids[-1]), observation
         if key not in self._bridges:
-            self._bridges[key] = EncodedPrompt.of(self._make(*key))
+            self._bridges[key] = self._make(*key)
         return self._bridges[key]
 
 

@@ -1,7 +1,7 @@
 """Patches and tokens that a processor makes of an image of a known size, without a pixel; limits of such sizes.
 
-`ImageGrids` is the contract. Here are the families whose images are one piece each, in `tiled_images` those that cut
-them.
+`ImageGrids` is the contract. Here are the families whose images are one piece each; the plug-in `tiled_images` has
+those that cut them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from PIL.Image import Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.plugins import ModelFamily, description, descriptions, implementation, installed
 
 MEASURED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Processors of varying grids that are tested to be those that come of the pixels."""
@@ -224,6 +225,48 @@ class FixedGrids(RepeatedPlaceholders):
 
     def _repeated(self, images: int, height: int, width: int) -> np.ndarray:
         return np.tile(np.asarray([1, height // self._patch, width // self._patch], np.int32), (images, 1))
+
+
+FAMILIES: dict[str, type[ImageGrids]] = {
+    "llava": FixedGrids,
+    "qwen2_vl": PatchGrids,
+    "qwen2_5_vl": PatchGrids,
+    "qwen3_vl": PatchGrids,
+}
+"""Image families of the core by `model_type` of the model's configuration. Each is tested against the processor's own
+call and the model."""
+
+
+def family_images(family: str) -> type[ImageGrids] | None:
+    """Images of a family that the core or a plug-in knows; None for another."""
+    if family in installed("models"):
+        return implementation(description("models", family).images)
+    return FAMILIES.get(family)
+
+
+def family_names() -> list[str]:
+    """Model types of all known image families."""
+    from_plugins = (name for name, part in descriptions("models").items() if isinstance(part, ModelFamily))
+    return sorted([*FAMILIES, *from_plugins])
+
+
+def grids_of(family: str, processor: Any) -> ImageGrids | None:
+    """The arithmetic of a folder's processor; None where nothing here knows it."""
+    known = family_images(family)
+    candidates = [known] if known else [PatchGrids, FixedGrids]
+    return next((found for each in candidates if (found := each.of(processor))), None)
+
+
+def images_of(model: Any) -> type[ImageGrids]:
+    """Image description of a model. One that no family here knows, and that places its tokens by grids as the Qwen-VL
+    models do, is told what they are."""
+    known = family_images(model.config.model_type)
+    return known or (PatchGrids if has_grid_positions(model) else ImageGrids)
+
+
+def has_grid_positions(model: Any) -> bool:
+    """True for the Qwen-VL families, whose positions follow from grids; others count tokens."""
+    return hasattr(getattr(model, "model", None), "get_rope_index")
 
 
 def rows_apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,32 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.tiled_images import has_grid_positions, images_of
-
-_NO_GRIDS = np.zeros((0, 3), np.int32)
-
-
-def sampled_piece(token_ids: np.ndarray) -> EncodedPrompt:
-    """Tokens of a turn as a piece of a row."""
-    return EncodedPrompt("a turn", token_ids.astype(np.int32), np.zeros(len(token_ids), np.int32), _NO_GRIDS, ())
-
-
-def joined_row(prompt: EncodedPrompt, pieces: Iterable[EncodedPrompt]) -> EncodedPrompt:
-    """The prompt of a later turn, or a whole trajectory: tokens and images of all pieces, one after another."""
-    parts = (prompt, *pieces)
-    pixels = [part.pixel_values for part in parts if part.pixel_values is not None]
-    unexpanded = [part.token_ids if part.unexpanded_ids is None else part.unexpanded_ids for part in parts]
-    return replace(
-        prompt,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        token_types=np.concatenate([part.token_types for part in parts]),
-        image_grids=np.concatenate([part.image_grids for part in parts]),
-        image_hashes=tuple(digest for part in parts for digest in part.image_hashes),
-        unexpanded_ids=np.concatenate(unexpanded),
-        pixel_values=torch.cat(pixels) if pixels else None,
-    )
-
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.image_grids import has_grid_positions, images_of
 
 KNOWN_PROMPTS = 256
 """Prompts of each model whose positions are remembered: 48 kB each for 2,000 tokens."""
@@ -73,7 +48,7 @@ def positions_behind(model: Any, prompt: EncodedPrompt, completion: EncodedPromp
     A token's position follows from what is before it alone, so that the prompt's are what they are without completion.
     """
     length = len(prompt.token_ids)
-    row = joined_row(replace(prompt, pixel_values=None), [replace(completion, pixel_values=None)])
+    row = prompt.without_pixels().followed_by([completion.without_pixels()])
     positions, _ = prompt_positions(model, row)
     assert torch.equal(positions[:, :length], prompt_positions(model, prompt)[0]), "a prefix keeps its positions"
     return positions[:, length:]

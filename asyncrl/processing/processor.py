@@ -13,22 +13,32 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL.Image import Image
 
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image, image_size
-from asyncrl.environments.shown_tools import ShownTools
+from asyncrl.environments.image_rule import ImageRule
+from asyncrl.environments.shown_tools import ShownTools, shown_tools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
+from asyncrl.plugins import what_to_install
 from asyncrl.processing import torchvision_cpu
-from asyncrl.processing.image_grids import ImageGrids, limit_pixels, named_grids
-from asyncrl.processing.prompt_media import media_arguments, video_hash
-from asyncrl.processing.tiled_images import FAMILIES, family_images, grids_of
+from asyncrl.processing.encoded_prompt import EncodedPrompt, VideoFrames, media_arguments, video_hash
+from asyncrl.processing.image_grids import (
+    ImageGrids,
+    PatchGrids,
+    family_images,
+    family_names,
+    grids_of,
+    limit_pixels,
+    named_grids,
+)
 from asyncrl.processing.tool_prompt import ToolPrompt
 from protocol.messages import Prompt
 
@@ -45,57 +55,9 @@ PLACEHOLDER_ID_NAMES = (
 """Ids that stand for images or fence them. A policy that samples one makes its own sample untrainable."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose videos are tested to be the same to engine and learner."""
-IMAGE_FAMILIES = f"{', '.join(FAMILIES)}, and others whose processor reports a grid for each image"
 
 
 torchvision_cpu.install()
-
-
-@dataclass(frozen=True)
-class MeasuredPrompt:
-    """A prompt as the model will see it, without pixels."""
-
-    row_id: str
-    token_ids: np.ndarray
-    """[P] int32, image placeholders expanded."""
-    token_types: np.ndarray
-    """[P] int32, 1 on image tokens, 2 on video tokens, 0 on text."""
-    image_grids: np.ndarray
-    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
-    image_hashes: tuple[str, ...]
-    """Hashes of the bytes that were encoded here, under any name."""
-    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[videos, 3] int32: temporal, height, width in patches."""
-    video_hashes: tuple[str, ...] = ()
-    """Hashes of each video's frames as they were encoded here, see `Group.video_hashes`."""
-    seconds_per_grid: tuple[float, ...] = ()
-    """Seconds between two temporal patches of each video; Qwen2.5-VL spaces their positions by it."""
-    unexpanded_ids: np.ndarray | None = None
-    """[U] int32 with one placeholder for each image and video, for an engine that expands them itself; None without."""
-
-    @property
-    def media_tokens(self) -> int:
-        return int((self.token_types > 0).sum())
-
-
-@dataclass(frozen=True)
-class EncodedPrompt(MeasuredPrompt):
-    """A measured prompt with its pixels."""
-
-    pixel_values: torch.Tensor | None = None
-    """[patches, features] of all images, or None without images."""
-    video_pixel_values: torch.Tensor | None = None
-    """[patches, features] of all videos, or None without videos."""
-
-    @classmethod
-    def of(cls, prompt: MeasuredPrompt) -> EncodedPrompt:
-        """Encoded prompt, without pixels where none were computed."""
-        return prompt if isinstance(prompt, EncodedPrompt) else cls(**vars(prompt))
-
-    @property
-    def nbytes(self) -> int:
-        pixels = (self.pixel_values, self.video_pixel_values)
-        return self.token_ids.nbytes + sum(one.nbytes for one in pixels if one is not None)
 
 
 class PromptProcessor:
@@ -203,14 +165,14 @@ class PromptProcessor:
         with self._lock:
             return self.processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
 
-    def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> MeasuredPrompt:
-        """Everything of `encode` but pixels, of which none is decoded where `ImageGrids` knows the processor.
+    def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
+        """`encode` without pixels, of which none is decoded where `ImageGrids` knows the processor.
 
-        Videos, and images of other processors, are encoded whole. Any thread may call it. Raises as `encode` does, but
+        Videos, and images of other processors, are decoded. Any thread may call it. Raises as `encode` does, but
         not for images that are damaged behind an intact header.
         """
         if self._grids is None or prompt.videos or not prompt.image_hashes:
-            return self.encode(prompt, blobs)
+            return self.encode(prompt, blobs).without_pixels()
         hashes = {digest: content_hash(blobs[digest]) for digest in prompt.image_hashes}
         return self._measure(self._grids, prompt, blobs, hashes)
 
@@ -220,7 +182,7 @@ class PromptProcessor:
         prompt: Prompt,
         blobs: Mapping[str, bytes | memoryview],
         hashes: Mapping[str, str],
-    ) -> MeasuredPrompt:
+    ) -> EncodedPrompt:
         """Expand the image placeholders as the processor does, and tokenise."""
         self._check_media(prompt)
         self._check_text(prompt)
@@ -229,32 +191,32 @@ class PromptProcessor:
 
     def _measure_text(
         self, arithmetic: ImageGrids, text: str, images: Sequence[tuple[str, bytes]], row_id: str
-    ) -> MeasuredPrompt:
+    ) -> EncodedPrompt:
         """`text` is rendered already; `images` are content hashes and bytes, in order of appearance."""
         grids = arithmetic.grids([image_size(data, f"row {row_id}") for _, data in images])
         unexpanded = np.asarray(self.tokenize(text), np.int32)
         ids = arithmetic.expand(text, unexpanded, grids, self.tokenize)
         types = (ids == self.image_token_id).astype(np.int32)
-        measured = MeasuredPrompt(
+        measured = EncodedPrompt(
             row_id=row_id,
             token_ids=ids,
             token_types=types,
             image_grids=grids,
             image_hashes=tuple(digest for digest, _ in images),
+            images=tuple(data for _, data in images),
             unexpanded_ids=unexpanded,
         )
         self._check_placeholders(measured)
         return measured
 
-    def measure_text(self, text: str, images: Sequence[bytes], where: str) -> MeasuredPrompt:
+    def measure_text(self, text: str, images: Sequence[bytes], where: str) -> EncodedPrompt:
         """Tokens and grids of text that the chat template has rendered, with one placeholder for each image.
 
         Any thread may call it. Raises UserError naming `where` as `measure` does, and for images of a processor whose
         grids cannot be told without pixels.
         """
         if not images:
-            ids = np.asarray(self.tokenize(text), np.int32)
-            return MeasuredPrompt(where, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), unexpanded_ids=ids)
+            return EncodedPrompt.of_text(np.asarray(self.tokenize(text), np.int32), where)
         if self._grids is None or not self._grids.IN_TURNS:
             raise UserError(
                 f"row {where}: images that come after a turn of the model are supported for Qwen2-VL, Qwen2.5-VL, "
@@ -272,10 +234,8 @@ class PromptProcessor:
 
         def make() -> EncodedPrompt:
             measured = self.measure_text(text, images, where)
-            if not images:
-                return EncodedPrompt(**vars(measured))
             decoded = [decode_image(data, f"row {where}") for data in images]
-            return self._with_pixels(measured, decoded)
+            return self._with_pixels(measured, decoded) if images else measured
 
         return self._cached(content, make)
 
@@ -290,7 +250,7 @@ class PromptProcessor:
         found = {digest: bytes(blobs[digest]) for digest in prompt.image_hashes}
         return self._with_pixels(measured, media_arguments([prompt], found)["images"])
 
-    def _with_pixels(self, measured: MeasuredPrompt, images: Sequence[Image]) -> EncodedPrompt:
+    def _with_pixels(self, measured: EncodedPrompt, images: Sequence[Image]) -> EncodedPrompt:
         assert self._grids is not None, "it was measured by them"
         pixels, made = self._grids.process(images)
         if not np.array_equal(made, measured.image_grids):
@@ -299,7 +259,7 @@ class PromptProcessor:
                 f"their sizes say {measured.image_grids.tolist()}. asyncrl/processing/image_grids.py does not fit this "
                 f"version of transformers: install the one that asyncrl is tested with"
             )
-        return EncodedPrompt(**vars(measured), pixel_values=pixels)
+        return replace(measured, pixel_values=pixels)
 
     def describe_grid(self, grid: Sequence[int]) -> str:
         """The grid of one image, for people."""
@@ -313,8 +273,8 @@ class PromptProcessor:
         self._check_text(prompt)
         text = self.render(prompt)
         if not prompt.media_hashes:
-            ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-            encoded = EncodedPrompt(prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), ())
+            ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            encoded = EncodedPrompt.of_text(ids, prompt.row_id)
         else:
             found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
             asked = {"return_tensors": "pt", "return_mm_token_type_ids": True, "add_special_tokens": False}
@@ -325,9 +285,11 @@ class PromptProcessor:
                 token_types=out["mm_token_type_ids"][0].to(torch.int32).numpy(),
                 image_grids=self._grids.made(out) if self._grids else named_grids(out, "image_grid_thw"),
                 image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
+                images=tuple(found[digest] for digest in prompt.image_hashes),
                 pixel_values=out.get("pixel_values"),
                 video_grids=named_grids(out, "video_grid_thw"),
                 video_hashes=tuple(video_hash([hashes[d] for d in video.frame_hashes]) for video in prompt.videos),
+                videos=tuple(VideoFrames(tuple(found[d] for d in v.frame_hashes), v.fps) for v in prompt.videos),
                 seconds_per_grid=tuple(map(float, out.get("second_per_grid_ts", ()))),
                 video_pixel_values=out.get("pixel_values_videos"),
                 unexpanded_ids=np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
@@ -384,7 +346,8 @@ class PromptProcessor:
             raise UserError(
                 f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model is of the family "
                 f"{self.family}, {self._missing()}: learner and rollout server could not compare what they make of an "
-                f"image. Images are supported for {IMAGE_FAMILIES}: use one of these"
+                f"image. Images are supported for {', '.join(family_names())}, and others whose processor reports a "
+                f"grid for each image: use one of these. {what_to_install('models')}"
             )
         if prompt.videos and self.family not in VIDEO_FAMILIES:
             raise UserError(
@@ -403,7 +366,7 @@ class PromptProcessor:
         found = type(self.processor).__name__
         if family_images(self.family) is not None:
             return f"and its {found} is not the one that the family is released with, or gives images other sizes"
-        return f"and what a {found} makes of an image is in no class of asyncrl/processing/tiled_images.py"
+        return f"and nothing installed knows the tokens and pixels that a {found} makes of an image"
 
     def _check_text(self, prompt: Prompt) -> None:
         """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""
@@ -417,7 +380,7 @@ class PromptProcessor:
                         "the text"
                     )
 
-    def _check_placeholders(self, encoded: MeasuredPrompt) -> None:
+    def _check_placeholders(self, encoded: EncodedPrompt) -> None:
         for kind, token_id, grids, part in (
             ("image", self.image_token_id, encoded.image_grids, "image_processor"),
             ("video", self.video_token_id, encoded.video_grids, "video_processor"),
@@ -449,3 +412,18 @@ def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
     """Ids that the model's configuration keeps under these names."""
     found = (getattr(model_config, name, None) for name in names)
     return {token_id for token_id in found if isinstance(token_id, int)}
+
+
+def prompt_processor(model: ModelConfig, environment: EnvironmentConfig, *, cache_mib: int = 256) -> PromptProcessor:
+    """The processor of a run's policy, whose prompts tell of the environment's tools. Raises UserError."""
+    processor = PromptProcessor(model, cache_mib=cache_mib)
+    processor.show_tools(shown_tools(environment))
+    return processor
+
+
+def image_rule(processor: PromptProcessor) -> ImageRule:
+    """The sizes of images that the policy's processor takes as they are."""
+    part: Any = getattr(processor.processor, "image_processor", None)
+    if PatchGrids.of(processor.processor) is None:
+        return ImageRule()
+    return ImageRule(part.patch_size * part.merge_size, part.size["longest_edge"], part.size["shortest_edge"])

@@ -17,8 +17,7 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import model_folder, weight_files
-from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer

@@ -13,7 +13,8 @@ from PIL import Image
 from asyncrl.algorithms.ratios import ratio
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.perception.settings import PapoConfig
 from learner.training.loss_hook import AdditionalLoss
 

@@ -30,8 +30,7 @@ from asyncrl.data.survey.row_survey import usable_rows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.memory_plan.plan import check_plan
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
-from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
@@ -111,7 +110,7 @@ class SupervisedTrainer:
         completion = Completion(row, ids, np.ones(len(ids), np.uint8))
         if self.ranks.size == 1:
             return TrainGroup(encode(), (completion,))
-        measured = EncodedPrompt.of(self.processor.measure(shown.prompt, shown.blobs))
+        measured = self.processor.measure(shown.prompt, shown.blobs)
         return TrainGroup(measured, (completion,), encode)
 
 

@@ -24,7 +24,7 @@ COLDEST = 1e-6
 def check_request(request: GenerationRequest, placeholders: Sequence[int], max_tokens: int) -> None:
     """Raises UserError for what this engine, which has room for `max_tokens`, cannot honour."""
     sampling, row = request.sampling, request.prompt.row_id
-    if request.videos:
+    if request.prompt.videos:
         raise UserError(f"row {row} has videos, which the sglang engine does not take. Set rollout.engine=vllm or hf")
     if 0 < sampling.temperature < COLDEST:
         raise UserError(
@@ -59,7 +59,7 @@ def generate_body(request: GenerationRequest, index: int, rid: str) -> dict[str,
     decoding are those of temperature 1, as the protocol has it.
     """
     sampling, seen = request.sampling_of(index), request.seen_by(index)
-    ids = seen.prompt.token_ids if seen.prompt.unexpanded_ids is None else seen.prompt.unexpanded_ids
+    ids = seen.token_ids if seen.unexpanded_ids is None else seen.unexpanded_ids
     # Heeded with --enable-deterministic-inference alone, which SGLang does not offer on a CPU.
     seed: Any = np.random.SeedSequence(request.seed_of(index)).generate_state(1, np.uint64)
     body: dict[str, Any] = {
@@ -134,7 +134,7 @@ def check_prompt(request: GenerationRequest, index: int, expanded: Sequence[int]
 
     Raises UserError naming the row.
     """
-    prompt = request.seen_by(index).prompt
+    prompt = request.seen_by(index)
     ours = [*prompt.token_ids.tolist(), *request.prefix(index)]
     if list(expanded) != ours:
         pairs = enumerate(zip_longest(expanded, ours))

@@ -11,10 +11,10 @@ import numpy as np
 
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.processing.processor import MeasuredPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt, VideoFrames
 from asyncrl_plugins.vllm.plugin import too_cold
 from protocol.messages import FinishReason
-from rollout_server.engines.base import Completion, GenerationRequest, SeenPrompt, VideoFrames, version_column
+from rollout_server.engines.base import Completion, GenerationRequest, version_column
 
 ABORTED = "abort"
 """vLLM's finish reason of what was interrupted."""
@@ -50,35 +50,34 @@ async def engine_input_of(llm: Any, prompt: dict[str, Any]) -> Any:
 async def to_engine_input(request: GenerationRequest, llm: Any, index: int = 0) -> Any:
     """The prompt and prefix of completion `index` as vLLM's engine takes them: expanded, with pixels; checked against
     our own processor's."""
-    seen, prefix = request.seen_by(index), request.prefix(index)
-    encoded = seen.prompt
+    encoded, prefix = request.seen_by(index), request.prefix(index)
     ids = encoded.token_ids if encoded.unexpanded_ids is None else encoded.unexpanded_ids
     prompt: dict[str, Any] = {"prompt_token_ids": [*ids.tolist(), *prefix]}
-    if request.images or request.videos:
-        prompt |= await asyncio.to_thread(_media, request, seen)
+    if encoded.images or encoded.videos:
+        prompt |= await asyncio.to_thread(_media, encoded)
     engine_input = await engine_input_of(llm, prompt)
     check_alignment(encoded, engine_input, prefix)
     return engine_input
 
 
-def _media(request: GenerationRequest, seen: SeenPrompt) -> dict[str, Any]:
+def _media(prompt: EncodedPrompt) -> dict[str, Any]:
     """Images and videos, known by their content already: vLLM need not hash the pixels again."""
-    where = f"row {request.prompt.row_id}"
+    where = f"row {prompt.row_id}"
     data: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
-    if seen.images:
-        data["image"] = [decode_image(encoded, where) for encoded in seen.images]
-        names["image"] = list(seen.prompt.image_hashes)
-    if request.videos:
-        data["video"] = [_frames(video, where) for video in request.videos]
+    if prompt.images:
+        data["image"] = [decode_image(encoded, where) for encoded in prompt.images]
+        names["image"] = list(prompt.image_hashes)
+    if prompt.videos:
+        data["video"] = [_frames(video, where) for video in prompt.videos]
         # Where tokens stand in time depends on the rate, and what vLLM keeps of a prefix on that.
         names["video"] = [
-            f"{name}-{video.fps!r}" for name, video in zip(request.prompt.video_hashes, request.videos, strict=True)
+            f"{name}-{video.fps!r}" for name, video in zip(prompt.video_hashes, prompt.videos, strict=True)
         ]
     return {
         "multi_modal_data": data,
         "multi_modal_uuids": names,
-        "mm_processor_kwargs": {"do_sample_frames": False} if request.videos else {},
+        "mm_processor_kwargs": {"do_sample_frames": False} if prompt.videos else {},
     }
 
 
@@ -141,7 +140,7 @@ def to_completion(request: GenerationRequest, index: int, output: Any, submitted
     )
 
 
-def check_alignment(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:
+def check_alignment(prompt: EncodedPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:
     """vLLM's processor must have made the ids, grids and times that ours made, and put images where they are for the
     learner, which trains on ours. Of a later turn that is the whole row, with what was shown between turns.
 
@@ -154,7 +153,7 @@ def check_alignment(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[
         )
 
 
-def _differences(prompt: MeasuredPrompt, engine_input: Any, prefix: Sequence[int]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(prompt: EncodedPrompt, engine_input: Any, prefix: Sequence[int]) -> Iterator[tuple[str, Any, Any]]:
     from_vllm, ours = list(engine_input["prompt_token_ids"]), [*prompt.token_ids.tolist(), *prefix]
     if from_vllm != ours:
         pairs = enumerate(zip_longest(from_vllm, ours))

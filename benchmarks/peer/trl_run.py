@@ -112,7 +112,7 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
     processor = PromptProcessor(config.model)
     writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
     for place, row in enumerate(rows[: config.batch.prompts_per_step]):
-        ours = writer.write(TicketSlot(place, place, version=0, bound=0)).facts.token_ids.tolist()
+        ours = writer.write(TicketSlot(place, place, version=0, bound=0)).measured.token_ids.tolist()
         (theirs,), *_ = trainer._tokenize_prompts([prepare_multimodal_messages(row["prompt"], images=row["images"])])
         if ours != list(theirs):
             raise UserError(f"row {place} is another prompt in TRL: {list(theirs)}, and here {ours}")

@@ -13,9 +13,9 @@ from asyncrl.config.service_sections import OnStale
 from asyncrl.data.survey.held_out import ticket_seed
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.published import fingerprint_of
-from asyncrl.processing.processor import MeasuredPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.rewards.score import Score
-from learner.groups.ticket import PreparedTicket, PromptFacts
+from learner.groups.ticket import PreparedTicket
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
 from rollout_server.engines.scripted import ScriptedEngine
 
@@ -26,7 +26,7 @@ MODEL, PROCESSOR = fingerprint_of([("w", "torch.uint8", (len(WEIGHTS),))]), "scr
 LARGEST_BOUND = 8
 PROMPT_IDS = np.arange(1, 9, dtype=np.int32)
 PROMPT = Prompt(row_id="simulated:0", messages=(ChatMessage(role="user", content=(TextPart(text="question"),)),))
-FACTS = PromptFacts(PROMPT_IDS, np.zeros((0, 3), np.int32), ())
+MEASURED = EncodedPrompt.of_text(PROMPT_IDS, PROMPT.row_id)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Workload:
             min_version=slot.version,
             sampling=Sampling(max_new_tokens=self.longest, stop_token_ids=(STOP_ID,)),
         )
-        return PreparedTicket(ticket, {}, slot, FACTS)
+        return PreparedTicket(ticket, {}, slot, MEASURED)
 
 
 class TextlessProcessor:
@@ -126,8 +126,8 @@ class TextlessProcessor:
     placeholder_ids = ()
     fingerprint = PROCESSOR
 
-    def measure(self, prompt: Prompt, blobs: Any) -> MeasuredPrompt:
-        return MeasuredPrompt(prompt.row_id, PROMPT_IDS, np.zeros_like(PROMPT_IDS), FACTS.image_grids, ())
+    def measure(self, prompt: Prompt, blobs: Any) -> EncodedPrompt:
+        return MEASURED
 
     def decode(self, token_ids: np.ndarray) -> str:
         return ""

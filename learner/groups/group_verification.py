@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from asyncrl.processing.bridge import TurnBridge
-from learner.groups.ticket import PromptFacts
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.groups.turn_verification import turn_problems
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, TicketKind, TokenSource, printable
@@ -25,7 +25,7 @@ LOGPROB_SLACK = 1e-4
 def verify_group(
     group: Group,
     ticket: Ticket,
-    prompt: PromptFacts,
+    prompt: EncodedPrompt,
     *,
     sender: str,
     version: int,
@@ -57,7 +57,7 @@ def verify_group(
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
 
 
-def prompt_problems(group: Group, prompt: PromptFacts) -> Iterator[str]:
+def prompt_problems(group: Group, prompt: EncodedPrompt) -> Iterator[str]:
     """Compare what a group was sampled from with the prompt that its ticket has."""
     yield from _media_problems("image", group.image_hashes, prompt.image_hashes)
     yield from _media_problems("video", group.video_hashes, prompt.video_hashes)

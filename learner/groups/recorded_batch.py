@@ -49,7 +49,7 @@ def batch_again(
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
     """Pair a journaled group with its ticket. Raises UserError where prompts differ, or what stands between turns."""
     problems = chain(
-        prompt_problems(group, prepared.facts_of(group)), bridge_problems(group, prepared.ticket, prepared.bridge)
+        prompt_problems(group, prepared.measured_of(group)), bridge_problems(group, prepared.ticket, prepared.bridge)
     )
     if problem := next(problems, None):
         raise UserError(

@@ -15,7 +15,7 @@ from asyncrl.environments.recording import observation_of
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
-from asyncrl.processing.processor import MeasuredPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from protocol.codec import Frame, Limits, encode
 from protocol.messages import Group, PartialRollout, Prompt, Ticket, TicketKind, TrajectoryRole
 
@@ -28,32 +28,15 @@ _BLOB_ENTRY_BYTES = 128
 
 
 @dataclass(frozen=True)
-class PromptFacts:
-    """Facts that a returned group's prompt is compared with."""
-
-    token_ids: np.ndarray
-    """[P] int32, image placeholders expanded."""
-    image_grids: np.ndarray
-    """[images, 3] int32, see `ImageGrids`; of the Qwen-VL families temporal, height, width in patches."""
-    image_hashes: tuple[str, ...]
-    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[videos, 3] int32"""
-    video_hashes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, prompt: MeasuredPrompt) -> PromptFacts:
-        return cls(prompt.token_ids, prompt.image_grids, prompt.image_hashes, prompt.video_grids, prompt.video_hashes)
-
-
-@dataclass(frozen=True)
 class PreparedTicket:
-    """A ticket, its place in the data, and what its prompt must look like when it comes back."""
+    """A ticket, its place in the data, and its prompt as the learner has encoded it."""
 
     ticket: Ticket
     blobs: Mapping[str, bytes]
     """Encoded images of the prompt by content hash."""
     slot: TicketSlot
-    facts: PromptFacts
+    measured: EncodedPrompt | None
+    """Prompt that the returned group's is compared with; None on a rank that verifies no group."""
     bridge: TurnBridge | None = field(default=None, compare=False)
     """Makes the tokens between turns, where the ticket is that of a conversation."""
 
@@ -72,13 +55,14 @@ class PreparedTicket:
         """Encoded images of that prompt, and of all observations, by content hash."""
         return {**group.blobs, **self.blobs}
 
-    def facts_of(self, group: Group) -> PromptFacts:
-        """Facts of the expected prompt. Raises as `prompt_of` does."""
+    def measured_of(self, group: Group) -> EncodedPrompt:
+        """Prompt that the group must have been sampled from, encoded. Raises as `prompt_of` does."""
         if not group.opening:
-            return self.facts
+            assert self.measured is not None, "the leader verifies"
+            return self.measured
         prompt = self.prompt_of(group)
         assert self.bridge is not None, "it has opened the prompt"
-        return PromptFacts.of(self.bridge.processor.measure(prompt, self.blobs_of(group)))
+        return self.bridge.processor.measure(prompt, self.blobs_of(group))
 
     def going_on(self, partial: PartialRollout) -> PreparedTicket:
         """Ticket for a server that continues what another has sampled. Raises ValueError where that does not fit."""

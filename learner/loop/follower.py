@@ -12,8 +12,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.prompt_processor import prompt_processor
+from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.checkpoint import BackgroundWrite, LearnerState
 from learner.loop.logprob_parity import compare

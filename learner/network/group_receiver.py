@@ -51,8 +51,8 @@ class GroupReceiver:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            facts, now = prepared.facts_of(group), self.servers.version
-            self.verify(group, prepared.ticket, facts, sender=server_id, version=now, bridge=prepared.bridge)
+            measured, now = prepared.measured_of(group), self.servers.version
+            self.verify(group, prepared.ticket, measured, sender=server_id, version=now, bridge=prepared.bridge)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
             return

@@ -149,8 +149,8 @@ class ParityHandshake:
         check = self._checks[server_id]
         prepared = check.tickets[group.ticket_id]
         try:
-            newest = self.servers.version
-            self.verify(group, prepared.ticket, prepared.facts, sender=server_id, version=newest, components=())
+            newest, measured = self.servers.version, prepared.measured_of(group)
+            self.verify(group, prepared.ticket, measured, sender=server_id, version=newest, components=())
         except ProtocolError as problem:
             self.refuse(check, problem.reason, "Start both services with the same configuration and library versions")
             return

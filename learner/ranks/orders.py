@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgpack
-import numpy as np
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -24,7 +23,7 @@ from asyncrl.errors import BadStateError, RestartError, UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
-from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.messages import Group, Tickets, Wire
 
@@ -141,12 +140,10 @@ def unpack_groups(data: bytes, processor: PromptProcessor) -> list[ReceivedGroup
         assert isinstance(tickets, Tickets)
         assert isinstance(group, Group)
         blobs = {digest: bytes(data) for digest, data in tickets.blobs.items()}
-        videos = np.zeros((0, 3), np.int32) if group.video_grids is None else group.video_grids
-        facts = PromptFacts(group.prompt_ids, group.image_grids, group.image_hashes, videos, group.video_hashes)
         ticket = tickets.tickets[0]
         if ticket.conversation and bridge is None:
             bridge = TurnBridge(processor, ticket.sampling.stop_token_ids)
-        prepared = PreparedTicket(ticket, blobs, TicketSlot(**item["slot"]), facts, bridge)
+        prepared = PreparedTicket(ticket, blobs, TicketSlot(**item["slot"]), None, bridge)
         received.append(ReceivedGroup(prepared, group, is_replayed=item["is_replayed"]))
     return received
 

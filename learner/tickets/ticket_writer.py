@@ -22,8 +22,9 @@ from asyncrl.data.survey.row_survey import BadRow, RowSurvey, check_message, mea
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
-from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
-from learner.groups.ticket import PreparedTicket, PromptFacts
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import PreparedTicket
 from learner.tickets.demonstrations import Demonstrations, check_targets
 from learner.tickets.ticket_hook import TicketRow, ticket_hooks
 from protocol.messages import NO_REQUEST, Sampling, Ticket, TicketKind, TrajectoryRequest
@@ -102,7 +103,7 @@ class TicketWriter:
         """Rows of both sources that are left out."""
         return [*self.train_survey.bad, *(self.held_out_survey.bad if self.held_out_survey else [])]
 
-    def _measure(self, rows: RowSource, index: int) -> tuple[RenderedPrompt, MeasuredPrompt]:
+    def _measure(self, rows: RowSource, index: int) -> tuple[RenderedPrompt, EncodedPrompt]:
         """Make a usable row a prompt. Raises UserError if it is not usable any more."""
         row_id, limit = rows.row_id(index), self.settings.data.max_prompt_length
         try:
@@ -182,7 +183,7 @@ class TicketWriter:
             stop_token_ids=self._stop_token_ids,
             banned_token_ids=self.processor.placeholder_ids,
         )
-        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), self._bridge)
+        return PreparedTicket(ticket, rendered.blobs, slot, measured, self._bridge)
 
     def write_parity(self) -> list[PreparedTicket]:
         """Write tickets of a few training rows, those with images or videos first; the same every time."""
@@ -218,7 +219,7 @@ class TicketWriter:
 
     def _prepare(
         self,
-        prompt: tuple[RenderedPrompt, MeasuredPrompt],
+        prompt: tuple[RenderedPrompt, EncodedPrompt],
         slot: TicketSlot,
         seed: int,
         kind: TicketKind,
@@ -247,7 +248,7 @@ class TicketWriter:
             else conversation_limits(self.settings.environment, self.settings.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
-        return PreparedTicket(ticket, rendered.blobs, slot, PromptFacts.of(measured), bridge)
+        return PreparedTicket(ticket, rendered.blobs, slot, measured, bridge)
 
 
 def _has_media(cell: Any) -> bool:

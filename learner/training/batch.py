@@ -16,8 +16,7 @@ from asyncrl.algorithms.provenance import Provenance
 from asyncrl.environments.recording import describe_conversations, history_of, images_of, observation_of
 from asyncrl.environments.tool_environment import key_of
 from asyncrl.processing.history import History
-from asyncrl.processing.model_inputs import joined_row
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.training.packing import Completion, Segment, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
@@ -208,8 +207,8 @@ def make_batch(
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
-            encode = partial(_encode, item, processor)
-            prompt = _measure(item, processor) if defers_pixels else encode()
+            encode = partial(processor.encode, item.prompt, item.blobs)
+            prompt = processor.measure(item.prompt, item.blobs) if defers_pixels else encode()
             train_groups.append(TrainGroup(prompt, tuple(completions), encode if defers_pixels else None))
     lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
     return Batch(
@@ -223,14 +222,6 @@ def make_batch(
         versions=np.concatenate([item.group.versions for item in received]),
         processor=processor,
     )
-
-
-def _encode(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
-    return processor.encode(item.prompt, item.blobs)
-
-
-def _measure(item: ReceivedGroup, processor: PromptProcessor) -> EncodedPrompt:
-    return EncodedPrompt.of(processor.measure(item.prompt, item.blobs))
 
 
 def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
@@ -317,7 +308,7 @@ def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
     history, segments = History(bridge, rule, pixels=True), list[Segment]()
 
     def end_segment() -> None:
-        row = joined_row(history.pieces[0], history.pieces[1:])
+        row = history.pieces[0].followed_by(history.pieces[1:])
         segments.append(Segment(starts[len(segments)], row if len(row.image_hashes) else None))
 
     for turn, following in pairwise(turns):

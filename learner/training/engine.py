@@ -25,7 +25,8 @@ from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.vision_features import VisionFeatures
-from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
@@ -306,7 +307,9 @@ class TorchEngine:
     def _fixed_micro_batch(self, device: torch.device | None = None) -> MicroBatch:
         ids = self._fixed_tokens
         completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
-        return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], device or self.device)
+        return build_micro_batch(
+            self.model, [TrainGroup(EncodedPrompt.of_text(ids), (completion,))], device or self.device
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import fingerprint_of, published_tensors
 from asyncrl.models.vision_features import frozen_vision
-from asyncrl.processing.tiled_images import images_of
+from asyncrl.processing.image_grids import images_of
 from learner.training.packing import TrainGroup
 from protocol.messages import AdapterSpec
 

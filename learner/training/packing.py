@@ -18,9 +18,9 @@ import torch
 
 from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.shared_prefix import make_layout
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.image_grids import images_of
 from asyncrl.processing.model_inputs import media_inputs, positions_behind, prompt_positions
-from asyncrl.processing.processor import EncodedPrompt
-from asyncrl.processing.tiled_images import images_of
 
 
 @dataclass(frozen=True)

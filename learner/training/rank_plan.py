@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.ranks.group import Ranks
 from learner.training.packing import Completion, MicroBatch, TrainGroup, plan_micro_batches, split_group
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import BadStateError
-from asyncrl.processing.processor import EncodedPrompt, MeasuredPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 
@@ -24,38 +24,19 @@ class EngineDied(Exception):
 
 
 @dataclass(frozen=True)
-class VideoFrames:
-    frames: tuple[bytes, ...]
-    """Encoded images, in order."""
-    fps: float
-
-
-@dataclass(frozen=True)
-class SeenPrompt:
-    """A prompt with other images than the request's."""
-
-    prompt: MeasuredPrompt
-    images: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
 class GenerationRequest:
     """Sample the completions `indices` of a prompt's group. Requests of one call differ in `request_id` or `stream`."""
 
     request_id: int
-    prompt: MeasuredPrompt
-    """Encoded, with its pixels, where the engine takes them."""
+    prompt: EncodedPrompt
+    """Prompt with its pixels where the engine takes them."""
     group_size: int
     seed: int
     sampling: Sampling
-    images: tuple[bytes, ...] = ()
-    """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
-    videos: tuple[VideoFrames, ...] = ()
-    """Videos of the prompt, in order, for such an engine, too."""
     requests: tuple[TrajectoryRequest, ...] = ()
     """One for each completion, or none: each begins with its request's prefix, and the most probable token follows each
     time where the request says greedy."""
-    seen: Mapping[tuple[str, ...], SeenPrompt] = field(default_factory=dict)
+    seen: Mapping[tuple[str, ...], EncodedPrompt] = field(default_factory=dict)
     """The prompt with the images that requests have in place of its own, by their content hashes."""
     partial: PartialRollout | None = None
     """Part that another server has sampled of the group: each completion begins with it, the given prefix included."""
@@ -71,15 +52,15 @@ class GenerationRequest:
         """Content hashes of the images that completion `index` sees in place of the prompt's."""
         return self.requests[index].images if self.requests else ()
 
-    def seen_by(self, index: int) -> SeenPrompt:
+    def seen_by(self, index: int) -> EncodedPrompt:
         """Prompt of completion `index`."""
         images = self.images_of(index)
-        return self.seen[images] if images else SeenPrompt(self.prompt, self.images)
+        return self.seen[images] if images else self.prompt
 
     def encoded_prompt(self, index: int) -> EncodedPrompt:
         """The prompt of a completion with its pixels. Raises BadStateError where it was only measured."""
-        prompt = self.seen_by(index).prompt
-        if not isinstance(prompt, EncodedPrompt):
+        prompt = self.seen_by(index)
+        if not prompt.has_pixels:
             raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
         return prompt
 

@@ -26,8 +26,7 @@ from asyncrl.environments.recording import recorded, recorded_calls, recorded_hi
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.history import History, Shown
-from asyncrl.processing.model_inputs import joined_row
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
@@ -48,7 +47,6 @@ from rollout_server.engines.base import (
     FailedRequest,
     GenerationRequest,
     InferenceEngine,
-    VideoFrames,
 )
 from rollout_server.production.environments import Environments
 from rollout_server.production.rounds import AtOnce, Rounds
@@ -83,14 +81,11 @@ class _Ticket:
     def later_turn(self, trajectory: Trajectory, history: History) -> GenerationRequest:
         """The request for the next turn of a trajectory, whose prompt is all tokens of its segment."""
         wanted = self.ticket.request(trajectory.index)
-        prompt = self.first.prompt
-        assert isinstance(prompt, EncodedPrompt)
         return replace(
             self.first,
-            prompt=joined_row(prompt, history.pieces),
+            prompt=self.first.prompt.followed_by(history.pieces),
             group_size=1,
             sampling=self.sampling(trajectory.length),
-            images=(*self.first.images, *history.images),
             requests=(wanted,) if wanted != NO_REQUEST else (),
             stream=(trajectory.index, len(trajectory.turns)),
         )
@@ -188,7 +183,7 @@ class ConversationProducer:
         shown = {content_hash(image): image for image in opening.images} if opening else {}
         found = {**shown, **{digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes}}
         prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure
-        encoded, most_tokens = EncodedPrompt.of(prepare(prompt, found)), self._environments.prompt_tokens
+        encoded, most_tokens = prepare(prompt, found), self._environments.prompt_tokens
         if opening and len(encoded.token_ids) > most_tokens:
             raise UserError(overlong_opening(encoded, most_tokens))
         most = min(limits.tokens_per_turn, ticket.sampling.max_new_tokens)
@@ -199,10 +194,6 @@ class ConversationProducer:
             seed=ticket.seed,
             sampling=ticket.sampling.model_copy(update={"max_new_tokens": most}),
             requests=ticket.requests,
-            images=tuple(found[digest] for digest in prompt.image_hashes),
-            videos=tuple(
-                VideoFrames(tuple(found[digest] for digest in video.frame_hashes), video.fps) for video in prompt.videos
-            ),
         )
         return _Ticket(ticket, limits, bridge, prompt, found, opening, first, turns, started_at)
 

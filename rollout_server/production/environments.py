@@ -11,8 +11,7 @@ from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentWorkers, Episode
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.prompt_processor import image_rule
+from asyncrl.processing.processor import PromptProcessor, image_rule
 
 
 class Environment(Protocol):

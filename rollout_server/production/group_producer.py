@@ -40,8 +40,6 @@ from rollout_server.engines.base import (
     FailedRequest,
     GenerationRequest,
     InferenceEngine,
-    SeenPrompt,
-    VideoFrames,
 )
 from rollout_server.production.conversation import ConversationProducer
 from rollout_server.production.environments import Environments
@@ -159,17 +157,9 @@ class GroupProducer:
                 requests=ticket.requests,
                 partial=ticket.partial,
                 seen={
-                    images: SeenPrompt(
-                        prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs),
-                        tuple(bytes(blobs[digest]) for digest in images),
-                    )
+                    images: prepare(ticket.prompt.model_copy(update={"image_hashes": images}), blobs)
                     for images in {wanted.images for wanted in ticket.requests if wanted.images}
                 },
-                images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
-                videos=tuple(
-                    VideoFrames(tuple(bytes(blobs[digest]) for digest in video.frame_hashes), video.fps)
-                    for video in ticket.prompt.videos
-                ),
             )
         except Exception as error:
             logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
@@ -295,7 +285,7 @@ def trajectory_record(
     request: GenerationRequest, completion: Completion, score: Score, role: TrajectoryRole
 ) -> TrajectoryRecord:
     prefix, length = len(request.requested(completion.index)), len(completion.token_ids)
-    seen = request.seen_by(completion.index).prompt.image_hashes
+    seen = request.seen_by(completion.index).image_hashes
     assert completion.finish_reason is not None, "an unfinished completion has no record"
     return TrajectoryRecord(
         status=status_of(score, is_cut=completion.finish_reason is not FinishReason.STOP),

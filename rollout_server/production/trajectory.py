@@ -9,9 +9,8 @@ import numpy as np
 
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.recording import recorded
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.history import Shown
-from asyncrl.processing.model_inputs import sampled_piece
-from asyncrl.processing.processor import EncodedPrompt
 from asyncrl.rewards.score import Score
 from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion
@@ -48,7 +47,7 @@ class Trajectory:
 
     def add_turn(self, sampled: Completion) -> None:
         start = self.length
-        self.pieces.append(sampled_piece(sampled.token_ids))
+        self.pieces.append(EncodedPrompt.of_text(sampled.token_ids))
         self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason, context=self.context))
         self.logprobs.append(sampled.logprobs)
         self.versions.append(sampled.versions)

@@ -111,7 +111,6 @@ class Rig:
             size,
             seed,
             Sampling(max_new_tokens=tokens, **{**settings, **sampling}),
-            images,
         )
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> dict[tuple[int, int], Completion]:

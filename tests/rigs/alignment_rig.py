@@ -80,7 +80,7 @@ def answer(engine: Any, *arguments: Any) -> list[ReceivedGroup]:
 def verify(received: ReceivedGroup, version: int = 0) -> None:
     item = received.prepared
     verify_group(
-        received.group, item.ticket, item.facts, sender="server-1", version=version, vocabulary=500, components=()
+        received.group, item.ticket, item.measured, sender="server-1", version=version, vocabulary=500, components=()
     )
 
 

@@ -14,7 +14,7 @@ from asyncrl.environments.recording import recorded
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
-from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import (
     ConversationLimits,
@@ -111,7 +111,7 @@ def conversation(config: RunConfig, processor: PromptProcessor, *, opening: bool
     prompt, images = item.ticket.prompt, dict(item.blobs)
     if opening:
         prompt, images = item.bridge.opened(prompt, OPENING), {**images, content_hash(WIDE): WIDE}
-    facts = PromptFacts.of(processor.measure(prompt, images))
+    facts = processor.measure(prompt, images)
     group = Group(
         ticket_id=0,
         server_id="s",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 
 Shape = tuple[int, int, int, int]

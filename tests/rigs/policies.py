@@ -19,7 +19,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine

@@ -11,7 +11,6 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
@@ -55,7 +54,7 @@ def _row_separately(
     token_ids, mask = c.token_ids[segment.start : end], c.is_trained[segment.start : end]
     text = replace(group.prompt, token_ids=token_ids, token_types=np.zeros_like(token_ids), pixel_values=None)
     nothing = replace(text, image_grids=group.prompt.image_grids[:0], image_hashes=())
-    row = joined_row(group.prompt, [segment.observed or nothing])
+    row = group.prompt.followed_by([segment.observed or nothing])
     assert row.token_ids.tolist() == [*group.prompt.token_ids, *token_ids]
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(row.token_ids).long()[None],

@@ -25,7 +25,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket

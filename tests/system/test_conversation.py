@@ -130,9 +130,9 @@ async def converse_and_train(
         for item in items:
             group = made[item.ticket.ticket_id]
             assert isinstance(group, Group), group
-            facts, names = item.facts_of(group), config.reward.component_names
+            measured, names = item.measured_of(group), config.reward.component_names
             arguments = {"sender": "s", "version": version, "vocabulary": 500, "components": names}
-            verify_group(group, item.ticket, facts, bridge=item.bridge, **arguments)
+            verify_group(group, item.ticket, measured, bridge=item.bridge, **arguments)
             received.append(ReceivedGroup(item, group))
         return received
 

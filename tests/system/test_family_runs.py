@@ -1,4 +1,4 @@
-"""Two processes and two steps with families whose images are tiles."""
+"""Two processes and two steps with a family whose positions count tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from tests.rigs.small_runs import logs
-from tests.rigs.tiny_tiled import make_tiled
+from tests.rigs.tiny_families import make_llava
 from tests.rigs.trained_parts import changed, largest_difference
 from tests.rigs.two_processes import run_both
 from tests.system.test_bad_input import image_rows, write_rows
@@ -19,11 +19,8 @@ SIZES = [(150, 40), (28, 28), (40, 90), (200, 160)]
 """Of the images in the rows: height and width in pixels."""
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "gemma3", "idefics3", "llava_next"])
-def test_a_family_is_trained_by_two_services(
-    make_config: Callable[..., RunConfig], tmp_path: Path, family: str
-) -> None:
-    check_run(make_config, tmp_path, make_tiled(family, tmp_path / "model"))
+def test_a_family_is_trained_by_two_services(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    check_run(make_config, tmp_path, make_llava(tmp_path / "model"))
 
 
 def check_run(make_config: Callable[..., RunConfig], tmp_path: Path, model: Path) -> None:

@@ -18,8 +18,9 @@ from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.model_inputs import prompt_positions
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.loop.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.codec import Limits, decode, encode
@@ -193,13 +194,13 @@ def test_frames_in_the_wrong_order_or_number_are_caught_by_row(
         return {**blobs, **dict(zip(digests, (blobs[d] for d in reversed(digests)), strict=True))}
 
     wrong_order = answer(engine, PromptProcessor(config.model), items, reversed_frames)[0]
-    assert np.array_equal(wrong_order.group.prompt_ids, items[0].facts.token_ids)
+    assert np.array_equal(wrong_order.group.prompt_ids, items[0].measured.token_ids)
     with pytest.raises(
         ProtocolError, match=r"row rows.jsonl:0 .* video 1 has other frames, or the same in another order"
     ):
         verify(wrong_order)
     fewer = answer(engine, FewerFrames(config.model), items)[0]
-    assert np.array_equal(fewer.group.prompt_ids, items[0].facts.token_ids)
+    assert np.array_equal(fewer.group.prompt_ids, items[0].measured.token_ids)
     with pytest.raises(ProtocolError, match=r"row rows.jsonl:0 .* video 0 has other frames"):
         verify(fewer)
 

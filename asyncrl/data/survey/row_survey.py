@@ -25,7 +25,8 @@ from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.survey_cache import RowFacts, SurveyCache
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.processing.processor import MeasuredPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Sampling, Ticket, TicketKind, Tickets
@@ -115,7 +116,7 @@ class RowSurvey:
         ]
 
 
-def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int, *, shows_tools: bool) -> str:
+def overlong(row_id: str, prompt: RowFacts | EncodedPrompt | None, limit: int, *, shows_tools: bool) -> str:
     """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
     assert prompt is not None
     tokens = prompt.tokens if isinstance(prompt, RowFacts) else len(prompt.token_ids)
@@ -132,7 +133,7 @@ def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int, 
     )
 
 
-def overlong_opening(prompt: MeasuredPrompt, limit: float) -> str:
+def overlong_opening(prompt: EncodedPrompt, limit: float) -> str:
     """Describe a prompt that what an environment opens with has made longer than the limit."""
     return (
         f"row {prompt.row_id}: with what the environment's reset() opens with the prompt has {len(prompt.token_ids)} "
@@ -157,7 +158,7 @@ def named_errors(row_id: str) -> Iterator[None]:
 
 def measure_row(
     rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor, max_message_mib: int
-) -> tuple[RenderedPrompt, MeasuredPrompt]:
+) -> tuple[RenderedPrompt, EncodedPrompt]:
     """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
     row_id = rows.row_id(index)
     with named_errors(row_id):

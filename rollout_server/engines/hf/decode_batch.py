@@ -16,8 +16,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.model_inputs import media_inputs, prompt_positions
-from asyncrl.processing.processor import EncodedPrompt
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.growing_cache import GrowingCache

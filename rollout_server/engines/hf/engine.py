@@ -23,8 +23,9 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
-from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from asyncrl.plugins import implementation
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.arrived_weights import ModelProcesses, ThisProcess
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
@@ -213,5 +214,5 @@ class HFEngine:
     def _fixed_logprobs(self) -> torch.Tensor:
         """[T] fp32 on the CPU, of each fixed token after all of them."""
         ids = self._fixed_tokens
-        logits = prefill(self._model, [fixed_prompt(ids)], self._device).logits[0]
+        logits = prefill(self._model, [EncodedPrompt.of_text(ids)], self._device).logits[0]
         return logits.float().log_softmax(-1)[torch.from_numpy(ids).long().to(self._device)].cpu()

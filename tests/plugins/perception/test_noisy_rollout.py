@@ -112,11 +112,11 @@ def test_the_engine_sees_noise_and_the_learner_does_not(make_config: MakeConfig)
             assert own < 1e-4 < other
     check = {"sender": "s", "version": 0, "vocabulary": 2**16}
     names = set(received[0].group.trajectories[0].rewards)
-    verify_group(received[0].group, items[0].ticket, items[0].facts, components=names, **check)
+    verify_group(received[0].group, items[0].ticket, items[0].measured, components=names, **check)
     records = [record.model_copy(update={"image_hashes": ()}) for record in received[0].group.trajectories]
     wrong = received[0].group.model_copy(update={"trajectories": tuple(records)})
     with pytest.raises(ProtocolError, match="saw other images for completion 2"):
-        verify_group(wrong, items[0].ticket, items[0].facts, components=names, **check)
+        verify_group(wrong, items[0].ticket, items[0].measured, components=names, **check)
 
     actor = KeepGradients(config.model_settings, config.learner.optim, 1)
     actor.prepare()

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
 from asyncrl_plugins.vllm import rules, start
 from rollout_server.engines.hf.engine import HFEngine

@@ -39,7 +39,7 @@ class SGLangRig(Rig):
         """Wait until sequences of running requests have about so many tokens, which SGLang says only at their ends: one
         that came after them and has as many images, which are prepared before a sequence begins, is at its own."""
         self.numbers += 1
-        like = max(requests, key=lambda request: len(request.images))
+        like = max(requests, key=lambda request: len(request.prompt.images))
         settings = like.sampling.model_copy(update={"max_new_tokens": tokens})
         await self.complete([replace(like, request_id=self.numbers, group_size=1, sampling=settings)])
 

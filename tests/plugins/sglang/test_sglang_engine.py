@@ -18,10 +18,11 @@ from prometheus_client import REGISTRY
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.processing.encoded_prompt import VideoFrames
 from asyncrl_plugins.sglang.client import SGLangRefused
 from protocol.messages import FinishReason, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights
-from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt, VideoFrames
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import partial_rollout
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
@@ -53,12 +54,11 @@ def recorded(rig: Rig) -> list[GenerationRequest]:
     requests = []
     for number in range(8):
         rendered = renderer.render(rows[number], rows.row_id(number))
-        images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
         prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
         sampling = Sampling(
             temperature=0, max_new_tokens=16, stop_token_ids=stops(rig), banned_token_ids=rig.processor.placeholder_ids
         )
-        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
+        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling))
     return [
         *requests,
         rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
@@ -69,7 +69,7 @@ def recorded(rig: Rig) -> list[GenerationRequest]:
 
 def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine_and_of_vllm(sglang: SGLangRig) -> None:
     requests = recorded(sglang)
-    assert sum(len(r.images) for r in requests) >= 13
+    assert sum(len(r.prompt.images) for r in requests) >= 13
     ours = sglang.sample(*requests)
     engines = {"hf": HFEngine(sglang.config, sglang.processor)}
     if not MISSING:
@@ -108,6 +108,7 @@ def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLa
 
     prompt = dataclasses.replace(
         parts[0],
+        images=sizes,
         row_id="two turns",
         token_ids=row("token_ids", sampled),
         unexpanded_ids=row("unexpanded_ids", sampled),
@@ -132,7 +133,7 @@ def test_requests_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) 
         TrajectoryRequest(greedy=True),
         TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
     )
-    seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
+    seen = {other.image_hashes: other}
     request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
     ours = sglang.sample(request)
     assert ours[700, 2].token_ids.tolist() == [31, 7]
@@ -178,7 +179,8 @@ def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(s
 
 def test_what_it_cannot_honour_is_refused_with_the_reason_and_alone(sglang: SGLangRig) -> None:
     good = sglang.request("read", tokens=3)
-    film = dataclasses.replace(sglang.request(QUESTION), videos=(VideoFrames((picture(1),), 1.0),))
+    film = sglang.request(QUESTION)
+    film = dataclasses.replace(film, prompt=dataclasses.replace(film.prompt, videos=(VideoFrames((picture(1),), 1.0),)))
     wrong = {
         r"allows image placeholder ids \[\d+": sglang.request(QUESTION, picture(1), banned_token_ids=()),
         "top_p 0.9, top_k 0 and min_p 0, and SGLang's": sglang.request(QUESTION, temperature=0.7, top_p=0.9),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.wake_parity import fixed_prompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl_plugins.sglang import rules
 from asyncrl_plugins.sglang.arguments import as_flags, served_folder, server_arguments, server_environment
 from asyncrl_plugins.sglang.conversion import to_completion
@@ -144,7 +144,7 @@ def answer(**changed: Any) -> dict[str, Any]:
 
 def request(*, stops: tuple[int, ...] = (9,)) -> GenerationRequest:
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=stops, banned_token_ids=(5,))
-    return GenerationRequest(1, fixed_prompt(np.asarray([1, 2], np.int32)), 1, 0, sampling)
+    return GenerationRequest(1, EncodedPrompt.of_text(np.asarray([1, 2], np.int32)), 1, 0, sampling)
 
 
 def test_an_answer_becomes_columns_and_one_that_is_not_whole_is_refused() -> None:

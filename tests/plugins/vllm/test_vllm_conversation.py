@@ -16,7 +16,6 @@ import pytest
 from asyncrl.data.images import decode_image
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
-from asyncrl.processing.processor import EncodedPrompt
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.loop.trainer import Trainer
@@ -59,7 +58,8 @@ class Watched:
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         for request in requests:  # one at most: the first turns of the ticket, or a later one
             if self.show_another and request.stream:
-                request = dataclasses.replace(request, images=(*request.images[:-1], self.show_another))
+                images = (*request.prompt.images[:-1], self.show_another)
+                request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, images=images))
             async for item in self.rig.engine.generate([request]):
                 if isinstance(item, Completion):
                     self.turns.append((request, item))
@@ -135,14 +135,13 @@ def verified(rig: Rig, item: PreparedTicket, answer: Group | TicketFailed) -> Re
     """The group, when the learner has derived its bridges, placeholders and grids again."""
     assert isinstance(answer, Group), answer
     checks: dict[str, Any] = {"sender": "s", "version": rig.version, "vocabulary": 500, "components": ("short",)}
-    verify_group(answer, item.ticket, item.facts_of(answer), bridge=item.bridge, **checks)
+    verify_group(answer, item.ticket, item.measured_of(answer), bridge=item.bridge, **checks)
     return ReceivedGroup(item, answer)
 
 
 def gap_of(rig: Rig, policies: dict[int, Weights], request: GenerationRequest, done: Completion) -> float:
     """Largest |engine - one plain forward pass of the whole row| over the tokens of a turn."""
-    assert isinstance(request.prompt, EncodedPrompt)
-    pictures = [decode_image(data, "here") for data in request.images]
+    pictures = [decode_image(data, "here") for data in request.prompt.images]
     pixels = rig.processor.processor.image_processor(images=pictures, return_tensors="pt")["pixel_values"]
     request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, pixel_values=pixels))
     return float(gaps(rig.config, policies, request, done).max())
@@ -167,7 +166,7 @@ def test_segments_without_older_images_have_the_learners_log_probs(watched: Watc
     received = verified(rig, item, answer)
     turns = [turn for record in received.group.trajectories for turn in record.turns]
     assert any(turn.context for turn in turns)
-    assert max(len(request.images) for request, _ in watched.turns) == 2 + len(item.ticket.prompt.image_hashes)
+    assert max(len(request.prompt.images) for request, _ in watched.turns) == 2 + len(item.ticket.prompt.image_hashes)
     _, metrics = Trainer(rig.config, rig.processor, 64).learn([received])
     assert metrics["logprob_diff_max"] < FP32
 

@@ -18,7 +18,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.vllm.start import engine_arguments
 from protocol.messages import FinishReason, Sampling, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights
-from rollout_server.engines.base import Completion, EngineDied, GenerationRequest, SeenPrompt
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import partial_rollout
 from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
@@ -48,19 +48,18 @@ def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(rig: Rig)
     requests = []
     for number in range(8):
         rendered = renderer.render(rows[number], rows.row_id(number))
-        images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
         prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
         sampling = Sampling(
             temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=rig.processor.placeholder_ids
         )
-        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
+        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling))
     requests += [
         rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
         rig.request("What is the largest digit?", picture(1), picture(1)),
         rig.request("answer 1 2 3"),
     ]
     ours, theirs = rig.sample(*requests), hf_greedy(rig, requests)
-    assert sum(len(r.images) for r in requests) >= 13
+    assert sum(len(r.prompt.images) for r in requests) >= 13
     for request in requests:
         done, expected = ours[request.request_id, 0], theirs[request.request_id]
         assert done.token_ids.tolist() == expected.token_ids.tolist()
@@ -130,7 +129,7 @@ def test_requests_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
         TrajectoryRequest(greedy=True),
         TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
     )
-    seen = {other.image_hashes: SeenPrompt(other, (picture(9),))}
+    seen = {other.image_hashes: other}
     request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
     ours = {**rig.sample(plain), **rig.sample(request)}
     assert ours[700, 0].token_ids.tolist() == ours[plain.request_id, 0].token_ids.tolist()

@@ -25,7 +25,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import unseen_gpus
 from asyncrl.errors import UserError
-from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl_plugins.vllm import rules, start
 from asyncrl_plugins.vllm.conversion import check_alignment
 from asyncrl_plugins.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE

@@ -99,7 +99,7 @@ def test_vllms_processor_of_the_other_families_heeds_the_limits_of_images(
         blobs = {digest: memoryview(data) for digest, data in item.blobs.items()}
         request = producer._request(item.ticket, blobs)
         assert isinstance(request, GenerationRequest)
-        encoded, media = request.prompt, _media(request, request.seen_by(0))
+        encoded, media = request.prompt, _media(request.prompt)
         assert encoded.unexpanded_ids is not None
         items = theirs.info.parse_mm_data(media["multi_modal_data"])
         inputs = ProcessorInputs(

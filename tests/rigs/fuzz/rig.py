@@ -14,7 +14,8 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import Journal, TicketSlot
-from learner.groups.ticket import PreparedTicket, PromptFacts
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from learner.groups.ticket import PreparedTicket
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger
@@ -35,8 +36,9 @@ def write_ticket(slot: TicketSlot) -> PreparedTicket:
     """Nothing is dropped, so ids and positions in the data are the same."""
     assert slot.ticket_id == slot.position
     digest, data = content.image(slot.ticket_id)
-    facts = PromptFacts(content.prompt_ids(slot.ticket_id), content.IMAGE_GRIDS, (digest,))
-    return PreparedTicket(content.ticket(slot.ticket_id, slot.version), {digest: data}, slot, facts)
+    ids = content.prompt_ids(slot.ticket_id)
+    measured = EncodedPrompt("row", ids, np.zeros_like(ids), content.IMAGE_GRIDS, (digest,))
+    return PreparedTicket(content.ticket(slot.ticket_id, slot.version), {digest: data}, slot, measured)
 
 
 def small_config(**network: Any) -> RunConfig:

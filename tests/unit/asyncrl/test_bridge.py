@@ -20,7 +20,8 @@ from asyncrl.environments.observation import Message, Observation, Part
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.processing.bridge import TurnBridge
-from asyncrl.processing.model_inputs import joined_row, prompt_positions, sampled_piece
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.model_inputs import prompt_positions
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
@@ -81,7 +82,7 @@ def test_turns_and_bridges_are_the_templates_own_conversation(family: str, tmp_p
     images = [FIRST, SECOND, FIRST]
     for text, image in zip(("answer 1", "read 2 3"), images[1:], strict=True):
         turn = np.asarray(processor.tokenize_demonstration(text), np.int32)
-        row = joined_row(row, [sampled_piece(turn), bridge.encode(int(turn[-1]), tool("see", image))])
+        row = row.followed_by([EncodedPrompt.of_text(turn), bridge.encode(int(turn[-1]), tool("see", image))])
     whole = whole_conversation(processor, ["answer 1", "read 2 3"], images)
     assert row.token_ids.tolist() == whole.tolist()
     assert row.image_hashes == tuple(map(content_hash, images))
@@ -223,7 +224,7 @@ def test_a_row_keeps_the_positions_of_its_beginning(folder: Path, processor: Pro
     prompt = Prompt(row_id="r", messages=(QUESTION,), image_hashes=(content_hash(FIRST),))
     row = processor.encode(prompt, {content_hash(FIRST): FIRST})
     for image in (SECOND, FIRST):
-        longer = joined_row(row, [sampled_piece(np.arange(20, 23)), bridge.encode(0, tool(image, "and"))])
+        longer = row.followed_by([EncodedPrompt.of_text(np.arange(20, 23)), bridge.encode(0, tool(image, "and"))])
         before, after = (prompt_positions(model, each)[0] for each in (row, longer))
         assert torch.equal(after[:, : before.shape[1]], before)
         assert int(after[0, before.shape[1]]) == prompt_positions(model, row)[1]

@@ -12,7 +12,6 @@ from asyncrl.environments.observation import LEFT_OUT, Message, Observation, Par
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History, without_thinking
-from asyncrl.processing.model_inputs import joined_row
 from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, ConversationLimits, ImagePart, Prompt, TextPart
 from tests.rigs.pictures import picture
@@ -99,7 +98,7 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
         images = {content_hash(image): image for image in (FIRST, *kept)}
         whole = processor.encode(Prompt(row_id="r", messages=tuple(messages), image_hashes=tuple(images)), images)
         asked = Prompt(row_id="r", messages=(QUESTION,), image_hashes=(content_hash(FIRST),))
-        row = joined_row(processor.encode(asked, images), history.pieces)
+        row = processor.encode(asked, images).followed_by(history.pieces)
         assert processor.tokenizer.decode(row.token_ids) == processor.tokenizer.decode(whole.token_ids)
         assert row.token_ids.tolist() == whole.token_ids.tolist()
         assert row.image_hashes == whole.image_hashes
@@ -151,7 +150,7 @@ def test_an_environment_may_leave_turns_out_and_change_what_it_had_shown(process
         shown = history.after(observation, edited)
         history.show(observation, shown)
         assert shown.begins_segment == bool(edited)
-    row = joined_row(history.pieces[0], history.pieces[1:])
+    row = history.pieces[0].followed_by(history.pieces[1:])
     assert row.unexpanded_ids is not None
     said = processor.tokenizer.decode(row.unexpanded_ids)
     image = "<|vision_start|><|image_pad|><|vision_end|>"

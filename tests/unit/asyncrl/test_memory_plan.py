@@ -23,8 +23,7 @@ from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models import output_head, sampling_distribution
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
-from asyncrl.processing.model_inputs import joined_row, sampled_piece
-from asyncrl.processing.processor import EncodedPrompt
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.telemetry.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.loop.trainer import Trainer
@@ -178,7 +177,7 @@ def test_later_turns_take_what_was_planned(make_config: MakeConfig, small: Path)
             for number, row in enumerate(done):
                 before = row.request.encoded_prompt(row.index)
                 said = np.asarray([*row.token_ids, *[5] * (4 + 4 * (number % 2))], np.int32)
-                longer = joined_row(replace(before, pixel_values=None), [sampled_piece(said)])
+                longer = replace(before, pixel_values=None).followed_by([EncodedPrompt.of_text(said)])
                 longer = replace(longer, pixel_values=prompt.pixel_values)  # one copy of them, which is the host's
                 later.append(GenerationRequest(number, longer, 1, 0, sampling, stream=(number, turn)))
             assert len(later) == 8

@@ -12,7 +12,8 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.demo import model as demo_model
 from asyncrl.devices.sleeping import Sleeper
 from asyncrl.models.loading import ALIGNMENT_BYTES, can_stay_mapped, load_model, skeleton
-from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from asyncrl.models.wake_parity import fixed_tokens
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from rollout_server.engines.hf.decode_batch import prefill
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def load_behind_header(folder: Path, longer_by: int) -> torch.nn.Module:
 
 def logprobs(model: torch.nn.Module) -> torch.Tensor:
     """[T, V] of a few tokens."""
-    prompt = fixed_prompt(fixed_tokens(model.config.text_config.vocab_size, []))
+    prompt = EncodedPrompt.of_text(fixed_tokens(model.config.text_config.vocab_size, []))
     with torch.inference_mode():
         return prefill(model, [prompt], CPU).logits[0].float().log_softmax(-1)
 

@@ -10,7 +10,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from protocol.codec import encode
 from protocol.errors import ProtocolError
 from protocol.messages import Prompt

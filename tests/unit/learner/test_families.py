@@ -1,4 +1,4 @@
-"""Families whose images are tiles: engine, learner and the family's own processor and model agree on every number."""
+"""Families of images: engine, learner and the family's own processor and model agree on every number."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.parts import part_of
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.processing.prompt_media import media_arguments
 from learner.groups.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.packing import build_micro_batch
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.pictures import picture
-from tests.rigs.tiny_tiled import TILED, make_tiled
+from tests.rigs.tiny_families import make_llava
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.unit.asyncrl.test_measured_prompts import prompt_of
 
@@ -35,11 +35,10 @@ SIZES = [(40, 150), (28, 28), (90, 40), (160, 200)]
 """Of the images in the rows: height and width in pixels."""
 
 
-@pytest.fixture(scope="module", params=TILED)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "smolvlm":
-        pytest.importorskip("num2words", reason="transformers' SmolVLMProcessor needs it")
-    return make_tiled(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plug-in's tests have other families."""
+    return make_llava(tmp_path_factory.mktemp("llava"))
 
 
 def rows_of_none_one_and_three_images(make_config: MakeConfig, model: Path, folder: Path) -> RunConfig:

@@ -15,15 +15,15 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.parts import part_of
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.model_inputs import media_inputs
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny_families import make_family, make_llava
-from tests.rigs.tiny_tiled import make_tiled
 from tests.system.test_bad_input import image_rows, write_rows
 from tests.system.test_video import mixed_rows
 
@@ -34,9 +34,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen2_5_vl": lambda folder: make_family("qwen2_5_vl", folder),
     "qwen3_vl": lambda folder: make_family("qwen3_vl", folder),
     "llava": make_llava,
-    "internvl": lambda folder: make_tiled("internvl", folder),
-    "gemma3": lambda folder: make_tiled("gemma3", folder),
-    "llava_next": lambda folder: make_tiled("llava_next", folder),
 }
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows: height and width in pixels."""

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError, WaitTimeoutError
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.environment import RankEnvironment, rank_environment, with_given_ranks
 from learner.ranks.orders import pack_groups, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join

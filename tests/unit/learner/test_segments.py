@@ -135,7 +135,7 @@ def produced(config: RunConfig, processor: PromptProcessor, environment: type[Zo
 
 def verify(prepared: PreparedTicket, group: Group) -> None:
     arguments: dict[str, Any] = {"sender": "s", "version": 0, "vocabulary": 500, "components": ("short",)}
-    verify_group(group, prepared.ticket, prepared.facts_of(group), **arguments, bridge=prepared.bridge)
+    verify_group(group, prepared.ticket, prepared.measured_of(group), **arguments, bridge=prepared.bridge)
 
 
 def columns_of(group: Group, name: str, index: int) -> np.ndarray:

@@ -18,8 +18,9 @@ from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
 from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.models.wake_parity import fixed_tokens
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
@@ -352,7 +353,7 @@ def test_gradients_have_the_same_bits_however_many_threads_add_them_up(
     ids = fixed_tokens(engine.model.get_output_embeddings().weight.shape[0], ())
     tokens = np.resize(ids, 12)
     completions = tuple(Completion(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))
-    micro_batch = build_micro_batch(engine.model, [TrainGroup(fixed_prompt(ids), completions)], engine.device)
+    micro_batch = build_micro_batch(engine.model, [TrainGroup(EncodedPrompt.of_text(ids), completions)], engine.device)
     weights = torch.linspace(0.5, 1.5, len(micro_batch.targets))
 
     def gradients() -> list[torch.Tensor]:

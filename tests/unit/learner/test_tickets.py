@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from asyncrl.config.service_sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
-from learner.groups.ticket import PreparedTicket, PromptFacts, ReceivedGroup
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
@@ -38,8 +39,9 @@ def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedT
     """The ticket of a position in the data."""
     update = {"ticket_id": slot.ticket_id, "kind": kind}
     ticket = content.ticket(slot.position, slot.version).model_copy(update=update)
-    facts = PromptFacts(content.prompt_ids(slot.position), content.IMAGE_GRIDS, ticket.prompt.image_hashes)
-    return PreparedTicket(ticket, dict([content.image(slot.position)]), slot, facts)
+    ids, types = content.prompt_ids(slot.position), np.zeros_like(content.prompt_ids(slot.position))
+    measured = EncodedPrompt("row", ids, types, content.IMAGE_GRIDS, ticket.prompt.image_hashes)
+    return PreparedTicket(ticket, dict([content.image(slot.position)]), slot, measured)
 
 
 def received(item: PreparedTicket, *versions: int, server_id: str = "s") -> ReceivedGroup:
@@ -343,7 +345,7 @@ def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket
 
     def rewritten(slot: TicketSlot) -> PreparedTicket:
         item = prepared(slot)
-        return replace(item, facts=replace(item.facts, token_ids=item.facts.token_ids + 1))
+        return replace(item, measured=replace(item.measured, token_ids=item.measured.token_ids + 1))
 
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
     with pytest.raises(UserError, match="ticket 0 was not sampled from row fuzz:0 as it is now: prompt ids differ"):

@@ -143,7 +143,7 @@ def test_a_group_that_does_not_follow_its_requests_is_refused(make_config: MakeC
     ticket = Ticket.model_validate(
         item.ticket.model_dump() | {"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 9})}
     )
-    check = functools.partial(verify_group, group, ticket, item.prepared.facts, **arguments)
+    check = functools.partial(verify_group, group, ticket, item.prepared.measured, **arguments)
     if name:
         with pytest.raises(ProtocolError, match=reason):
             check()

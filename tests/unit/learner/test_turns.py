@@ -56,9 +56,9 @@ def made(config: RunConfig) -> tuple[PromptProcessor, ReceivedGroup]:
 
 
 def verify(item: ReceivedGroup, group: Group, **more: Any) -> None:
-    facts, vocabulary = item.prepared.facts_of(group), 500
+    measured, vocabulary = item.prepared.measured_of(group), 500
     arguments: dict[str, Any] = {"sender": "s", "version": 2, "vocabulary": vocabulary, "components": ("exact_match",)}
-    verify_group(group, item.ticket, facts, **arguments, bridge=item.prepared.bridge, **more)
+    verify_group(group, item.ticket, measured, **arguments, bridge=item.prepared.bridge, **more)
 
 
 def with_column(group: Group, name: str, place: int, value: float) -> Group:

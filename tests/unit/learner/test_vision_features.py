@@ -17,7 +17,6 @@ from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.tiny_families import make_family, make_llava
-from tests.rigs.tiny_tiled import make_tiled
 from tests.system.test_bad_input import image_rows, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,8 +26,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen2_5_vl": lambda folder: make_family("qwen2_5_vl", folder),
     "qwen3_vl": lambda folder: make_family("qwen3_vl", folder),
     "llava": make_llava,
-    "gemma3": lambda folder: make_tiled("gemma3", folder),
-    "internvl": lambda folder: make_tiled("internvl", folder),
 }
 SIZES = [(28, 40), (56, 28), (28, 28), (70, 42)]
 """Of the images in the rows: height and width in pixels."""

@@ -93,7 +93,7 @@ def converse(make_config: MakeConfig, *plays: Play, tokens: int = 80, **settings
     answer = asyncio.run(produce())
     if isinstance(answer, Group):
         checks: dict[str, Any] = {"sender": "s", "version": 0, "vocabulary": 500, "components": ("short",)}
-        verify_group(answer, item.ticket, item.facts_of(answer), bridge=item.bridge, **checks)
+        verify_group(answer, item.ticket, item.measured_of(answer), bridge=item.bridge, **checks)
     assert all(play.closed == 1 for play in plays)
     return answer
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
 from benchmarks.staleness.workload import OneForAll
 from protocol.errors import ErrorCode, ProtocolError

@@ -11,7 +11,8 @@ from transformers import AutoConfig, Qwen2VLForConditionalGeneration
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
 from rollout_server.engines.hf.growing_cache import GrowingTensor
 from tests.rigs.policies import CPU, MakeConfig, prompts, request_for

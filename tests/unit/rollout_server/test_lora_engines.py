@@ -12,7 +12,8 @@ import torch
 from asyncrl.algorithms.trajectories import Credit
 from asyncrl.errors import UserError
 from asyncrl.models.published import load_published
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from learner.loop.logprob_parity import compare
 from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch, plan_micro_batches

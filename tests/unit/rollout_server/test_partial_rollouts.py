@@ -12,7 +12,8 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest

@@ -16,7 +16,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.sleeping import HostMemory, Sleeper
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import published_tensors
-from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from asyncrl.models.wake_parity import fixed_tokens
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from protocol.messages import Sampling
@@ -188,7 +189,7 @@ def request_(make_config: Callable[..., RunConfig]) -> GenerationRequest:
     processor = PromptProcessor(make_config().model)
     stop = processor.tokenizer.eos_token_id
     sampling = Sampling(max_new_tokens=12, stop_token_ids=(stop,), banned_token_ids=processor.placeholder_ids)
-    return GenerationRequest(1, fixed_prompt(fixed_tokens(300, processor.placeholder_ids)), 3, 7, sampling)
+    return GenerationRequest(1, EncodedPrompt.of_text(fixed_tokens(300, processor.placeholder_ids)), 3, 7, sampling)
 
 
 @pytest.mark.parametrize("level", [1, 2])

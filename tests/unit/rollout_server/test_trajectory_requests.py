@@ -11,7 +11,8 @@ import torch
 
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import load_published
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from benchmarks.staleness.workload import OneForAll
 from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest

@@ -13,7 +13,8 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import load_published
-from asyncrl.processing.processor import EncodedPrompt, PromptProcessor
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, EngineDied, FailedRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow

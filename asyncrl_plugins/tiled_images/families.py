@@ -14,12 +14,9 @@ import torch
 from PIL.Image import Image
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import description, implementation, installed
 from asyncrl.processing.image_grids import (
-    FixedGrids,
     ImageGrids,
     Inputs,
-    PatchGrids,
     SeenImages,
     Tokenize,
     one_size,
@@ -240,45 +237,3 @@ class LlavaOnevisionImages(LlavaNextImages):
     def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
         numbers = torch.tensor([len(prompt.image_grids) for prompt in prompts])
         return {**LlavaNextImages.model_inputs(pixels, prompts, token_types), "batch_num_images": numbers}
-
-
-FAMILIES: dict[str, type[ImageGrids]] = {
-    "gemma3": Gemma3Images,
-    "idefics3": Idefics3Images,
-    "internvl": InternVLImages,
-    "llava": FixedGrids,
-    "llava_next": LlavaNextImages,
-    "llava_onevision": LlavaOnevisionImages,
-    "qwen2_vl": PatchGrids,
-    "qwen2_5_vl": PatchGrids,
-    "qwen3_vl": PatchGrids,
-    "smolvlm": SmolVLMImages,
-}
-"""Image families by `model_type` of the model's configuration. Each is tested against the processor's own call and the
-model."""
-
-
-def family_images(family: str) -> type[ImageGrids] | None:
-    """Images of a family that the core or a plug-in knows; None for another."""
-    if family in installed("models"):
-        return implementation(description("models", family).images)
-    return FAMILIES.get(family)
-
-
-def grids_of(family: str, processor: Any) -> ImageGrids | None:
-    """The arithmetic of a folder's processor; None where nothing here knows it."""
-    known = family_images(family)
-    candidates = [known] if known else [PatchGrids, FixedGrids]
-    return next((found for each in candidates if (found := each.of(processor))), None)
-
-
-def images_of(model: Any) -> type[ImageGrids]:
-    """Image description of a model. One that no family here knows, and that places its tokens by grids as the Qwen-VL
-    models do, is told what they are."""
-    known = family_images(model.config.model_type)
-    return known or (PatchGrids if has_grid_positions(model) else ImageGrids)
-
-
-def has_grid_positions(model: Any) -> bool:
-    """True for the Qwen-VL families, whose positions follow from grids; others count tokens."""
-    return hasattr(getattr(model, "model", None), "get_rope_index")
