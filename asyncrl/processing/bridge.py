@@ -85,9 +85,13 @@ class TurnBridge:
     def _without_close(self, last_token: int, whole: EncodedPrompt) -> EncodedPrompt:
         if last_token != self._close_id:
             return whole
-        unexpanded = None if whole.unexpanded_ids is None else whole.unexpanded_ids[1:]
-        ids, types = whole.token_ids[1:], whole.token_types[1:]
-        return replace(whole, token_ids=ids, token_types=types, unexpanded_ids=unexpanded)
+        assert whole.unexpanded_ids is not None, "text is measured with its placeholders"
+        return replace(
+            whole,
+            token_ids=whole.token_ids[1:],
+            token_types=whole.token_types[1:],
+            unexpanded_ids=whole.unexpanded_ids[1:],
+        )
 
     def _rendered(self, observation: Observation) -> tuple[str, tuple[bytes, ...], str]:
         """Text, images, and the name of both in messages to the user."""

@@ -59,7 +59,8 @@ class EncodedPrompt:
     @classmethod
     def of_text(cls, token_ids: np.ndarray, row_id: str = "a turn") -> EncodedPrompt:
         """Tokens without media. `token_ids`: [P]"""
-        return cls(row_id, token_ids.astype(np.int32), np.zeros(len(token_ids), np.int32))
+        ids = token_ids.astype(np.int32)
+        return cls(row_id, ids, np.zeros_like(ids), unexpanded_ids=ids)
 
     @property
     def media_tokens(self) -> int:

@@ -102,7 +102,7 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
         assert processor.tokenizer.decode(row.token_ids) == processor.tokenizer.decode(whole.token_ids)
         assert row.token_ids.tolist() == whole.token_ids.tolist()
         assert row.image_hashes == whole.image_hashes
-        assert history.images == kept
+        assert row.images == whole.images == (FIRST, *kept)
         assert row.pixel_values is not None
         assert whole.pixel_values is not None
         assert row.pixel_values.equal(whole.pixel_values)
@@ -119,7 +119,7 @@ def test_the_newest_observation_is_shown_whole_and_older_images_give_way(process
         history.add_turn(sampled(processor, "answer 1"))
         shown = history.after(observation)
         history.show(observation, shown)
-        told.append((list(history.images), shown.begins_segment))
+        told.append(([image for piece in history.pieces for image in piece.images], shown.begins_segment))
     assert told == [
         ([FIRST], False),
         ([FIRST], False),
