@@ -8,9 +8,9 @@ SGLANG_VENV := .venv-sglang
 JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 
 # Tests start many processes: each would compile the code again.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-plugins-alone: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-vllm install-sglang demo demo-agent wheel test test-fast check bench chaos fuzz clean
+.PHONY: help install install-vllm install-sglang demo demo-agent wheel test test-fast test-plugins-alone check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make wheel  build dist/asyncrl-*.whl"
 	@echo "make test   run the core's tests on a wheel without plug-ins, then those of plug-ins and docs"
 	@echo "make test-fast  run the unit tests, in two minutes"
+	@echo "make test-plugins-alone  run the tests of each plug-in on a wheel that has no other"
 	@echo "make check  lint code and English, and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
@@ -59,6 +60,13 @@ test: install-vllm install-sglang
 	$(BIN)/python scripts/core_tree.py build/core
 	cd build/core && .venv/bin/python -m pytest -n $(JOBS) $(CORE_TESTS)
 	$(BIN)/python -m pytest -n $(JOBS) tests $(CORE_TESTS:%=--ignore=%)
+
+PLUGINS := $(patsubst asyncrl_plugins/%/__init__.py,%,$(wildcard asyncrl_plugins/*/__init__.py))
+test-plugins-alone: $(PLUGINS:%=test-alone-%)
+
+test-alone-%: install-vllm install-sglang
+	$(BIN)/python scripts/core_tree.py build/$* --plugin $*
+	cd build/$* && .venv/bin/python -m pytest -n $(JOBS) tests/plugins/$*
 
 test-fast: install
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit

@@ -29,7 +29,6 @@ import torch
 from asyncrl.devices.device import free_caches, peak_flops
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.numbers import GIB, size
-from asyncrl_plugins.doctor.table import describe
 from benchmarks.gpu_cycle import (
     FULL,
     QUESTION,
@@ -130,6 +129,8 @@ def _gib(nbytes: int) -> str:
 
 
 def main() -> None:
+    from asyncrl_plugins.doctor.table import describe  # tests of a cycle do without
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="4b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -28,7 +28,7 @@ from tests.rigs.two_processes import run_both
 __all__ = ["ROOT"]
 
 LONGEST = (
-    "test_sglang_engine test_sglang_end_to_end "
+    "test_three_engines test_sglang_engine test_sglang_end_to_end "
     "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
     "test_vllm_lora test_vllm_agents test_vllm_quantization test_compose_run test_lora_runs "
     "test_demo test_sync test_resume test_time_and_peers "
@@ -49,8 +49,11 @@ SHARED = {
     "test_vllm_lora": "vLLM",  # it starts its own
     "test_vllm_agents": "vLLM",  # as the one before
     "test_vllm_quantization": "vLLM",
+    "test_sglang_engine": "SGLang",  # the last test kills it
+    "test_three_engines": "SGLang",
     "test_finished_run": "finished run",
     "test_replay": "finished run",
+    "test_run_scores": "finished run",
     "test_resume": "on-policy run",
     "test_sync": "on-policy run",
 }
@@ -73,6 +76,17 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {stem: place for place, stem in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and (missing := without_gpu()):
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def without_gpu() -> str:
+    """Reason to skip tests marked `gpu`, or nothing: their halves on the CPU run everywhere."""
+    import torch
+
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -191,3 +205,86 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.rigs.tiny_families import make_family
 
     return make_family("qwen2_5_vl", tmp_path_factory.mktemp("tied") / "model", tied=True)
+
+
+@pytest.fixture
+def emptied_device() -> Iterator[None]:
+    """Nothing of an earlier test is on the device, and nothing of this one stays."""
+    from asyncrl.devices.device import free_caches, resolve_device
+
+    free_caches(resolve_device("auto"))
+    yield
+    free_caches(resolve_device("auto"))
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Path]:
+    """Makes a model of a size and dtype on a device once."""
+    from asyncrl.devices.device import free_caches, resolve_device
+    from benchmarks.random_models import make_model
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(size: str, dtype: str, device: str) -> Path:
+        if (size, dtype) not in made:
+            folder = tmp_path_factory.mktemp("random") / size
+            made[size, dtype] = make_model(folder, size, dtype=dtype, device=device)
+            free_caches(resolve_device("auto"))
+        return made[size, dtype]
+
+    return make
+
+
+# --- engines of plug-ins: started once for a session -------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def started_vllm(tied_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real vLLM: a start takes half a minute. Its model is of the family whose positions depend on frames per second,
+    with an output layer of which vLLM keeps a packed copy; images are made small. Runs in test_vllm_end_to_end.py and
+    adapters in test_vllm_lora.py are of a qwen2_vl without either."""
+    from tests.plugins.vllm.vllm_rig import MAX_PIXELS, VLLMRig, vllm_config
+    from tests.rigs.policies import initial_weights
+
+    config = vllm_config(
+        tied_model,
+        digits_data,
+        tmp_path_factory.mktemp("vllm") / "run",
+        model={"max_pixels": MAX_PIXELS},
+        learner={"wait_timeout_s": 60},
+        network={"timeout_s": 10},
+    )
+    rig = VLLMRig(config, initial_weights(config))
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def rig(started_vllm: Any) -> Any:
+    """The session's vLLM with the initial weights and the default mode."""
+    started_vllm.make_ready()
+    return started_vllm
+
+
+@pytest.fixture(scope="session")
+def started_sglang(digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real SGLang: a start takes a minute. SGLang's Qwen2.5-VL knows patches of 14 pixels."""
+    from tests.plugins.sglang.sglang_rig import SGLangRig
+    from tests.rigs.policies import initial_weights
+    from tests.rigs.tiny_families import make_family
+
+    folder = tmp_path_factory.mktemp("sglang")
+    model = make_family("qwen2_5_vl", folder / "model", tied=True, patch=14)
+    rollout = {"engine": "sglang", "max_concurrent_sequences": 32}
+    config = small_config(model, digits_data, folder / "run", data={"max_response_length": 384}, rollout=rollout)
+    rig = SGLangRig(config, initial_weights(config))
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def sglang(started_sglang: Any) -> Any:
+    """The session's SGLang with the initial weights and the default mode."""
+    started_sglang.make_ready()
+    started_sglang.answers.clear()
+    return started_sglang

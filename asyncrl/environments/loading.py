@@ -157,10 +157,13 @@ async def load(config: EnvironmentConfig, sources: dict[str, Source], rule: Imag
         cls, file = _attribute(source, modules), source["path"]
         _check_class(cls, config.name)
     else:
-        functions = tuple(_attribute(sources[name], modules) for name in config.tools)
         file = next((source["path"] for source in sources.values() if source["path"]), "")
-        cls = type("Tools", (ToolEnvironment,), {"functions": functions})
-    for function in getattr(cls, "functions", ()):
+        tools_of_config = tuple(_attribute(sources[name], modules) for name in config.tools)
+        cls = type("Tools", (ToolEnvironment,), {"functions": tools_of_config})
+    if functions := getattr(cls, "functions", ()):
+        functions = tuple(_attribute(_tool_source(f), modules) if isinstance(f, str) else f for f in functions)
+        cls = type(cls.__name__, (cls,), {"functions": functions, "__module__": cls.__module__})
+    for function in functions:
         if hasattr(function, "check_machine"):
             await function.check_machine()
     settings = _settings(cls, config.config)

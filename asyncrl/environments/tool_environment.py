@@ -107,8 +107,9 @@ class ToolEnvironment:
                 return "higher" if number < self.number else "lower"
     """
 
-    functions: ClassVar[Sequence[Callable[..., Any] | type[Any]]] = ()
-    """Functions and tool sets beside the marked methods; `environment.tools` fills them."""
+    functions: ClassVar[Sequence[Callable[..., Any] | type[Any] | str]] = ()
+    """Functions and tool sets beside the marked methods, or names of tools as in `environment.tools`, which fills them
+    where there is no `environment.name`."""
     show_tools: ClassVar[bool] = True
     """Whether the prompt lists the tools where `environment.show_tools` is auto; False: the class says how to act."""
     end: ClassVar[str] = "answer"

@@ -7,7 +7,7 @@ the environment pays `bonus` if the answer is right and a call before it had suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from PIL import Image
@@ -19,7 +19,6 @@ from asyncrl.environments.tool_environment import ToolEnvironment, tool
 from asyncrl.environments.tool_schema import Tool
 from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
-from asyncrl_plugins.python_tool.sandbox import python
 from asyncrl_plugins.tasks.completions import answer_text
 from asyncrl_plugins.tasks.text_match import F1, exact, token_f1
 
@@ -166,10 +165,10 @@ def _passage(found: Any) -> str:
 
 
 class Code(VisualAgent):
-    """Fenced Python over the images so far, each call a confined process (asyncrl_plugins/python_tool/sandbox.py)."""
+    """Fenced Python over the images so far, each call a confined process: the tool `python` of another plug-in."""
 
     call_format: ClassVar[str] = "python"
-    functions: ClassVar[Sequence[Callable[..., Any] | type[Any]]] = (python,)
+    functions: ClassVar[Sequence[str]] = ("python",)
 
     class Config(VisualAgent.Config):
         right_from: float = Field(default=0.5, gt=0, le=1)

@@ -19,7 +19,6 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
-from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.tiny import ROOT
@@ -75,7 +74,6 @@ NEVER_LOADED = {
 LOOK_AND_ENCODE = """
 import sys
 from asyncrl.cli import main
-from asyncrl.plugins import installed
 config, *never_loaded = sys.argv[1:]
 code = main(["train", config, "--dry-run"])
 print(code, sorted(set(never_loaded) & set(sys.modules)))
@@ -187,19 +185,6 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert "has those of [3]" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "copy")]) == 0
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (run / "export" / "model.safetensors").read_bytes()
-
-    if "eval" in installed("commands"):
-        check_eval(run, tmp_path / "rows.jsonl", capsys)
-
-
-def check_eval(run: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(rows)]) == 0
-    evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
-    printed = capsys.readouterr().out
-    assert f"pass@1 {evaluation['accuracy']:.4f} ±" in printed, "the same as the run's own"
-    assert f"components   short {evaluation['accuracy']:.4f}" in printed
-    found = [json.loads(line)["components"]["short"] for line in rows.read_text().splitlines()]
-    assert sum(found) / len(found) == pytest.approx(evaluation["accuracy"])
 
 
 @pytest.mark.slow

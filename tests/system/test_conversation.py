@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +13,8 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, StepResult
-from asyncrl.environments.recording import images_of
-from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.database import JournalReader
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.published import published_tensors
-from asyncrl.plugins import installed
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
@@ -35,11 +28,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.environments import Environments
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.journal_groups import issue_and_add, throwaway_journal
-from tests.rigs.made_again import is_made_again
 from tests.rigs.pictures import picture
-from tests.rigs.small_runs import logs
-from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import run_both, start_command
 
 LIMITS = ConversationLimits(turns=3, tokens_per_turn=8, images=3)
 WIDE, TALL = picture(42, 28), picture(28, 56)
@@ -198,91 +187,6 @@ async def look_at_the_waits(config, writer, processor, engine, gate, produce) ->
     if asked:
         assert failed.group.trajectories[1].error_kind == "environment_exception"
         assert failed.group.trajectories[1].reward is None
-
-
-@pytest.mark.slow
-def test_a_run_samples_trains_and_replays_conversations(
-    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two processes, and the environment in processes of its own."""
-    config = make_config(
-        environment={
-            "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
-            "limits": {"turns": 4, "tokens_per_turn": 16, "images": 4},
-            "workers": 1,
-            "instances_per_worker": 16,
-        },
-        data={"max_response_length": 120, "max_prompt_length": 390},
-        algorithm={"adv_estimator": "gigpo"},
-        rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
-        trainer={"max_steps": STEPS},
-    )
-    assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
-    with closing(JournalReader(tmp_path / "run" / JOURNAL_FILE)) as journal:
-        groups = [journal.group(ticket_id) for ticket_id in journal.kept()]
-    assert len(groups) == STEPS * config.batch.prompts_per_step
-    tokenizer = PromptProcessor(config.model).tokenizer
-    for group in groups:
-        assert group.opening
-        assert "switch: Switch the lamp." not in tokenizer.decode(group.prompt_ids), "the lamp's calls are JSON"
-        assert '"description": "Switch the lamp."' in tokenizer.decode(group.prompt_ids)
-        assert group.timings.environment_s > 0
-        for record in group.trajectories:
-            assert [len(images_of(turn.observation)) for turn in record.turns] == [1, 1, 0]
-            assert record.reward == pytest.approx(0.75 + record.rewards["short"])
-    assert is_made_again(tmp_path / "run", STEPS)
-    if "inspect" in installed("commands"):
-        from tests.plugins.viewer.shown_conversations import check_shown
-
-        check_shown(tmp_path / "run", groups[0], capsys)
-
-
-@pytest.mark.slow
-def test_an_environment_plays_held_out_rows_and_rewards_alone(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    """An evaluation's score is what the turns have earned, where `reward.functions` is empty. It has a third turn, and
-    training two."""
-    config = make_config(
-        environment={
-            "name": str(ROOT / "tests" / "rigs" / "lamp.py:Lamp"),
-            "limits": {"turns": 2, "tokens_per_turn": 16, "images": 4},
-            "workers": 1,
-            "instances_per_worker": 16,
-        },
-        data={"max_response_length": 60, "max_prompt_length": 390, "max_val_rows": 3},
-        reward={"functions": []},
-        rollout={"engine": "scripted", "engine_args": {"text": "answer 1"}},
-        evaluation={"before_training": True, "every_steps": 1, "group_size": 2, "limits": {"turns": 3, "tokens": 160}},
-        trainer={"max_steps": 1},
-    )
-    assert run_both(config, tmp_path / "run") == (0, 0), logs(tmp_path / "run")
-    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
-    for evaluation in map(json.loads, lines):
-        assert (evaluation["rows"], evaluation["group_size"], evaluation["errors"]) == (3, 2, 0)
-        assert evaluation["accuracy"] == evaluation["reward"] == evaluation["best"] == 0.75
-        assert (evaluation["env/turns"], evaluation["env/ends/done"]) == (3, 6)
-    assert len(lines) == 2
-    (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert step["accuracy"] == step["reward/mean"] == 0.5
-    assert (step["env/turns"], step["env/ends/turns"]) == (2, 16)
-
-    if "eval" in installed("commands"):
-        check_played_again(tmp_path)
-
-
-def check_played_again(tmp_path: Path) -> None:
-    """Assert that `asyncrl eval` scores the run's held-out rows as the run did."""
-    run, log, out = tmp_path / "run", tmp_path / "eval.log", tmp_path / "scores.jsonl"
-    evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
-    assert start_command(*evaluate, log=log).wait(timeout=120) == 0, log.read_text()
-    said = log.read_text()
-    assert "pass@1 0.7500" in said, "the same rows, played as in the run"
-    assert "conversations   turns 3.0000" in said
-    assert "ends   done 6\n" in said
-    scored = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(one["reward"], one["end"], len(one["turns"])) for one in scored] == [(0.75, "done", 3)] * 6
-    assert scored[0]["turns"][0]["shown"][0]["parts"][0] == "8 signs"
 
 
 def stops(processor: PromptProcessor) -> tuple[int, ...]:

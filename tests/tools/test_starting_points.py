@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.config.explain import explain
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import changed
@@ -57,6 +58,8 @@ EIGHT_GPUS = ("0", "1", "2", "3", "4", "5", "6", "7")
 def test_there_is_one_for_a_whole_model_one_for_adapters_and_one_for_ranks() -> None:
     names = ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora", "qwen2_5_vl_7b_grpo_fsdp2"]
     assert [file.stem for file in FILES] == names
+    for file in FILES:
+        assert explain(load_config(file), num_rows=100).count("\n") > 20
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -95,3 +96,13 @@ def make_composed(name: str, folder: Path) -> Path:
             make_language(folder, word.partition("=")[2])
     assert compose(folder, folder / "vlm", *words) == 0
     return folder / "vlm"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with towers and language models, all random."""
+    folder = tmp_path_factory.mktemp("parts")
+    make_towers(folder)
+    for name in LANGUAGES:
+        make_language(folder, name)
+    return folder

@@ -14,7 +14,6 @@ from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.plugins import installed
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
-from asyncrl_plugins.vllm.memory import GRAPHS_BYTES
 from benchmarks.random_models import make_model
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.zero import HAS_ZERO, zero
@@ -74,16 +73,6 @@ def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small:
 
     assert asyncio.run(keep()) == line.nbytes
     assert ("not published" in line.why) == (level == 2 and rank > 0)
-
-
-def test_cuda_graphs_of_a_sleeping_vllm_are_on_the_host(make_config: MakeConfig, small: Path) -> None:
-    def graphs(**engine_args: Any) -> int:
-        rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
-        config = planned(make_config, small, trainer={"mode": "sync"}, learner={"device": "auto"}, rollout=rollout)
-        return host(make_plan(config)).get("engine's CUDA graphs asleep", 0)
-
-    assert graphs() == GRAPHS_BYTES
-    assert graphs(sleep_mode_offload_cudagraph=False) == graphs(enforce_eager=True) == 0
 
 
 def test_pixels_of_tickets_are_counted(make_config: MakeConfig, small: Path) -> None:

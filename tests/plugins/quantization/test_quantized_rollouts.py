@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from asyncrl.models.loading import load_model
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
-from asyncrl_plugins.vllm import rules, start
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import made_up_adapter, merged
 from tests.rigs.policies import (
@@ -153,7 +150,6 @@ NOT_THE_LEARNERS = "the policy that samples is not the learner's"
     ("sections", "problem"),
     [
         ({}, None),
-        ({"rollout": {"engine": "vllm"}}, None),
         ({"rollout": {"engine": "scripted"}, "alignment": {"rows": 0}}, "scripted, which has no model"),
         ({"rollout": {"quantization": "fp4"}}, r"rollout\.quantization is 'fp4', and there are fp8, int8\."),
         (
@@ -178,32 +174,3 @@ def test_quantised_rollouts_need_an_engine_that_has_them_and_a_correction(
     else:
         with pytest.raises(ValidationError, match=problem):
             make_config(**sections)
-
-
-def test_vllm_is_told_which_layers_and_needs_16_bits_and_a_gpu_with_fp8(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(model={"dtype": "bfloat16"}, rollout={"engine": "vllm", "quantization": "fp8"})
-    text = SimpleNamespace(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-    arguments = start.engine_arguments(config, cuda=False, text_config=text, banned=[])
-    assert arguments["quantization_config"]["linear"] == {"weight": "fp8_per_channel_static"}
-    (ignored,) = arguments["quantization_config"]["ignore"]
-    pattern = re.compile(ignored.removeprefix("re:"))
-    assert pattern.match("visual.blocks.0.attn.qkv")
-    assert pattern.match("model.multi_modal_projector.linear_1")
-    assert not pattern.match("language_model.model.layers.0.self_attn.qkv_proj")
-    assert rules.setting_problems(config, cuda=False) == []
-    plain = make_config(model={"dtype": "bfloat16"}, rollout={"engine": "vllm"})
-    assert "quantization" not in start.engine_arguments(plain, cuda=False, text_config=text, banned=[])
-    (problem,) = rules.setting_problems(make_config(rollout=config.rollout.model_dump()), cuda=False)
-    assert "model.dtype is float32" in problem
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    (problem,) = rules.setting_problems(config, cuda=True)
-    assert "compute capability 8.0" in problem
-    with_adapter = make_config(
-        model={"dtype": "bfloat16", "lora": {"rank": 4}}, rollout={"engine": "vllm", "quantization": "int8"}
-    )
-    assert rules.setting_problems(with_adapter, cuda=True) == []
-    (problem,) = rules.setting_problems(with_adapter, cuda=False)
-    assert "adapters" in problem

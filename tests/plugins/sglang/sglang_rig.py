@@ -1,4 +1,4 @@
-"""A real SGLang server for many tests, started once: the vLLM rig with another engine."""
+"""A real SGLang server for many tests, started once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_plugins.sglang.engine import SGLangEngine
 from asyncrl_plugins.sglang.environment import python_of
 from asyncrl_plugins.sglang.plugin import SGLangConfig
 from rollout_server.engines.base import Completion, GenerationRequest
-from tests.plugins.vllm_rig import Rig
+from tests.rigs.engine_rig import Rig
 from tests.rigs.policies import Weights
 
 MISSING = not python_of(SGLangConfig()).is_file()

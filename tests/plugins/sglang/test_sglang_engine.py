@@ -15,72 +15,38 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from asyncrl.data.dataset import open_train
-from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.encoded_prompt import VideoFrames
 from asyncrl_plugins.sglang.client import SGLangRefused
-from protocol.messages import FinishReason, Sampling, TrajectoryRequest
+from protocol.messages import FinishReason
+from rollout_server.engines.base import Completion, EngineDied
 from rollout_server.engines.arrived_weights import ArrivedWeights
-from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
-from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.production.group_producer import partial_rollout
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
-from tests.plugins.vllm_rig import FP32, MISSING, QUESTION, START_S, Rig, gap_to
+from tests.rigs.engine_checks import (
+    behind_begun,
+    check_bans,
+    check_drain,
+    check_goes_on,
+    check_requests,
+    check_recorded_prompts,
+    check_stop_id,
+)
+from tests.rigs.engine_rig import FP32, QUESTION, gap_to
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 
 pytestmark = NEEDS_SGLANG
 
 
-async def all_of(engine: Any, requests: list[GenerationRequest]) -> dict[tuple[int, int], Completion]:
-    await engine.start()
-    try:
-        return {(c.request_id, c.index): c for c in await complete_all(engine, requests)}
-    finally:
-        await engine.close()
-
-
 # --- sampling -------------------------------------------------------------------------------
 
 
-def stops(rig: Rig) -> tuple[int, ...]:
+def stops(rig: SGLangRig) -> tuple[int, ...]:
     """A common id, and the end of text, at which SGLang ends in any case."""
     return 7, rig.processor.tokenizer.eos_token_id
 
 
-def recorded(rig: Rig) -> list[GenerationRequest]:
-    """Prompts of the digits task, and some with other numbers and sizes of images; the most probable tokens."""
-    rows, renderer = open_train(rig.config.data), PromptRenderer(rig.config.data)
-    requests = []
-    for number in range(8):
-        rendered = renderer.render(rows[number], rows.row_id(number))
-        prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
-        sampling = Sampling(
-            temperature=0, max_new_tokens=16, stop_token_ids=stops(rig), banned_token_ids=rig.processor.placeholder_ids
-        )
-        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling))
-    return [
-        *requests,
-        rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
-        rig.request("What is the largest digit?", picture(1), picture(1)),
-        rig.request("answer 1 2 3"),
-    ]
-
-
-def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine_and_of_vllm(sglang: SGLangRig) -> None:
-    requests = recorded(sglang)
-    assert sum(len(r.prompt.images) for r in requests) >= 13
-    ours = sglang.sample(*requests)
-    engines = {"hf": HFEngine(sglang.config, sglang.processor)}
-    if not MISSING:
-        engines["vllm"] = Rig.make_engine(sglang)
-    for name, engine in engines.items():
-        theirs = sglang.run(all_of(engine, requests), START_S)
-        for request in requests:
-            done, expected = ours[request.request_id, 0], theirs[request.request_id, 0]
-            assert done.token_ids.tolist() == expected.token_ids.tolist(), name
-            assert np.abs(done.logprobs - expected.logprobs).max() < FP32, name
-            assert done.finish_reason is expected.finish_reason
+def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(sglang: SGLangRig) -> None:
+    check_recorded_prompts(sglang, stops(sglang))
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(sglang: SGLangRig) -> None:
@@ -124,57 +90,15 @@ def test_a_later_turn_is_sampled_from_the_whole_row_token_for_token(sglang: SGLa
 
 
 def test_requests_are_followed_as_the_hf_engine_follows_them(sglang: SGLangRig) -> None:
-    plain = sglang.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops(sglang))
-    other, hint = encoded_prompt(sglang.processor, QUESTION, picture(9)), (21, 22, 23)
-    requests = (
-        TrajectoryRequest(),
-        TrajectoryRequest(prefix=hint),
-        TrajectoryRequest(prefix=(31, 7)),
-        TrajectoryRequest(greedy=True),
-        TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
-    )
-    seen = {other.image_hashes: other}
-    request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
-    ours = sglang.sample(request)
-    assert ours[700, 2].token_ids.tolist() == [31, 7]
-    theirs = sglang.run(all_of(HFEngine(sglang.config, sglang.processor), [request]))
-    for index, order in enumerate(requests):
-        done, count = ours[700, index], len(order.prefix)
-        assert tuple(done.token_ids[:count].tolist()) == order.prefix
-        assert not done.logprobs[:count].any()
-        assert len(done.token_ids) <= 16
-        if order.greedy:
-            assert done.token_ids.tolist() == theirs[700, index].token_ids.tolist()
-            assert np.abs(done.logprobs - theirs[700, index].logprobs).max() < FP32
-        elif index != 2:
-            policies = dict.fromkeys(done.versions.tolist(), sglang.initial)
-            assert gaps(sglang.config, policies, request, done)[count:].max() < FP32
+    check_requests(sglang, stops(sglang))
 
 
 def test_a_stop_id_ends_a_completion_and_belongs_to_it(sglang: SGLangRig) -> None:
-    free = sglang.request(QUESTION, picture(1), tokens=20)
-    ids = sglang.sample(free)[free.request_id, 0].token_ids.tolist()
-    stop = int(ids[9])
-    stopped = sglang.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
-    done = sglang.sample(stopped)[stopped.request_id, 0]
-    assert done.token_ids.tolist() == ids[: ids.index(stop) + 1]
-    assert done.finish_reason is FinishReason.STOP
+    check_stop_id(sglang)
 
 
 def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(sglang: SGLangRig) -> None:
-    banned = sglang.processor.placeholder_ids
-    (tied,) = [name for name in sglang.initial if "embed_tokens" in name]
-    head = torch.zeros_like(sglang.initial[tied])  # what is said is a sum of the images
-    wish = 1000 * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
-    head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
-    sglang.run(sglang.update({**sglang.initial, tied: head}))
-    requests = [
-        sglang.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
-        sglang.request(QUESTION, picture(1), tokens=50, temperature=0),
-    ]
-    for done in sglang.sample(*requests).values():
-        assert not set(done.token_ids.tolist()) & set(banned)
-        np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+    check_bans(sglang)
 
 
 def test_what_it_cannot_honour_is_refused_with_the_reason_and_alone(sglang: SGLangRig) -> None:
@@ -230,25 +154,16 @@ def test_closing_the_iterator_aborts_what_still_runs(sglang: SGLangRig) -> None:
 def test_what_is_interrupted_goes_on_behind_its_own_tokens(sglang: SGLangRig) -> None:
     request = sglang.request(QUESTION, picture(1), tokens=300, size=3, temperature=0.8)
 
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
+    async def scenario() -> dict[int, tuple[Completion, Completion]]:
         work = asyncio.create_task(complete_all(sglang.engine, [request]))
         await sglang.sampled(40, [request])
         await sglang.engine.interrupt([request.request_id])
-        begun = await work
-        partial = partial_rollout(begun)
-        going_on = dataclasses.replace(request, request_id=710, partial=partial)
-        return begun, [done.behind(partial) for done in await complete_all(sglang.engine, [going_on])]
+        return await behind_begun(sglang, request, await work)
 
-    begun, done = sglang.run(scenario())
-    assert all(start.finish_reason is None and len(start.token_ids) for start in begun)
-    ends = {completion.index: completion for completion in done}
-    for start in begun:
-        end, count = ends[start.index], len(start.token_ids)
-        assert end.finish_reason is FinishReason.LENGTH
-        assert len(end.token_ids) == 300
-        assert end.token_ids[:count].tolist() == start.token_ids.tolist()
-        assert end.logprobs[:count].tolist() == start.logprobs.tolist()
-        assert gap_to(sglang, sglang.initial, request, end) < FP32
+    parts = sglang.run(scenario())
+    assert all(start.finish_reason is None and len(start.token_ids) for start, _ in parts.values())
+    assert all(end.finish_reason is FinishReason.LENGTH and len(end.token_ids) == 300 for _, end in parts.values())
+    check_goes_on(sglang, request, parts)
 
 
 # --- new weights under running sequences ---------------------------------------------------------
@@ -293,14 +208,7 @@ def test_an_image_of_a_running_sequence_is_seen_by_the_new_vision_tower(sglang: 
 
 
 def test_drain_finishes_what_runs_with_the_old_policy(sglang: SGLangRig) -> None:
-    sglang.mode("drain")
-    request = sglang.request(QUESTION, picture(1), tokens=200, size=2, temperature=0.8)
-    old, new = sglang.version, moved(sglang.initial, 3)
-    done = sglang.run(sglang.update_after(new, 40, [request]))
-    assert {int(v) for c in done.values() for v in c.versions} == {old}
-    assert sglang.engine.version == old + 1
-    later = dataclasses.replace(request, request_id=903)
-    assert gap_to(sglang, new, later, sglang.sample(later)[903, 0]) < FP32
+    check_drain(sglang, tokens=200)
 
 
 # --- metrics, sleep and damage -----------------------------------------------------------------------

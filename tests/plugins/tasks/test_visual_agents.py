@@ -22,7 +22,6 @@ from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start, png_bytes
 from asyncrl.environments.loading import load, sources_of
 from asyncrl.environments.observation import StepResult
-from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.tasks.visual_agents import answer_f1
 
@@ -154,19 +153,6 @@ def test_a_search_shows_passages_and_a_dead_service_is_no_empty_result() -> None
         play("mat_search_turns", "330 m", QUERY, url=url)
     with retrieval({"detail": "no"}, 500) as (url, _), pytest.raises(RuntimeError, match="500"):
         play("mat_search_turns", "330 m", QUERY, url=url)
-
-
-def test_code_sees_the_picture_and_shows_what_it_made() -> None:
-    code = "<think>t</think>```python\nshow(images[0].rotate(90, expand=True))\nprint(images[0].size)\n```"
-    try:
-        turned, last = play("mat_code_turns", "330", code, "<think>t</think><answer>330</answer>")
-    except UserError as problem:
-        pytest.skip(str(problem))
-    text, picture = parts(turned)
-    assert text == "(280, 140)\n"
-    with Image.open(io.BytesIO(picture)) as shown:
-        assert shown.size == (140, 280)
-    assert last.reward == 1.2
 
 
 def test_each_agent_is_a_word_over_a_file_that_names_a_model() -> None:

@@ -20,7 +20,7 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl.launch.ports import free_port
 from protocol.messages import TrajectoryRecord, TrajectoryStatus
-from tests.plugins.vllm_rig import NEEDS_VLLM
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command, with_ports, write_config

@@ -23,7 +23,8 @@ from protocol.messages import Group, TicketFailed
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.production.environments import Environments
 from rollout_server.production.group_producer import GroupProducer
-from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, Rig
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
+from tests.rigs.engine_rig import FP32, Rig
 from tests.rigs.pictures import picture
 from tests.rigs.policies import Weights, gaps, moved
 from tests.system.test_conversation import conversation_ticket, writer_of

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import time
-import urllib.request
 from collections.abc import Callable
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal import JOURNAL_FILE
-from asyncrl.launch.ports import free_port
 from protocol.device_lock import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
-from tests.plugins.vllm_rig import NEEDS_VLLM, fork_cores
-from tests.rigs.small_runs import logs
-from tests.rigs.two_processes import start_command, with_ports, write_config
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM, fork_cores
+from tests.rigs.engine_run import check_digits_run
 from tests.system.test_end_to_end import lines
 from tests.system.test_sync import Pair
 
@@ -31,49 +25,8 @@ pytestmark = NEEDS_VLLM
 def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    config = with_ports(
-        make_config(
-            learner={"max_staleness": 2, "optim": {"lr": 3e-3, "weight_decay": 0.0}},
-            batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
-            data={"max_response_length": 16},
-            rollout={"engine": "vllm", "weights_channel": "zmq", "weight_update": "recompute"},
-            trainer={"max_steps": 22, "samples_per_step": 1},
-        ),
-        free_port,
-    )
-    file = write_config(config, tmp_path / "config")
-    train = start_command("train", str(file), log=tmp_path / "out")
-    scraped, processes = "", list[psutil.Process]()
-    try:
-        deadline = time.monotonic() + 240
-        while train.poll() is None and time.monotonic() < deadline:
-            if len(lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []) > 3 and not scraped:
-                address = f"http://127.0.0.1:{config.telemetry.rollout_port}/metrics"
-                with urllib.request.urlopen(address, timeout=5) as answer:
-                    scraped = answer.read().decode()
-                processes = psutil.Process(train.pid).children(recursive=True)
-            time.sleep(0.1)
-        said = (tmp_path / "out").read_text()[-3000:] + (logs(run / "logs") if (run / "logs").exists() else "")
-        assert train.poll() == 0, said
-    finally:
-        if train.poll() is None:
-            train.terminate()
-            train.wait(timeout=30)
-    assert len(processes) >= 4  # learner, server, vLLM's core, rewards
-    assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
-    assert "vllm:generation_tokens_total" in scraped
-    assert "asyncrl_rollout_groups_total" in scraped
-
-    steps = lines(run / "metrics.jsonl")
-    rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == 22
-    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5]), rewards
-    assert all(step["ledger_residual"] == 0 for step in steps)
-    assert all(step["rows/error"] == step["rows/timed_out"] == 0 for step in steps)
-    assert any((run / "images").iterdir())
-    with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
-        assert db.execute("SELECT count(*) FROM consumption").fetchone() == (176,)
+    """Processes: learner, server, vLLM's core, rewards."""
+    check_digits_run(make_config, tmp_path, "vllm", processes=4, timeout_s=240)
 
 
 # --- turns on one device ----------------------------------------------------------------------------------

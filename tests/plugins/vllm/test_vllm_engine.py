@@ -8,63 +8,34 @@ import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from asyncrl.data.dataset import open_train
-from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.vllm.start import engine_arguments
-from protocol.messages import FinishReason, Sampling, TrajectoryRequest
+from rollout_server.engines.base import Completion, EngineDied
 from rollout_server.engines.arrived_weights import ArrivedWeights
-from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
-from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.production.group_producer import partial_rollout
-from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
-from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
+from tests.rigs.engine_checks import (
+    behind_begun,
+    check_bans,
+    check_drain,
+    check_goes_on,
+    check_requests,
+    check_recorded_prompts,
+    check_stop_id,
+)
+from tests.rigs.engine_rig import FP32, QUESTION, Rig, gap_to
+from tests.rigs.policies import complete_all, gaps, moved, picture
 
 pytestmark = NEEDS_VLLM
-
-
-async def all_of(engine: HFEngine, requests: list[GenerationRequest]) -> dict[tuple[int, int], Completion]:
-    await engine.start()
-    try:
-        return {(c.request_id, c.index): c for c in await complete_all(engine, requests)}
-    finally:
-        await engine.close()
-
-
-def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completion]:
-    done = rig.run(all_of(HFEngine(rig.config, rig.processor), requests))
-    return {request_id: completion for (request_id, _), completion in done.items()}
 
 
 # --- sampling -------------------------------------------------------------------------------
 
 
 def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(rig: Rig) -> None:
-    rows, renderer = open_train(rig.config.data), PromptRenderer(rig.config.data)
-    requests = []
-    for number in range(8):
-        rendered = renderer.render(rows[number], rows.row_id(number))
-        prompt = rig.processor.encode(rendered.prompt, rendered.blobs)
-        sampling = Sampling(
-            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=rig.processor.placeholder_ids
-        )
-        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling))
-    requests += [
-        rig.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
-        rig.request("What is the largest digit?", picture(1), picture(1)),
-        rig.request("answer 1 2 3"),
-    ]
-    ours, theirs = rig.sample(*requests), hf_greedy(rig, requests)
-    assert sum(len(r.prompt.images) for r in requests) >= 13
-    for request in requests:
-        done, expected = ours[request.request_id, 0], theirs[request.request_id]
-        assert done.token_ids.tolist() == expected.token_ids.tolist()
-        assert np.abs(done.logprobs - expected.logprobs).max() < FP32
-        assert done.finish_reason is expected.finish_reason
+    check_recorded_prompts(rig, stops=(7,))
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(rig: Rig) -> None:
@@ -97,68 +68,28 @@ def test_what_is_interrupted_goes_on_behind_its_own_tokens(rig: Rig) -> None:
     request = rig.request(QUESTION, picture(1), tokens=200, size=3, temperature=0.8, stop_token_ids=(7,), seed=7)
     neighbour = rig.request("read", tokens=20)
 
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
+    async def scenario() -> dict[int, tuple[Completion, Completion]]:
         work = asyncio.create_task(complete_all(rig.engine, [request, neighbour]))
         began = rig.engine.usage.tokens_generated
         while rig.engine.usage.tokens_generated < began + 30:
             await asyncio.sleep(0.001)
         await rig.engine.interrupt([request.request_id])
         begun = [done for done in await work if done.request_id == request.request_id]
-        partial = partial_rollout(begun)
-        going_on = dataclasses.replace(request, request_id=710, partial=partial)
-        return begun, [done.behind(partial) for done in await complete_all(rig.engine, [going_on])]
+        return await behind_begun(rig, request, begun)
 
-    begun, done = rig.run(scenario())
-    assert any(start.finish_reason is None and len(start.token_ids) for start in begun)
-    ends = {completion.index: completion for completion in done}
-    for start in begun:
-        end, count = ends[start.index], len(start.token_ids)
-        assert end.finish_reason is not None
-        assert end.token_ids[:count].tolist() == start.token_ids.tolist()
-        assert end.logprobs[:count].tolist() == start.logprobs.tolist()
-        assert gap_to(rig, rig.initial, request, end) < FP32
+    parts = rig.run(scenario())
+    assert any(start.finish_reason is None and len(start.token_ids) for start, _ in parts.values())
+    check_goes_on(rig, request, parts)
 
 
 def test_requests_are_followed_as_the_hf_engine_follows_them(rig: Rig) -> None:
-    plain = rig.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=(7,), seed=7)
-    other, hint = encoded_prompt(rig.processor, QUESTION, picture(9)), (21, 22, 23)
-    requests = (
-        TrajectoryRequest(),
-        TrajectoryRequest(prefix=hint),
-        TrajectoryRequest(prefix=(31, 7)),
-        TrajectoryRequest(greedy=True),
-        TrajectoryRequest(greedy=True, prefix=hint, images=other.image_hashes),
-    )
-    seen = {other.image_hashes: other}
-    request = dataclasses.replace(plain, request_id=700, requests=requests, seen=seen)
-    ours = {**rig.sample(plain), **rig.sample(request)}
-    assert ours[700, 0].token_ids.tolist() == ours[plain.request_id, 0].token_ids.tolist()
-    assert ours[700, 2].token_ids.tolist() == [31, 7]
-    hf = HFEngine(rig.config, rig.processor)
-    theirs = rig.run(all_of(hf, [request]))
-    for index, order in enumerate(requests):
-        done, count = ours[700, index], len(order.prefix)
-        assert tuple(done.token_ids[:count].tolist()) == order.prefix
-        assert not done.logprobs[:count].any()
-        assert len(done.token_ids) <= 16
-        if order.greedy:
-            assert done.token_ids.tolist() == theirs[700, index].token_ids.tolist()
-            assert np.abs(done.logprobs - theirs[700, index].logprobs).max() < FP32
-        elif index != 2:
-            policies = dict.fromkeys(done.versions.tolist(), rig.initial)
-            assert gaps(rig.config, policies, request, done)[count:].max() < FP32
+    plain, ordered = check_requests(rig, stops=(7,))
+    assert ordered[700, 0].token_ids.tolist() == rig.sample(plain)[plain.request_id, 0].token_ids.tolist()
 
 
 def test_a_stop_id_ends_a_completion_and_belongs_to_it(rig: Rig) -> None:
-    free = rig.request(QUESTION, picture(1), tokens=20)
-    ids = rig.sample(free)[free.request_id, 0].token_ids
-    stop = int(ids[9])
-    stopped = rig.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
-    done = rig.sample(stopped)[stopped.request_id, 0]
-    assert done.token_ids.tolist() == ids[: ids.tolist().index(stop) + 1].tolist()
-    assert done.finish_reason is FinishReason.STOP
-    eos = rig.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
-    assert stop != eos
+    stop = check_stop_id(rig)
+    assert stop != rig.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
 
 
 def test_the_model_runner_that_cuda_gets_takes_the_ban_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,22 +123,7 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(rig: Rig, monkeypatch
 
 
 def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(rig: Rig) -> None:
-    banned = rig.processor.placeholder_ids
-    assert len(banned) >= 2
-    (tied,) = [name for name in rig.initial if "embed_tokens" in name]
-    head = torch.zeros_like(rig.initial[tied])  # what is said is a sum of the images
-    random = torch.Generator().manual_seed(0)
-    wish = 1000 * torch.randn(head.shape[1], generator=random)
-    head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
-    rig.run(rig.update({**rig.initial, tied: head}))
-    requests = [
-        rig.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
-        rig.request(QUESTION, picture(1), tokens=50, temperature=0),
-    ]
-    for done in rig.sample(*requests).values():
-        assert not set(done.token_ids.tolist()) & set(banned)
-        # All others are equally probable, to the last bit of the distribution: nothing was left for a banned one.
-        np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+    check_bans(rig)
 
 
 def test_a_ticket_with_other_bans_or_over_the_length_is_refused(rig: Rig) -> None:
@@ -290,14 +206,7 @@ def test_keep_goes_on_behind_an_old_cache_and_new_requests_get_none_of_it(rig: R
 
 
 def test_drain_finishes_what_runs_with_the_old_policy(rig: Rig) -> None:
-    rig.mode("drain")
-    request = rig.request(QUESTION, picture(1), tokens=100, size=2, temperature=0.8)
-    old, new = rig.version, moved(rig.initial, 3)
-    done = rig.run(rig.update_after(new, 40, [request]))
-    assert {int(v) for c in done.values() for v in c.versions} == {old}
-    assert rig.engine.version == old + 1
-    later = dataclasses.replace(request, request_id=903)
-    assert gap_to(rig, new, later, rig.sample(later)[903, 0]) < FP32
+    check_drain(rig, tokens=100)
 
 
 def test_embeddings_of_an_old_vision_tower_are_not_served_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl_plugins.vllm.weights import check_slot
 from protocol.endpoints import SHARED_MEMORY
-from tests.plugins.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, vllm_config
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM, VLLMRig, vllm_config
 from tests.rigs.adapters import made_up_adapter, merged
+from tests.rigs.engine_rig import FP32, QUESTION, Rig, gap_to
 from tests.rigs.policies import gaps, initial_weights, picture
 
 pytestmark = NEEDS_VLLM
@@ -28,7 +29,7 @@ def rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFa
         max_response_length=128,
         model={"freeze_vision_tower": False, "lora": {"rank": 4, "vision_tower": True}},
     )
-    made = Rig(config, made_up_adapter(config, 1))
+    made = VLLMRig(config, made_up_adapter(config, 1))
     yield made
     made.close()
 

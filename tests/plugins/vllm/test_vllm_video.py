@@ -23,8 +23,9 @@ from learner.loop.logprob_parity import compare
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import GroupProducer
-from tests.plugins.vllm_rig import FP32, MAX_PIXELS, NEEDS_VLLM, Rig, gap_to
+from tests.plugins.vllm.vllm_rig import MAX_PIXELS, NEEDS_VLLM
 from tests.rigs.alignment_rig import answer, answers, learner_engine, parity_tickets, verify
+from tests.rigs.engine_rig import FP32, Rig, gap_to
 from tests.rigs.policies import moved
 from tests.rigs.tiny_families import Family, make_family
 from tests.system.test_video import video_config

@@ -49,15 +49,6 @@ def refusal(path: Path, *overrides: str) -> str:
 # --- what is accepted -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_configuration_loads(path: Path) -> None:
-    if "engine: vllm" in path.read_text():
-        pytest.importorskip("asyncrl_plugins.vllm", reason="the plug-in of vLLM is not installed")
-    config = load_config(path)
-    assert config.run_dir
-    assert explain(config, num_rows=100).count("\n") > 20
-
-
 def test_yaml_1_2_exponents_are_numbers_and_words_and_dates_are_text(tmp_path: Path) -> None:
     text = MINIMAL.replace("[a.parquet]", "[no, 2024-01-01, on]")
     text += "alignment: {rows: 0}\n"

@@ -1,62 +1,27 @@
-"""A real vLLM engine for many tests: started once, on a loop of its own, its weights published in shared memory."""
+"""A real engine of a plug-in for many tests: started once, on a loop of its own, its weights in shared memory."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import multiprocessing
 from collections.abc import Awaitable, Sequence
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
-
-import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl_plugins.vllm.engine import VLLMEngine
-from asyncrl_plugins.vllm.start import engine_environment
 from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.weights.receiver import WeightReceiver
-from tests.conftest import small_config
 from tests.rigs.policies import Weights, complete_all, encoded_prompt, gaps
 
-MISSING = importlib.util.find_spec("vllm") is None
-NEEDS_VLLM = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
 FP32 = 1e-4
 """Largest difference of one log-prob between two implementations; measured: 1e-5."""
 START_S = 300.0
-"""Of an engine, on a machine that does other things, too."""
-MAX_PIXELS = 900
-"""Of an image: it is reduced to four tokens at most."""
+"""Deadline in seconds for the start of an engine, on a machine that does other things, too."""
 QUESTION = "What is the sum of the digits?"
 T = TypeVar("T")
-
-
-def vllm_config(
-    model: Path, data: Path, run: Path, /, *, max_response_length: int = 384, **sections: dict[str, Any]
-) -> RunConfig:
-    """Configuration of an engine for tests; `sections` add to what each section has here."""
-    rollout = {"engine": "vllm", "max_concurrent_sequences": 32}
-    lengths = {"max_response_length": max_response_length}
-    return small_config(model, data, run, data=lengths, rollout=rollout, **sections)
-
-
-def fork_cores(config: RunConfig) -> None:
-    """Let vLLM's cores be forks of the process that starts one: to import vLLM again takes 20 s of processor time.
-
-    They are spawned in a run of `asyncrl train` in test_vllm_end_to_end.py.
-    """
-    with engine_environment(config, cuda=False):
-        utils: Any = import_module("vllm.v1.engine.utils")
-    utils.get_mp_context = partial(multiprocessing.get_context, "fork")
 
 
 class Rig:
@@ -70,15 +35,14 @@ class Rig:
         self.processor = PromptProcessor(config.model)
         self.loop = asyncio.new_event_loop()
         self.engine = self.make_engine()
-        self.publication = Publication("vllm-tests", Path("/dev/shm"))
+        self.publication = Publication("engine-tests", Path("/dev/shm"))
         self.initial = weights
         self.version = 0
         self.numbers = 0
         self.run(self.engine.start(), START_S)
 
     def make_engine(self) -> Any:
-        fork_cores(self.config)
-        return VLLMEngine(self.config, self.processor)
+        raise NotImplementedError
 
     def revive(self) -> None:
         try:
@@ -87,6 +51,13 @@ class Rig:
             self.run(self.engine.close())
             self.engine = self.make_engine()
             self.run(self.engine.start(), START_S)
+
+    def make_ready(self) -> None:
+        """The initial weights and the default mode. Starts the engine again if an earlier test has ended it: workers
+        take tests in any order."""
+        self.revive()
+        self.mode("recompute")
+        self.run(self.update(self.initial))
 
     def run(self, work: Awaitable[T], timeout_s: float = 120.0) -> T:
         async def bounded() -> T:

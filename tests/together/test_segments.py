@@ -15,14 +15,14 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
-from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.replay import replay
 from protocol.messages import Group
-from tests.rigs.made_again import is_made_again
 from tests.rigs.small_runs import logs
 from tests.rigs.thinking import make_thinking_model
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import run_both
+from tests.together.shown_conversations import check_segments
 
 STEPS = 2
 
@@ -65,11 +65,8 @@ def test_a_run_samples_trains_and_replays_rewritten_histories(
     processor = PromptProcessor(config.model)
     why = Counter(reason for group in groups for reason in reasons(group, processor))
     assert why.keys() == {"thinking", "image", "both", "neither"}
-    assert is_made_again(run, STEPS)
-    if "inspect" in installed("commands"):
-        from tests.plugins.viewer.shown_conversations import check_segments
-
-        check_segments(run, groups, capsys)
+    assert replay.main([str(run), "--step", str(STEPS)]) == 0
+    check_segments(run, groups, capsys)
 
 
 def reasons(group: Group, processor: PromptProcessor) -> list[str]:

@@ -1,4 +1,4 @@
-"""Device memory of versions that are sent and that arrive, in the memory plan."""
+"""vLLM in the memory plan beside other plug-ins: device channels, 8-bit weights, the table of the host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
+from asyncrl.models.loading import load_model
 from asyncrl.telemetry.numbers import GIB
-from asyncrl_plugins.vllm.memory import memory_utilization
+from asyncrl_plugins.doctor.host_memory import host_items
+from asyncrl_plugins.quantization.grid import quantizable
+from asyncrl_plugins.vllm.memory import GRAPHS_BYTES, memory_utilization
 from tests.unit.asyncrl.test_memory_plan import MakeConfig, items, planned, small
 
 __all__ = ["small"]
@@ -69,3 +73,31 @@ def test_vllm_gets_what_the_budget_leaves_beside_versions_that_arrive(make_confi
     config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
     with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
         memory_utilization(config, 80 * GIB)
+
+
+def test_cuda_graphs_of_a_sleeping_vllm_are_on_the_host(make_config: MakeConfig, small: Path) -> None:
+    def graphs(**engine_args: Any) -> int:
+        rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
+        config = planned(make_config, small, trainer={"mode": "sync"}, learner={"device": "auto"}, rollout=rollout)
+        host = {item.name: item.nbytes for item in host_items(make_plan(config))}
+        return host.get("engine's CUDA graphs asleep", 0)
+
+    assert graphs() == GRAPHS_BYTES
+    assert graphs(sleep_mode_offload_cudagraph=False) == graphs(enforce_eager=True) == 0
+
+
+def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: MakeConfig, small: Path) -> None:
+    def weights(engine: str, quantization: str) -> int:
+        rollout = {"engine": engine, "quantization": quantization, "device": "cuda:1"}
+        config = planned(make_config, small, model={"dtype": "bfloat16"}, rollout=rollout)
+        phase = make_plan(config).phases[-1]
+        (line,) = [line for line in phase.lines if line.name == "weights"]
+        assert ("linear layers in" in line.why) == (engine == "vllm" and bool(quantization))
+        return line.nbytes
+
+    model = load_model(planned(make_config, small, model={"dtype": "bfloat16"}).model, device=torch.device("cpu"))
+    matrices = [model.get_parameter(name) for name in quantizable(model)]
+    saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
+    assert saved > 0
+    assert weights("vllm", "") - weights("vllm", "fp8") == saved
+    assert weights("hf", "") == weights("hf", "fp8")

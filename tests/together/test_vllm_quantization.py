@@ -11,8 +11,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import max_mean_logprob_difference
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import small_config
-from tests.plugins.vllm_rig import NEEDS_VLLM, QUESTION, Rig
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM, VLLMRig
 from tests.rigs.alignment_rig import limit_of
+from tests.rigs.engine_rig import QUESTION
 from tests.rigs.policies import Weights, gaps, initial_weights, moved, picture
 
 pytestmark = NEEDS_VLLM
@@ -35,7 +36,7 @@ def test_weights_are_quantised_anew_from_each_version(
     initial = initial_weights(config)
     far = {name: tensor.bfloat16() for name, tensor in moved(initial, 1, by=2.0).items()}
     small = {name: 0.5 * tensor if "proj" in name else tensor for name, tensor in initial.items()}
-    rig = Rig(config, initial)
+    rig = VLLMRig(config, initial)
     try:
         requests = [rig.request(QUESTION, picture(n), tokens=40, size=2, temperature=1.0) for n in range(4)]
         fresh = rig.sample(*requests)

@@ -13,7 +13,8 @@ from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
 from rollout_server.weights.receiver import WeightReceiver
 from tests.plugins.device_channels.device_channel_rig import DirectSocket, LearnerHalf
-from tests.plugins.vllm_rig import NEEDS_VLLM, Rig
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
+from tests.rigs.engine_rig import Rig
 from tests.rigs.policies import Weights, moved
 
 pytestmark = NEEDS_VLLM

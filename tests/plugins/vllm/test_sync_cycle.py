@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("asyncrl_plugins", reason="its engine, vLLM, is a plug-in")
 import torch
 
 from asyncrl.memory_plan.plan import check_plan
