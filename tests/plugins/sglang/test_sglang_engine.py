@@ -21,6 +21,7 @@ from asyncrl_plugins.sglang.client import SGLangRefused
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, EngineDied
 from rollout_server.engines.arrived_weights import ArrivedWeights
+from rollout_server.engines.base import Completion, EngineDied, VideoFrames
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.engine_checks import (
     behind_begun,

@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.vllm.start import engine_arguments
-from rollout_server.engines.base import Completion, EngineDied
 from rollout_server.engines.arrived_weights import ArrivedWeights
+from rollout_server.engines.base import Completion, EngineDied
 from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
 from tests.rigs.engine_checks import (
     behind_begun,
