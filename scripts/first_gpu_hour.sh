@@ -116,8 +116,8 @@ step headers 0 60 "a C compiler and Python.h: Triton compiles with them" \
   bash -c 'cc --version && ls "$("$1" -c "import sysconfig; print(sysconfig.get_paths()[\"include\"])")/Python.h"' - "$python"
 step imports 1 300 "versions of torch, transformers and vllm, and torch sees a device" "$python" -c "$imports"
 step doctor 1 300 "no problem; GPUs and driver are listed" "$python" -m asyncrl doctor --quick
-step gpu-tests 1 1800 "every test of tests/gpu passes, none is skipped with one GPU but those of two" \
-  "$python" -m pytest -q -rs -p no:cacheprovider tests/gpu
+step gpu-tests 1 1800 "every test of tests/gpu and the sync cycle pass, none is skipped with one GPU but those of two" \
+  "$python" -m pytest -q -rs -p no:cacheprovider tests/gpu tests/plugins/vllm/test_sync_cycle.py
 step digits 0 900 "a small model and its data, made on the CPU" \
   "$python" -m asyncrl.demo.prepare --folder "$out/digits" --from-scratch --quick
 short_run vllm rollout.engine=vllm model.dtype=bfloat16 "gpu_memory.budget_gib=$budget"

@@ -16,10 +16,8 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.demo import data
 from asyncrl.demo.prepare import WARM_START
-from asyncrl.plugins import installed as installed_parts
-from scripts.core_tree import install, without_plugins
+from scripts.core_tree import install, with_plugin
 from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import start_command
 
 PACKAGES = ("asyncrl", "learner", "protocol", "rollout_server")
 DRAWN_PORTS = (
@@ -45,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / "pyproject.toml").write_text(without_plugins((ROOT / "pyproject.toml").read_text()))
+    (source / "pyproject.toml").write_text(with_plugin((ROOT / "pyproject.toml").read_text(), ""))
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     (flags,) = re.findall(r"-m pip wheel (.+) --wheel-dir dist \.$", (ROOT / "Makefile").read_text(), re.M)
@@ -72,13 +70,8 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "asyncrl-0.1.0.dist-info"}
     sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
-    pages = (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*"))
-    for folder, pattern in (
-        *pages,
-        *((name, "*.yaml") for name in ("algorithms/overlays", "tasks/overlays", "tasks/agents")),
-    ):
-        others |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
-    others |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
+    shipped = [*(ROOT / "asyncrl" / "algorithms" / "overlays").glob("*.yaml"), *WARM_START.glob("*")]
+    others |= {str(file.relative_to(ROOT)) for file in shipped}
     assert {name for name in names if "dist-info" not in name} == sources | others
 
 
@@ -96,17 +89,6 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
     check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("sft" not in installed_parts("commands"), reason="the warm start's command is a plug-in")
-def test_the_demo_from_nothing_makes_its_warm_start_too(tmp_path: Path) -> None:
-    demo, log = tmp_path / "demo", tmp_path / "log"
-    command = start_command("demo", "--from-scratch", "--folder", str(demo), *QUICK, log=log)
-    assert command.wait(timeout=300) == 0, log.read_text()
-    check_demo(demo, log.read_text(), ["data", "model", "sft", "baselines", "grpo", "check"])
-    made = (demo / "sft" / "export" / "model.safetensors").read_bytes()
-    assert (demo / "warm_start" / "model.safetensors").read_bytes() == made
 
 
 def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:

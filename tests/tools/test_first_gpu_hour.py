@@ -34,7 +34,7 @@ def test_it_lists_its_steps_in_order_and_names_what_exists(tmp_path: Path) -> No
     assert tuple(re.findall(r"^ *\d+\. (\S+)", done.stdout, re.MULTILINE)) == STEPS
     assert done.stdout.count("expected: ") == len(STEPS)
     assert not (tmp_path / "out").exists()
-    for file in re.findall(r" (benchmarks/\S+\.py|tests/gpu)", done.stdout):
+    for file in re.findall(r" (benchmarks/\S+\.py|tests/\S+)", done.stdout):
         assert (ROOT / file).exists(), file
     for module in re.findall(r"-m ((?:benchmarks|asyncrl)\.[\w.]+)", done.stdout):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module

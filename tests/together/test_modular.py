@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 def test_a_composed_model_learns_part_by_part(
     make_config: Callable[..., RunConfig], digits_data: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("asyncrl_plugins.sft", reason="the warm start is another plug-in")
     make_parts(tmp_path, seed=1)
     composed, alone, run = tmp_path / "composed", tmp_path / "alone", tmp_path / "run"
     parts = [f"vision_tower={tmp_path}/tower", f"language_model={tmp_path}/language", "image_token=<|image_pad|>"]

@@ -19,7 +19,6 @@ from tests.rigs.waiting import exit_codes
 from tests.system.test_end_to_end import lines
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("asyncrl_plugins.sft", reason="the warm start is another plug-in")
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed (the extra `gymnasium`)")
 pytest.importorskip("pygame", reason="pygame, which draws the lake, is not installed (the extra `gymnasium`)")
 FOLDER = ROOT / "examples" / "frozen_lake"

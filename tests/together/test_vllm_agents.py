@@ -19,6 +19,7 @@ from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl.launch.ports import free_port
+from asyncrl_plugins.sft.run import SupervisedRun
 from protocol.messages import TrajectoryRecord, TrajectoryStatus
 from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
 from tests.rigs.small_runs import logs
@@ -27,7 +28,6 @@ from tests.rigs.two_processes import start_command, with_ports, write_config
 from tests.system.test_end_to_end import lines
 
 pytestmark = NEEDS_VLLM
-pytest.importorskip("asyncrl_plugins.sft", reason="the warm start is another plug-in")
 DEMO = ROOT / "examples" / "zoom_digit"
 STEPS, PROMPTS, GROUP = 3, 4, 4
 GAP = 1e-3
@@ -45,8 +45,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_model(["--out", f"{folder}/model", "--seed", "1", *demo.MODEL])
     names = {"run_dir": "sft", "model.path": "model", "data.train_files.0": "data/sft.parquet"}
     words = [f"{key}={folder}/{name}" for key, name in names.items()]
-    from asyncrl_plugins.sft.run import SupervisedRun
-
     SupervisedRun(
         load_config(
             DEMO / "sft.yaml",
