@@ -1,6 +1,5 @@
 """GRPO in one file: the algorithm that asyncrl runs asynchronously, here as one plain loop without a network.
 
-Each step:
 1. rows        take the next prompts of a seeded permutation of the data
 2. sample      let the policy write `group_size` completions of each prompt
 3. reward      score each completion with a function
@@ -11,12 +10,10 @@ Each step:
 Two models hold the weights: one samples with a key-value cache, one trains. Rounding makes their log-probs of a token
 differ, so each token's loss is multiplied by p_before / p_sampled, at most 2.
 
-Run it on a CPU, after `make demo`, or with any configuration that leaves `algorithm` at its defaults:
-
     python recipes/grpo_in_one_file.py runs/demo-1/grpo/config.yaml run_dir=runs/page trainer.max_steps=5
 
-`asyncrl train` with learner.max_staleness=0 makes the same weights, bit for bit (tests/system/test_recipe.py). It adds
-verification, a journal, checkpoints, staleness and other machines (docs/design.md).
+runs on a CPU after `make demo`, and with any configuration that has the defaults of `algorithm`. `asyncrl train` at
+staleness 0 makes the same weights, bit for bit (tests/system/test_recipe.py), and adds the rest of docs/design.md.
 """
 
 from __future__ import annotations
@@ -52,12 +49,10 @@ from rollout_server.engines.hf.engine import HFEngine
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and `group_size` completions of it."""
+    """A prompt (token ids, pixels) and completions of it: token ids, and the log-probs that they were sampled with."""
 
     prompt: EncodedPrompt
-    """Token ids and pixels."""
     completions: Sequence[Sampled]
-    """Token ids, and the log-prob with which the engine sampled each."""
     rewards: Sequence[float]
 
 
@@ -190,12 +185,17 @@ def token_losses(
     return (before - sampled).exp().clamp_max(2.0) * loss
 
 
-async def main() -> None:
-    run = Run(load_config(Path(sys.argv[1]), sys.argv[2:]))
+async def main(config: str, *overrides: str) -> None:
+    run = Run(load_config(Path(config), overrides))
     async for groups, metrics in run.steps():
         print({"reward": float(np.mean([group.rewards for group in groups])), **metrics})
     run.trainer.export(run.processor.processor, Path(run.config.run_dir) / "export")
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv):
+        sys.exit(print(__doc__))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -5,8 +5,8 @@
 A docstring of a module, class, function or attribute (key helps are docstrings of attributes) begins with the noun that
 it describes, or with a verb in a function's docstring. Openings such as "What ...", "Of ..." or "The same ..." are
 refused, as are sentences listed in WORST. Prints each finding as FILE:LINE: FIRST WORDS and exits with code 1.
-`--list` exits with code 0. Without PATH the packages, scripts, benchmarks and pages of the repository are read; the
-lab log and the decision records are left out.
+`--list` exits with code 0. Without PATH the code and the pages of the repository are read, of tests the docstrings of
+modules; the lab log and the decision records are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-CODE = ("asyncrl", "rollout_server", "learner", "protocol", "asyncrl_plugins", "scripts", "benchmarks")
+CODE = (
+    *("asyncrl", "rollout_server", "learner", "protocol", "asyncrl_plugins"),
+    *("scripts", "benchmarks", "examples", "recipes"),
+)
+TESTS = "tests"
+"""Docstrings of modules alone: those of tests go on with the sentence that is their name."""
 PAGES = ("README.md", "CHANGELOG.md", "docs", "docker", *CODE)
 UNREAD = ("docs/lab-log", "docs/decisions")
 OPENINGS = (
@@ -99,7 +104,9 @@ def findings(paths: Sequence[Path]) -> Iterator[Finding]:
         if any(file.is_relative_to(ROOT / unread) for unread in UNREAD):
             continue
         if file.suffix == ".py":
-            texts = [(line, " ".join(text.split())) for line, text in docstrings(ast.parse(file.read_text()))]
+            found = list(docstrings(ast.parse(file.read_text())))
+            is_test = file.is_relative_to(ROOT / TESTS) and not file.is_relative_to(ROOT / TESTS / "rigs")
+            texts = [(line, " ".join(text.split())) for line, text in (found[:1] if is_test else found)]
             yield from (Finding(file, *one) for one in texts if is_refused(one[1]) or _PREPOSITION.match(one[1]))
         elif file.suffix == ".md":
             yield from (Finding(file, *one) for one in headings(file.read_text()) if is_refused(one[1]))
@@ -111,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--list", action="store_true", help="print the findings and exit with code 0")
     options = parser.parse_args(arguments)
-    paths = options.paths or [ROOT / name for name in dict.fromkeys((*CODE, *PAGES)) if (ROOT / name).exists()]
+    paths = options.paths or [ROOT / name for name in dict.fromkeys((*CODE, TESTS, *PAGES)) if (ROOT / name).exists()]
     found = sorted(set(findings([path.resolve() for path in paths])))
     for finding in found:
         print(finding)

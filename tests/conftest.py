@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of a test looks at it. Falling asleep and waking collect, too."""
+    """Imported modules stay: no collection of a test looks at it. Falling asleep and waking collect, too."""
     gc.freeze()
     gc.enable()
 
@@ -110,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What surveys of rows remember: also in the processes that tests start."""
+    """Folder of what surveys of rows remember, also in the processes that tests start."""
     os.environ["ASYNCRL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 

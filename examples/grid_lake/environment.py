@@ -33,7 +33,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Lake:
-    """Where the player begins, the goal, and the holes."""
+    """The player's first cell, the goal, and the holes."""
 
     start: Cell
     goal: Cell

@@ -142,9 +142,9 @@ class ZoomDigit(ToolEnvironment):
         crop_side: int = Field(default=28, ge=14)
         """Pixels at which a cell is shown."""
         call_cost: float = 0.02
-        """Of each look after the first."""
+        """Cost of each look after the first."""
         tool: bool = True
-        """Whether `crop` works: without it (a control) there is only the overview."""
+        """True: `crop` works. Without it (a control) there is only the overview."""
         wrong_image: bool = False
         """Show a cell of another scene (a control): a digit is there, too, but any."""
 

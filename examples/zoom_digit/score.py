@@ -28,7 +28,7 @@ class Player:
         self.processor: Any = AutoProcessor.from_pretrained(folder)
 
     def say(self, talks: Sequence[list[dict[str, Any]]], images: Sequence[list[Image.Image]]) -> list[str]:
-        """What comes next in each conversation of chat messages."""
+        """Generate the next turn of each conversation of chat messages."""
         said: list[str] = []
         for start in range(0, len(talks), BATCH):
             part = slice(start, start + BATCH)

@@ -57,7 +57,7 @@ def parity_tickets(config: RunConfig, processor: PromptProcessor) -> list[Prepar
 async def answers(
     engine: Any, processor: PromptProcessor, items: Sequence[PreparedTicket], swap: Callable[[Blobs], Blobs] = dict
 ) -> list[ReceivedGroup]:
-    """What a started engine's server makes of the tickets, all in one batch; `swap` may mix up the images."""
+    """Groups that a started engine's server makes of the tickets, all in one batch; `swap` may mix up the images."""
     producer = GroupProducer(engine, cast(Any, None), processor, "server-1")
     blobs = {digest: memoryview(data) for item in items for digest, data in swap(item.blobs).items()}
     groups = {g.ticket_id: g async for g in producer.produce([item.ticket for item in items], blobs)}
@@ -65,7 +65,7 @@ async def answers(
 
 
 def answer(engine: Any, *arguments: Any) -> list[ReceivedGroup]:
-    """The same of an engine that lives for it."""
+    """Groups of an engine that is started for them."""
 
     async def live() -> list[ReceivedGroup]:
         await engine.start()

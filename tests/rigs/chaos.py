@@ -47,12 +47,12 @@ ROUND_S = 300.0
 AIMED_S = 25.0
 """A victim that has not come to the place where it should die is killed after this time."""
 MANY_KILLS = 100
-"""With so many, rounds go on until every place has seen a death."""
+"""Number of kills with which rounds go on until every place has seen a death."""
 MOST_ROUNDS = 12
 LEFT = 130
 """Exit status of a server that was asked to end."""
 FETCHING, RELAYING, RETURNING = "weights.fetching", "weights.relaying", "ticket.returning"
-"""Only a server that pulls its weights passes the first, one of a fleet the second, and one that leaves the third."""
+"""A server passes the first if it pulls its weights, one of a fleet the second, and one that leaves the third."""
 AIMS: dict[str, dict[str, int]] = {
     "learner": {
         "tickets.journaled": 2,
@@ -112,12 +112,12 @@ class Victim:
 
 @dataclass
 class Round:
-    """What one epoch under fire came to."""
+    """Outcome of one epoch under fire."""
 
     servers: int
     on_stale: OnStale
     kills: Counter[str] = field(default_factory=Counter)
-    """By victim and place; `anywhere` is the clock's choice."""
+    """Kills by victim and place; `anywhere` is the clock's choice."""
     trained: int = 0
     acknowledged: int = 0
     dropped: int = 0

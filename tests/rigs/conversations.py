@@ -38,7 +38,7 @@ SHOWN: tuple[tuple[Observation, ...], ...] = (
     (),
     (Observation((Message("tool", (TALL,)),)),),
 )
-"""What each trajectory was shown after its turns but the last."""
+"""Messages that each trajectory was shown after its turns but the last."""
 OPENING = Observation((Message("user", ("so: ", WIDE)),))
 
 

@@ -62,7 +62,7 @@ def _between_lines(function: Callable[..., Any], name: str, side: str, file: Pat
 
 
 def read_uses(file: Path) -> list[Use]:
-    """In order of their begins. Uses of one process nest."""
+    """Uses, in order of their begins. Those of one process nest."""
     open_uses: dict[int, list[dict[str, Any]]] = defaultdict(list)
     uses: list[Use] = []
     for text in file.read_text().splitlines():

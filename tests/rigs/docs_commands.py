@@ -108,7 +108,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prepare(folder: Path, model: Path, data: Path) -> None:
-    """What a user has after `make demo`, smaller: `runs/demo-1` with data, a model and a run that has ended."""
+    """Files that a user has after `make demo`, smaller: `runs/demo-1` with data, a model and a run that has ended."""
     for name in ("configs", "examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     commands = {"asyncrl": f"{FORKED}\n", "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'}

@@ -19,7 +19,7 @@ from tests.rigs.engine_rig import FP32, QUESTION, START_S, Rig, gap_to
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 
 Completions = dict[tuple[int, int], Completion]
-"""By request id and index."""
+"""Completions by request id and index."""
 
 
 async def _all_of(engine: Any, requests: Sequence[GenerationRequest]) -> Completions:
@@ -143,7 +143,7 @@ async def behind_begun(
 
 
 def check_goes_on(rig: Rig, request: GenerationRequest, parts: dict[int, tuple[Completion, Completion]]) -> None:
-    """What was interrupted went on behind its own tokens."""
+    """Assert that interrupted completions went on behind their own tokens."""
     for start, end in parts.values():
         count = len(start.token_ids)
         assert end.finish_reason is not None
@@ -153,7 +153,7 @@ def check_goes_on(rig: Rig, request: GenerationRequest, parts: dict[int, tuple[C
 
 
 def check_drain(rig: Rig, tokens: int) -> None:
-    """What runs is finished with the old policy, with so many tokens."""
+    """Completions that run are finished with the old policy, with so many tokens."""
     rig.mode("drain")
     request = rig.request(QUESTION, picture(1), tokens=tokens, size=2, temperature=0.8)
     old, new = rig.version, moved(rig.initial, 3)

@@ -99,7 +99,7 @@ class Rig:
         return self.publication.publish(self.version, tensors, getattr(self.engine, "_adapter", None))
 
     async def update(self, weights: Weights) -> int:
-        """As the server does it: the learner's file, verified, into the engine."""
+        """Update as the server does: the learner's file, verified, into the engine."""
         manifest = self.publish(weights)
         receiver = WeightReceiver(
             self.config.model.path,

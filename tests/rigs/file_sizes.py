@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def file_size_limit(limit: int) -> Iterator[None]:
-    """In bytes."""
+    """Limit in bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

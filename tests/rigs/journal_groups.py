@@ -62,5 +62,5 @@ def issue_and_add(journal: Journal, *groups: Group) -> None:
 
 
 def wait_for_copy(journal: Journal) -> None:
-    """Until no thread changes the files: they cannot be read at one moment while it does."""
+    """Wait until no thread changes the files: they cannot be read at one moment while it does."""
     wait(journal._copier._copies, timeout=20)

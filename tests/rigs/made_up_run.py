@@ -63,7 +63,7 @@ def sample(number: int, images: list[str], *completions: dict[str, Any], prompt:
 
 
 def image(run: Path, size: tuple[int, int] = (40, 20), colour: str = "navy") -> str:
-    """Its hash; the file is in the run directory."""
+    """Return the image's hash; the file is in the run directory."""
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, "PNG")
     digest = hashlib.sha256(file.getvalue()).hexdigest()

@@ -31,7 +31,7 @@ Weights = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 LENGTHS = (6, 60, 120, 120)
-"""When the first is done, the others are running."""
+"""Update when the first is done and the others are running."""
 
 
 def picture(seed: int, width: int = 56, height: int = 28) -> bytes:

@@ -12,5 +12,5 @@ atexit.register(_kept.close)
 
 
 def own_port() -> int:
-    """On 127.0.0.1. No other test and no launcher takes it while this process lives."""
+    """Port on 127.0.0.1. No other test and no launcher takes it while this process lives."""
     return draw_ports("127.0.0.1", 1, _kept)

@@ -178,7 +178,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
 
 
 def _call(command: Sequence[str]) -> int:
-    """In place of `subprocess.call` of `python -m MODULE ARGUMENTS`: its child, by a fork of this process."""
+    """Replacement of `subprocess.call` of `python -m MODULE ARGUMENTS`: its child, by a fork of this process."""
     assert command[1] == "-m", command
     here = sys.stdout.fileno(), dict(os.environ), os.getcwd()
     return ForkedProcess(multiprocessing.get_context("fork"), _become, command[2], command[3:], *here).wait()
@@ -187,7 +187,7 @@ def _call(command: Sequence[str]) -> int:
 def _launch(
     args: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], preexec_fn: Callable[[], None], **_: Any
 ) -> ForkedProcess:
-    """In place of the launcher's `subprocess.Popen`: its child, by a fork of it."""
+    """Replacement of the launcher's `subprocess.Popen`: its child, by a fork of it."""
 
     def begin() -> None:
         os.setsid()

@@ -1,4 +1,4 @@
-"""What every forked service would import, or work out, at its start: done once in the process that forks them."""
+"""Imports and computations of every forked service's start, done once in the process that forks them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Prometheus:
         return [] if isinstance(result[0] if result else None, float) else result
 
     def value(self, expression: str) -> float | None:
-        """Of the first series; None without any."""
+        """Value of the first series; None without any."""
         found = self.query(expression)
         return float(found[0]["value"][1]) if found else None
 

@@ -29,7 +29,7 @@ from tests.rigs.rank_rig import join
 from tests.rigs.zero import HAS_ZERO, make_small
 
 ZERO_BUCKET = 50_000
-"""As the models are small."""
+"""Small, as the models are."""
 
 
 def make_buckets_small() -> None:

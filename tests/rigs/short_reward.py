@@ -13,6 +13,6 @@ def short(sample: RewardSample) -> float:
 
 
 def slowly(sample: RewardSample) -> float:
-    """The same a tenth of a second later: a run goes on for a while and leaves the processor to others."""
+    """Score a tenth of a second later: a run goes on for a while and leaves the processor to others."""
     time.sleep(0.1)
     return short(sample)

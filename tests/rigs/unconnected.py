@@ -1,4 +1,4 @@
-"""What `Servers` needs, without sockets and without tickets."""
+"""The parts that `Servers` needs, without sockets and without tickets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user or a peer can get wrong: each gives one clear message, and nothing is half-written."""
+"""Mistakes of a user or a peer: each gives one clear message, and nothing is half-written."""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,6 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
 from asyncrl.launch.ports import free_port
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
@@ -95,6 +97,15 @@ def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
 
 
-def test_the_page_refuses_what_it_does_not_implement(make_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(UserError, match="Use `asyncrl train`"):
-        Run(make_config(algorithm={"policy_loss": "gspo"}))
+def test_the_page_explains_itself_and_refuses_what_it_does_not_implement(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    def start_page(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, PAGE, *words], capture_output=True, text=True, cwd=ROOT)
+
+    file = write_config(make_config(algorithm={"policy_loss": "gspo"}), tmp_path)
+    refused, helped = start_page(str(file)), start_page("--help")
+    assert refused.returncode != 0
+    assert re.fullmatch("error: this page needs .* Use `asyncrl train` for all else\n", refused.stderr)
+    assert helped.returncode == 0
+    assert "python recipes/grpo_in_one_file.py runs/demo-1/grpo/config.yaml" in helped.stdout

@@ -1,4 +1,4 @@
-"""What is refused leaves the run directory, and a run at work in it, as they were."""
+"""A refused command leaves the run directory, and a run at work in it, as they were."""
 
 from __future__ import annotations
 

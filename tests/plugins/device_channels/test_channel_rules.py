@@ -1,4 +1,4 @@
-"""What contradicts a device channel is refused before anything is loaded, with the fix."""
+"""Settings that contradict a device channel are refused before anything is loaded, with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `asyncrl doctor` says of rows, templates and rewards."""
+"""Findings of `asyncrl doctor` about rows, templates and rewards."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Learner:
 
 
 class Server:
-    """What a rollout server does with versions over ZeroMQ, without an engine."""
+    """Part of a rollout server that takes versions over ZeroMQ, without an engine."""
 
     def __init__(self, config: RunConfig, learner: Learner, name: str):
         self.name = name

@@ -1,4 +1,4 @@
-"""What the sglang engine refuses before it is started, and the parts that need no SGLang to be tested."""
+"""Settings that the sglang engine refuses before it is started, and the parts that need no SGLang to be tested."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _template(placeholder: str) -> str:
 
 
 def _gemma3(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
-    """Its window is shorter than a prompt, and shorter than an image and the text behind it."""
+    """Sliding window, which is shorter than a prompt, and shorter than an image and the text behind it."""
     text = _text(tokenizer, model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=12)
     config = transformers.Gemma3Config(
         vision_config={**VISION, "image_size": TILE, "vision_use_head": False},

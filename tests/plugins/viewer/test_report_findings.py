@@ -1,4 +1,4 @@
-"""What a report finds wrong with a run, and that it draws its lines where the alerts do."""
+"""Faults of a run that a report finds; it draws its lines where the alerts do."""
 
 from __future__ import annotations
 

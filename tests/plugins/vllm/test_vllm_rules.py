@@ -1,4 +1,4 @@
-"""What the vllm engine refuses before any weights are loaded, and the small parts that need no vLLM to be tested."""
+"""Settings that the vllm engine refuses before any weights are loaded, and the small parts that need no vLLM to be tested."""
 
 from __future__ import annotations
 

@@ -248,4 +248,4 @@ EXAMPLES: tuple[Wire, ...] = (
     ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
     Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
 )
-"""At least one of every message."""
+"""Messages, at least one of every kind."""

@@ -125,7 +125,7 @@ class LearnerRig:
             self.turn()
 
     def problems(self) -> list[str]:
-        """What a hostile peer must not be able to cause; the run goes on meanwhile."""
+        """Check what a hostile peer must not be able to cause; the run goes on meanwhile."""
         missing = set(range(max(self.taken, default=0))) - set(self.taken)
         kinds = len(self.network.servers.errors)
         faults = {
@@ -143,7 +143,7 @@ class LearnerRig:
         self.journal.close()
 
     def journal_problems(self) -> list[str]:
-        """After `close`: the journal as the next learner finds it. Opening checks pages, checksums and the account."""
+        """Check, after `close`, the journal as the next learner finds it. Opening checks pages, checksums and the account."""
         with closing(Journal(self.journal_path)) as journal:
             state = journal.state()
             found = [

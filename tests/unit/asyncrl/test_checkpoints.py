@@ -1,4 +1,4 @@
-"""Which folders of a run are checkpoints, and which is the newest."""
+"""Folders of a run that are checkpoints, and the newest of them."""
 
 from __future__ import annotations
 

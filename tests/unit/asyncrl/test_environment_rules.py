@@ -1,4 +1,4 @@
-"""What an environment in a run's configuration implies, and what does not go with it."""
+"""Settings that an environment in a run's configuration implies, and those that do not go with it."""
 
 from __future__ import annotations
 

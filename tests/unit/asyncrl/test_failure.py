@@ -1,4 +1,4 @@
-"""Why a run stopped is saved on a full disk, too, and told by the launcher."""
+"""The reason why a run stopped is saved on a full disk, too, and told by the launcher."""
 
 from __future__ import annotations
 

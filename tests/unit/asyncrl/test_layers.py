@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source."""
+"""Imports between packages, read from the source."""
 
 from __future__ import annotations
 

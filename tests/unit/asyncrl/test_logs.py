@@ -1,4 +1,4 @@
-"""What a service logs is bounded: a line of the source that repeats itself is counted."""
+"""A service's log is bounded: a line of the source that repeats itself is counted."""
 
 from __future__ import annotations
 

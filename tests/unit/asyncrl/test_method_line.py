@@ -1,4 +1,4 @@
-"""The one line that says which method runs, and the notes on schedules that a run is too short for."""
+"""Line that says which method runs, and the notes on schedules that a run is too short for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit together is refused in seconds: exit code 2, the fix, no run directory, no weights read."""
+"""Parts that do not fit together are refused in seconds: exit code 2, the fix, no run directory, no weights read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service that is started again by a machine does, and what a health check says of it."""
+"""A service that a machine starts again, and its health check."""
 
 from __future__ import annotations
 

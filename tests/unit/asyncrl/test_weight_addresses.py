@@ -1,4 +1,4 @@
-"""The same weights have the same log-probs wherever their file had them: a CPU's products round by addresses."""
+"""Equal weights have equal log-probs wherever their file had them: a CPU's products round by addresses."""
 
 from __future__ import annotations
 

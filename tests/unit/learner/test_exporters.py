@@ -1,4 +1,4 @@
-"""What a scrape of each service reads: every value is the one that was said or is there to be looked at."""
+"""Scrapes of each service: every value is the one that was said or is there to be looked at."""
 
 from __future__ import annotations
 

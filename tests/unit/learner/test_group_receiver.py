@@ -1,4 +1,4 @@
-"""What the learner answers to a group, by the ticket that it names."""
+"""The learner's answers to a group, by the ticket that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When tickets leave the learner."""
+"""Moments at which tickets leave the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a conversation, and what becomes of environments that fail, with an engine that always says the same."""
+"""Ends of a conversation, and environments that fail, with an engine that always says the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: what each side does with grants, recalls and returns, the late ones above all."""
+"""Turns of the device: each side's reactions to grants, recalls and returns, the late ones above all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines make of requests: greedy rows, completions that begin with a prefix, and demonstrations."""
+"""Requests for single trajectories that engines follow: greedy rows, completions that begin with a prefix, and demonstrations."""
 
 from __future__ import annotations
 
