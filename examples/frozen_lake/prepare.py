@@ -134,7 +134,7 @@ class Pictures:
 
 
 def drawn(desc: Map) -> dict[Cell, Image.Image]:
-    """Pictures that the policy is shown, as the package draws them, by the player's cell: each cell is an image token."""
+    """Pictures of a map as the package draws them, by the player's cell: each cell is an image token."""
     lake = gymnasium.make("FrozenLake-v1", render_mode="rgb_array", desc=list(desc), is_slippery=False)
     lake.reset(seed=0)
     found = {}

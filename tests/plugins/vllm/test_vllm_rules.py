@@ -1,4 +1,4 @@
-"""Settings that the vllm engine refuses before any weights are loaded, and the small parts that need no vLLM to be tested."""
+"""Settings that the vllm engine refuses before it loads weights, and the small parts that need no vLLM."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class LearnerRig:
         self.journal.close()
 
     def journal_problems(self) -> list[str]:
-        """Check, after `close`, the journal as the next learner finds it. Opening checks pages, checksums and the account."""
+        """Check, after `close`, the journal as the next learner finds it. Opening it checks pages and sums."""
         with closing(Journal(self.journal_path)) as journal:
             state = journal.state()
             found = [

@@ -1,4 +1,4 @@
-"""Another server goes on with the rollouts that one has begun: no token is sampled twice, none changes, each keeps its version."""
+"""Another server goes on with the rollouts that one has begun: no token is sampled twice or changes its version."""
 
 from __future__ import annotations
 
