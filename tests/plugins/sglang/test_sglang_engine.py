@@ -19,17 +19,16 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.encoded_prompt import VideoFrames
 from asyncrl_plugins.sglang.client import SGLangRefused
 from protocol.messages import FinishReason
-from rollout_server.engines.base import Completion, EngineDied
 from rollout_server.engines.arrived_weights import ArrivedWeights
-from rollout_server.engines.base import Completion, EngineDied, VideoFrames
+from rollout_server.engines.base import Completion, EngineDied
 from tests.plugins.sglang.sglang_rig import NEEDS_SGLANG, SGLangRig
 from tests.rigs.engine_checks import (
     behind_begun,
     check_bans,
     check_drain,
     check_goes_on,
-    check_requests,
     check_recorded_prompts,
+    check_requests,
     check_stop_id,
 )
 from tests.rigs.engine_rig import FP32, QUESTION, gap_to

@@ -21,8 +21,8 @@ from tests.rigs.engine_checks import (
     check_bans,
     check_drain,
     check_goes_on,
-    check_requests,
     check_recorded_prompts,
+    check_requests,
     check_stop_id,
 )
 from tests.rigs.engine_rig import FP32, QUESTION, Rig, gap_to

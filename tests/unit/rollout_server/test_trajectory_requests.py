@@ -1,4 +1,4 @@
-"""Requests for single trajectories that engines follow: greedy rows, completions that begin with a prefix, and demonstrations."""
+"""Requests that engines follow: greedy rows, completions that begin with a prefix, and demonstrations."""
 
 from __future__ import annotations
 
