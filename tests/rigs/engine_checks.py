@@ -71,7 +71,7 @@ def check_recorded_prompts(rig: Rig, stops: tuple[int, ...]) -> None:
 
 
 def check_requests(rig: Rig, stops: tuple[int, ...]) -> tuple[GenerationRequest, Completions]:
-    """Requests for trajectories are followed as the hf engine follows them. Returns the generation request without them, and
+    """Requests for trajectories are followed as the hf engine follows them. Returns the request without them, and
     the completions of the one with them."""
     plain = rig.request(QUESTION, picture(1), tokens=16, size=5, temperature=0.8, stop_token_ids=stops, seed=7)
     other, hint = encoded_prompt(rig.processor, QUESTION, picture(9)), (21, 22, 23)

@@ -1,4 +1,4 @@
-"""Whole runs of two ranks under ZeRO: training, a warm start, and a rank that runs out of memory."""
+"""Whole runs of two ranks under ZeRO: training, and a rank that runs out of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from asyncrl.config.schema import RunConfig
 from tests.rigs.zero import HAS_ZERO, zero
 from tests.system.test_end_to_end import check_asynchronous_training
 from tests.system.test_memory_on_ranks import check_smaller_budget
-from tests.system.test_sft_on_ranks import check_two_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed")]
 MakeConfig = Callable[..., RunConfig]
@@ -19,11 +18,6 @@ MakeConfig = Callable[..., RunConfig]
 
 def test_asynchronous_training_raises_the_reward_and_exports_a_folder(make_config: MakeConfig, tmp_path: Path) -> None:
     check_asynchronous_training(make_config, tmp_path, {**zero(2), "num_processes": 2})
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_learn_what_one_process_does(make_config: MakeConfig, tmp_path: Path, stage: int) -> None:
-    check_two_ranks(make_config, tmp_path, zero(stage), {})
 
 
 @pytest.mark.parametrize(("stage", "rank"), [(3, 0), (2, 1)])
