@@ -97,46 +97,41 @@ def _check_names(path: Path, name: str) -> None:
         raise UserError(f"{path} has no function {name!r}.{did_you_mean(name, functions)}")
 
 
-def call_reward(function: Callable[..., Any], sample: RewardSample, kwargs: Mapping[str, Any]) -> Any:
-    """`function(sample, **kwargs)`; one with a parameter `completions` is called as TRL does.
+def call_reward(
+    function: Callable[..., Any],
+    samples: Sequence[RewardSample],
+    kwargs: Mapping[str, Any],
+    scores: Sequence[float | None] | None = None,
+    *,
+    group: bool = False,
+) -> Sequence[Any]:
+    """One value for each sample: of `function(sample, **kwargs)`, or with `group` of `function(samples, **kwargs)`.
 
-    That is with lists, of one completion here: `prompts` and `completions` (texts), `images`, `answer`, and the row's
-    columns by name, as far as the function takes them. It returns a list.
+    A function with a parameter `completions` is called as TRL does, with lists: `prompts` and `completions` (texts),
+    `images`, `answer`, and the row's columns by name, as far as the function takes them. It returns a list.
+    `scores` are values of another component, which the function gets as `score`.
     """
-    if "completions" not in _parameters(function):
-        return function(sample, **kwargs)
-    lists = {"score": [kwargs["score"]]} if "score" in kwargs else {}
-    return _call_with_lists(function, [sample], {**kwargs, **lists})[0]
-
-
-def call_group_reward(
-    function: Callable[..., Any], samples: Sequence[RewardSample], kwargs: Mapping[str, Any]
-) -> Sequence[Any]:
-    """One value for each sample: `function(samples, **kwargs)`, or with TRL's lists as `call_reward` makes them."""
-    if "completions" in _parameters(function):
-        return _call_with_lists(function, samples, kwargs)
-    return _as_many(function(samples, **kwargs), samples)
-
-
-def _call_with_lists(
-    function: Callable[..., Any], samples: Sequence[RewardSample], kwargs: Mapping[str, Any]
-) -> Sequence[Any]:
     parameters = _parameters(function)
-    known = [
-        {
-            "completions": sample.completion,
-            "prompts": sample.prompt,
-            "images": sample.images,
-            "answer": sample.answer,
-            **sample.columns,
-        }
-        for sample in samples
-    ]
-    lists = {name: [values[name] for values in known] for name in known[0]} | dict(kwargs)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return _as_many(
-        function(**{name: value for name, value in lists.items() if takes_all or name in parameters}), samples
-    )
+    many = kwargs if scores is None else {**kwargs, "score": list(scores)}
+    if "completions" in parameters:
+        known = [
+            {
+                "completions": sample.completion,
+                "prompts": sample.prompt,
+                "images": sample.images,
+                "answer": sample.answer,
+                **sample.columns,
+            }
+            for sample in samples
+        ]
+        lists = {name: [values[name] for values in known] for name in known[0]} | dict(many)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        taken = {name: value for name, value in lists.items() if takes_all or name in parameters}
+        return _as_many(function(**taken), samples)
+    if group:
+        return _as_many(function(samples, **many), samples)
+    (sample,) = samples
+    return [function(sample, **(kwargs if scores is None else {**kwargs, "score": scores[0]}))]
 
 
 def _as_many(returned: Any, samples: Sequence[RewardSample]) -> Sequence[Any]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
-from asyncrl.rewards.spec import call_group_reward, call_reward, check_call, load_reward
+from asyncrl.rewards.spec import call_reward, check_call, load_reward
 from asyncrl.user_functions import function_of, load_module, one_line, shorten
 from asyncrl.workers.channel import Channel, Serve, over_limit, run_worker
 
@@ -56,6 +56,12 @@ class Row:
         """The sum that the component shapes; None where this completion has failed."""
         known = self.score.components
         return None if self.score.error_kind else sum(weight * known[name] for name, weight in component.shapes.items())
+
+    def known_dict(self, component: Component) -> Mapping[str, Any] | None:
+        """The dict that the same function with the same arguments has returned for this completion, if any."""
+        call = (component.function, component.kwargs, component.shapes)
+        known = (values for other, values in self.dicts if (other.function, other.kwargs, other.shapes) == call)
+        return next(known, None)
 
     def fail(self, component: Component, failed: ComponentFailed) -> None:
         self.score = self.score.failed(failed.kind, f"reward component {component.name!r}: {failed}")
@@ -99,31 +105,30 @@ def _score(request: dict[str, Any], components: dict[str, Component], channel: C
         if all(row.score.error_kind for row in rows):
             break
         channel.send({"begun": request["id"], "part": name})
-        (_run_group if components[name].group else _run_each)(components[name], rows)
+        if components[name].group:
+            _run(components[name], rows)
+            continue
+        for row in rows:
+            if not row.score.error_kind:
+                _run(components[name], [row])
     seconds, scores = time.perf_counter() - started, [vars(row.score) for row in rows]
     # What filled the memory may still be held: this worker ends, and a fresh one is started.
     is_last = any(row.score.error_kind == "reward_memory" for row in rows)
     return {"id": request["id"], "seconds": seconds, "scores": scores, "is_last": is_last}
 
 
-def _run_each(component: Component, rows: Sequence[Row]) -> None:
-    for row in rows:
-        if not row.score.error_kind:
-            try:
-                row.score = row.score.plus(component.name, _run(component, row))
-            except ComponentFailed as failed:
-                row.fail(component, failed)
+def _run(component: Component, rows: Sequence[Row]) -> None:
+    """One call for some rows; where it fails, it fails all of them. A row's own number may be bad by itself.
 
-
-def _run_group(component: Component, rows: Sequence[Row]) -> None:
-    """One call for all rows; where it fails, it fails all of them. A row's own number may be bad by itself."""
+    A function that returns a dict is called once for all its components.
+    """
     samples = [row.sample for row in rows]
-    returned: Sequence[Any] = [_alike(component, row) for row in rows]
+    scores = [row.score_for(component) for row in rows] if component.shapes else None
+    returned: Sequence[Any] = [row.known_dict(component) for row in rows]
     try:
         if None in returned:
-            kwargs = component.kwargs | _score_argument(component, [row.score_for(component) for row in rows])
             with _user_code(component, samples):
-                returned = call_group_reward(component.function, samples, kwargs)
+                returned = call_reward(component.function, samples, component.kwargs, scores, group=component.group)
     except ComponentFailed as failed:
         for row in rows:
             row.fail(component, failed)
@@ -133,30 +138,6 @@ def _run_group(component: Component, rows: Sequence[Row]) -> None:
             row.score = row.score.plus(component.name, _finite(component, row, value))
         except ComponentFailed as failed:
             row.fail(component, failed)
-
-
-def _run(component: Component, row: Row) -> float:
-    """The component's finite number. Raises ComponentFailed for everything else that can happen in user code.
-
-    A function that returns a dict is called once for all its components.
-    """
-    returned: Any = _alike(component, row)
-    if returned is None:
-        kwargs = component.kwargs | _score_argument(component, row.score_for(component))
-        with _user_code(component, [row.sample]):
-            returned = call_reward(component.function, row.sample, kwargs)
-    return _finite(component, row, returned)
-
-
-def _alike(component: Component, row: Row) -> Mapping[str, Any] | None:
-    """The dict that the same function with the same arguments has returned for this row, if any."""
-    call = (component.function, component.kwargs, component.shapes)
-    alike = (values for other, values in row.dicts if (other.function, other.kwargs, other.shapes) == call)
-    return next(alike, None)
-
-
-def _score_argument(component: Component, score: Any) -> dict[str, Any]:
-    return {"score": score} if component.shapes else {}
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def reward_function(function: RewardFunctionConfig, answer_key: str) -> Callable
         for number, completion in enumerate(completions):
             row = {name: values[number] for name, values in columns.items() if isinstance(values, list)}
             sample = RewardSample(completion[0]["content"], answer=row.get(answer_key), columns=row)
-            found.append(float(call_reward(score, sample, function.kwargs)))
+            found.append(float(call_reward(score, [sample], function.kwargs)[0]))
         return found
 
     scores.__name__ = component_name(function)

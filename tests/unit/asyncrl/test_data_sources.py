@@ -320,7 +320,7 @@ def test_an_answer_reaches_the_reward_by_the_name_of_its_column_too() -> None:
     assert prompt.answer == "4"
     assert prompt.columns == {"solution": "4", "level": 3}
     sample = sample_of(prompt, "4", {}, "stop", num_tokens=2, max_tokens=8)
-    assert call_reward(lambda completions, solution: [float(completions == solution)], sample, {}) == 1.0
+    assert call_reward(lambda completions, solution: [float(completions == solution)], [sample], {}) == [1.0]
     prompt = PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": "q", "answer": "4"}, "d:0").prompt
     assert prompt.columns == {}, "not twice under one name"
 
