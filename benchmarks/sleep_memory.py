@@ -95,8 +95,8 @@ def learner_side(model: Path, run: str) -> dict[str, float]:
 async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     from safetensors.torch import load_file, save_file
 
+    from asyncrl.devices.sleeping import fixed_tokens
     from asyncrl.models.published import published_tensors
-    from asyncrl.models.wake_parity import fixed_tokens
     from asyncrl.processing.encoded_prompt import EncodedPrompt
     from asyncrl.processing.processor import PromptProcessor
     from protocol.messages import Sampling

@@ -12,11 +12,12 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncrl.devices.device import free_bytes, free_caches, is_out_of_memory
@@ -27,6 +28,10 @@ CHUNK_BYTES = 256 << 20
 MIB = 1 << 20
 PIECE_WORDS = MIB
 """Words summed at a time: a CPU sums a wider copy, for which there may be no room."""
+FIXED_TOKENS = 16
+LARGEST_DIFFERENCE = {"cpu": 0.0, "cuda": 1e-2}
+"""Accepted difference of a fixed token's log-prob over a sleep, in nats by device type. The bits of the weights are
+equal: a GPU library may only choose another kernel."""
 
 
 class SpillFile:
@@ -276,6 +281,28 @@ def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, fre
         f"{free / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides smaller "
         "(`asyncrl doctor --plan`)"
     )
+
+
+def fixed_tokens(vocabulary: int, special: Collection[int]) -> np.ndarray:
+    """[T] int32 ids spread over the vocabulary, none of them `special`: a model gives their log-probs before and after
+    a sleep, through the path that samples or trains."""
+    ids = np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.fromiter(special, np.int32))
+    return ids[np.linspace(0, len(ids) - 1, FIXED_TOKENS).astype(int)]
+
+
+def check_wake_parity(owner: str, before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
+    """Compare [T] log-probs of the fixed tokens. Raises BadStateError with the numbers on a mismatch.
+
+    The check is of a model as a whole, where `Sleeper` compares each tensor, and of vLLM, which moves its own.
+    """
+    difference = (before - after).abs()
+    worst = int(difference.argmax())
+    if not float(difference.max()) <= LARGEST_DIFFERENCE[device.type]:  # NaN is no parity, either
+        raise BadStateError(
+            f"{owner} is not what it was before it slept: the log-prob of fixed token {worst} was "
+            f"{float(before[worst]):.6f} and is {float(after[worst]):.6f} (largest difference accepted on "
+            f"{device.type}: {LARGEST_DIFFERENCE[device.type]:g})"
+        )
 
 
 def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]], into: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,11 +22,11 @@ from prometheus_client.registry import Collector
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
+from asyncrl.devices.sleeping import check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError
 from asyncrl.launch.ports import free_port
 from asyncrl.model_files.folder import model_folder, read_config
 from asyncrl.models.lora import folder_fingerprint
-from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.sglang.arguments import (
     as_flags,

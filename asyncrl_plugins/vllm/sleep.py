@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from asyncrl.devices.device import is_out_of_memory
-from asyncrl.devices.sleeping import no_room_to_wake
-from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
+from asyncrl.devices.sleeping import check_wake_parity, fixed_tokens, no_room_to_wake
 from asyncrl_plugins.vllm.conversion import engine_input_of
 
 OWNER = "the vllm engine"

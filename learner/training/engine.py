@@ -17,7 +17,7 @@ from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.service_sections import OptimConfig
 from asyncrl.devices.device import resolve_device
-from asyncrl.devices.sleeping import Sleeper
+from asyncrl.devices.sleeping import Sleeper, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import load_model
@@ -25,7 +25,6 @@ from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.vision_features import VisionFeatures
-from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.run_folder.contents import ADAPTER_FOLDER

@@ -11,9 +11,9 @@ import torch
 
 from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig
+from asyncrl.devices.sleeping import fixed_tokens
 from asyncrl.models.output_head import add_value_head, read_score_head, values
 from asyncrl.models.vision_features import VisionFeatures
-from asyncrl.models.wake_parity import fixed_tokens
 from learner.ranks.group import ALONE, Ranks
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine

@@ -18,12 +18,11 @@ import torch
 from asyncrl.config.rollout_weights import rollout_weights
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
-from asyncrl.devices.sleeping import Sleeper, bit_sums
+from asyncrl.devices.sleeping import Sleeper, bit_sums, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
-from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from asyncrl.plugins import implementation
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor

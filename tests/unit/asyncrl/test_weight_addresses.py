@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.demo import model as demo_model
-from asyncrl.devices.sleeping import Sleeper
+from asyncrl.devices.sleeping import Sleeper, fixed_tokens
 from asyncrl.models.loading import ALIGNMENT_BYTES, can_stay_mapped, load_model, skeleton
-from asyncrl.models.wake_parity import fixed_tokens
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from rollout_server.engines.hf.decode_batch import prefill
 

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.sleeping import fixed_tokens
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
 from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.models.wake_parity import fixed_tokens
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.sleeping import HostMemory, Sleeper
+from asyncrl.devices.sleeping import HostMemory, Sleeper, fixed_tokens
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import published_tensors
-from asyncrl.models.wake_parity import fixed_tokens
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
