@@ -103,10 +103,10 @@ async def _opening(
     """Opening of an episode of this row; the episode is closed then. Raises UserError."""
     one = environment.model_copy(update={"workers": 1, "instances_per_worker": 1, "retries": 0})
     images = [rendered.blobs[digest] for digest in rendered.prompt.image_hashes]
-    pool = EnvironmentWorkers(one, image_rule(processor))
+    workers = EnvironmentWorkers(one, image_rule(processor))
     try:
-        await pool.start()
-        episode = await pool.begin(start_of(rendered.prompt, images, ticket_seed(seed, 0)))
+        await workers.start()
+        episode = await workers.begin(start_of(rendered.prompt, images, ticket_seed(seed, 0)))
         await episode.close()
         return episode.opening
     except EnvironmentFailed as failed:
@@ -115,7 +115,7 @@ async def _opening(
             "needs (a service, a file, a column of the row), or mend its reset()"
         ) from failed
     finally:
-        await pool.close()
+        await workers.close()
 
 
 def _describe(survey: RowSurvey, data: DataConfig) -> str:

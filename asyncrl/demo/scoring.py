@@ -191,12 +191,12 @@ def _generate(
 
 async def _score(reward: RewardConfig, size: int, samples: Sequence[RewardSample]) -> list[Score]:
     """`samples`: those of a row one after the other."""
-    pool = RewardScorer(reward)
-    await pool.start()
+    scorer = RewardScorer(reward)
+    await scorer.start()
     try:
-        groups = [pool.group(size) for _ in range(len(samples) // size)]
+        groups = [scorer.group(size) for _ in range(len(samples) // size)]
         return await asyncio.gather(
             *(groups[number // size].score(number % size, sample) for number, sample in enumerate(samples))
         )
     finally:
-        await pool.close()
+        await scorer.close()

@@ -20,7 +20,7 @@ sooner."""
 TIMEOUT_S = 4.0
 """Longest silence of the endpoint itself."""
 _TEXT = r'"(?:[^"\\]|\\.)*"'
-_LINE = re.compile(rf"^asyncrl_(?:learner|rollout|pool)_(\w+)(?:\{{((?:[^\"}}]|{_TEXT})*)\}})? (\S+)$", re.MULTILINE)
+_LINE = re.compile(rf"^asyncrl_(?:learner|rollout)_(\w+)(?:\{{((?:[^\"}}]|{_TEXT})*)\}})? (\S+)$", re.MULTILINE)
 _RUN = re.compile(rf"\brun={_TEXT},?")
 """The label that all series of a service share."""
 

@@ -177,8 +177,8 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
 async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
     """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
     processor = PromptProcessor(config.model)
-    pool, key = RewardScorer(config.reward.model_copy(update={"workers": 1})), config.data.target_key
-    await pool.start()
+    scorer, key = RewardScorer(config.reward.model_copy(update={"workers": 1})), config.data.target_key
+    await scorer.start()
     try:
         scored: dict[str, list[Score]] = defaultdict(list)
         for rendered, row in rows:
@@ -196,10 +196,10 @@ async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[st
                 )
                 for text in completions.values()
             ]
-            group = pool.group(len(samples))
+            group = scorer.group(len(samples))
             scores = await asyncio.gather(*(group.score(i, sample) for i, sample in enumerate(samples)))
             for name, score in zip(completions, scores, strict=True):
                 scored[name].append(score)
         return scored
     finally:
-        await pool.close()
+        await scorer.close()

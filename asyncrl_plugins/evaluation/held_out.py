@@ -114,15 +114,15 @@ async def _playing(
 ) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
     processor = PromptProcessor(config.model)
-    pool = environment_workers(config.environment, processor)
-    assert pool is not None, "rows of one turn are scored by plain transformers"
+    workers = environment_workers(config.environment, processor)
+    assert workers is not None, "rows of one turn are scored by plain transformers"
     engine, rewards = create_engine(config, processor), RewardScorer(config.reward)
     try:
         await rewards.start()
-        await pool.start()
-        processor.show_tools(tools_of(pool, config.environment))
+        await workers.start()
+        processor.show_tools(tools_of(workers, config.environment))
         environments = environments_of(
-            pool,
+            workers,
             config.environment,
             prompt_tokens=config.data.max_prompt_length,
             in_rounds=config.samples_in_rounds,
@@ -132,7 +132,7 @@ async def _playing(
         raise BadStateError(f"the engine died: {died}") from died
     finally:
         await rewards.close()
-        await pool.close()
+        await workers.close()
         await engine.close()
 
 
