@@ -78,7 +78,7 @@ def work_of(kind: Kind, method: Method, t: Trajectories, tokens: int) -> Callabl
     assert t.proximal_logprobs is not None
     target = (t.proximal_logprobs + 0.01).requires_grad_()
     marked = torch.zeros(len(t.row), dtype=torch.bool)
-    is_hybrid = "demonstrations" in method.needs
+    is_hybrid = "inserted" in method.needs
     of = PolicyTokens(
         target,
         t.proximal_logprobs,

@@ -28,7 +28,7 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "selection": ("Selections", "algorithm.selections"),
     "group_filter": ("Group filters", "algorithm.filters"),
     "addition": ("Additions to any method", "NAME, a section of `algorithm` whose presence chooses it"),
-    "ticket_hook": ("Images of trajectories", "NAME, a section of `algorithm` whose presence chooses it"),
+    "ticket_hook": ("Changes of trajectories", "NAME, a section of `algorithm` whose presence chooses it"),
     "loss_hook": ("Terms of the loss", "NAME, a section of `algorithm` whose presence chooses it"),
     "prompt_source": ("Choice of rows", "NAME, a section of `algorithm` whose presence chooses it"),
     "staleness_controller": ("Staleness bound", "NAME, a section of `algorithm` whose presence chooses it"),
@@ -69,8 +69,9 @@ each batch and the defaults `luspo` and `aspo` have the gradient of `ppo` under 
 
 Policy losses that learn from `data.target_key` beside what the policy samples ([algorithms](../../docs/algorithms.md)
 explains the letters of the formulas). The rows' demonstrations are members of their groups, or completions begin with
-parts of them as hints (`algorithm.demonstrations.*`, in [configuration](../../docs/configuration.md#algorithm)); a
-group of a row without one is sampled alone. Written by `scripts/make_docs.py` from the rows in `plugin.py`.""",
+parts of them as hints: a hook of tickets (`learner/tickets/ticket_hook.py`) whose section, `algorithm.demonstrations`,
+each of the losses gives. A group of a row without a demonstration is sampled alone. Written by `scripts/make_docs.py`
+from the rows in `plugin.py`.""",
     "perception": """# Perception
 
 Methods for policies that see images; they go with any estimator and loss
@@ -222,7 +223,7 @@ def _short(value: object) -> str:
 
 
 NEEDED = {
-    "demonstrations": "demonstrations (`data.target_key`)",
+    "inserted": "texts to learn from (`data.target_key`)",
     "critic": "a critic: memory of a second model, trained beside it",
     "turns": "an environment",
     "greedy_row": "a greedy completion more per group",

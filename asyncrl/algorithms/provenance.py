@@ -57,7 +57,7 @@ class Provenance(Generic[Column]):
 
     @property
     def is_inserted(self) -> Column:
-        """[N] bool: tokens of demonstrations and hints. No policy sampled them: they have no ratio."""
+        """[N] bool: tokens that the ticket put there. No policy sampled them: they have no ratio."""
         return self.source == TokenSource.INSERTED
 
     @property

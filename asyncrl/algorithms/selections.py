@@ -99,8 +99,7 @@ class Selections:
         }
 
     def __call__(self, t: Trajectories, credit: Credit) -> Selected:
-        """Tokens of demonstrations and hints are never chosen, and enter no statistic, but of selections that need
-        them."""
+        """Inserted tokens are never chosen, and enter no statistic, but of selections that need them."""
         sampled = ~t.provenance.is_inserted if t.provenance else torch.ones_like(t.row, dtype=torch.bool)
         of_policy = t, credit
         if not sampled.all():
@@ -108,7 +107,7 @@ class Selections:
         chosen: dict[str, torch.Tensor] = {}
         for name in self._functions:
             method = method_of("selection", name)
-            if method and "demonstrations" in method.needs:
+            if method and "inserted" in method.needs:
                 chosen[name] = self._choose(name, t, credit)
                 continue
             chosen[name] = torch.zeros_like(sampled)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.device_rules import same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
+from asyncrl.config.method import NEEDS
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
@@ -135,19 +136,20 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
     train = open_train(config.data, purpose)
     if purpose == "rl":
-        check_demonstrations(config.algorithm, config.data.target_key, train)
+        check_targets(config.algorithm, config.data.target_key, train)
     for rows in (train, open_validation(config.data) if purpose == "rl" else None):
         if rows is not None:
             check_media(config.model, config.data, described, rows)
 
 
-def check_demonstrations(algorithm: AlgorithmConfig, key: str, rows: RowSource) -> None:
-    """Refuse demonstrations of a column that no training row has. Whether any is filled is seen with all rows."""
-    if algorithm.demonstrations.are_used and key not in rows.columns:
+def check_targets(algorithm: AlgorithmConfig, key: str, rows: RowSource) -> None:
+    """Refuse a column of texts to learn from that no training row has. Whether any is filled is seen with all rows."""
+    needing = [method.name for method in algorithm.chosen_methods if "target" in method.needs]
+    if needing and key not in rows.columns:
         raise UserError(
-            f"algorithm.policy_loss {algorithm.policy_loss} learns from demonstrations, and no training row has "
-            f"a column {key!r} (data.target_key).{did_you_mean(key, rows.columns)} Columns are "
-            f"{', '.join(rows.columns)}. Name the one that has demonstrations, or choose a loss that needs none"
+            f"{needing[0]} needs {NEEDS['target']}, and no training row has a column {key!r} (data.target_key)."
+            f"{did_you_mean(key, rows.columns)} Columns are {', '.join(rows.columns)}. Name the one that has them, or "
+            f"leave {needing[0]} out"
         )
 
 

@@ -45,8 +45,8 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     ]
     found = [_describe(survey, config.data) for survey in surveys]
     usable = surveys[0].usable
-    if config.algorithm.demonstrations.are_used and (without := surveys[0].num_without_target):
-        found.append(f"of {len(usable):,} usable training rows {without:,} have no demonstration (data.target_key)")
+    if "target" in config.algorithm.needs and (without := surveys[0].num_without_target):
+        found.append(f"of {len(usable):,} usable training rows {without:,} have no text in data.target_key")
     rendered, encoded = measure_row(train, usable[0], renderer, processor, config.network.max_message_mib)
     prompt, told = rendered.prompt, ""
     if bridge:

@@ -25,7 +25,7 @@ class AlgorithmConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> AlgorithmConfig:
-        rules = (selection_problems, kl_problems, demonstration_problems, proximal_problems, source_problems)
+        rules = (selection_problems, kl_problems, insertion_problems, proximal_problems, source_problems)
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
@@ -36,6 +36,9 @@ def selection_problems(config: AlgorithmSettings) -> Iterator[str]:
     """Name what is no selection and no filter, with the fix."""
     yield from _name_problems("algorithm.selections", config.selections, methods("selection"))
     yield from _name_problems("algorithm.filters", config.filters, methods("group_filter"))
+    loss = method_of("policy_loss", config.policy_loss)
+    if loss and (missing := sorted({*loss.defaults.get("selections", ())} - {*config.selections})):
+        yield (f"algorithm.policy_loss {loss.name} needs the selection {missing[0]}. Add it to algorithm.selections")
 
 
 def source_problems(config: AlgorithmSettings) -> Iterator[str]:
@@ -75,35 +78,27 @@ def kl_problems(config: AlgorithmSettings) -> Iterator[str]:
             )
 
 
-def demonstration_problems(config: AlgorithmSettings) -> Iterator[str]:
-    """Name what does not go with demonstrations, or is not there without them, with its fix."""
-    loss, used = method_of("policy_loss", config.policy_loss), config.demonstrations.are_used
+def insertion_problems(config: AlgorithmSettings) -> Iterator[str]:
+    """Name what does not go with inserted tokens, or is not there without them, with its fix."""
+    loss, hooks = method_of("policy_loss", config.policy_loss), config.inserting_hooks
     for method in config.chosen_methods:
-        if "demonstrations" in method.needs and not used:
-            hints = "hints" in method.defaults.get("demonstrations", {})
-            fix = "hints.segments=5" if hints else "rows=1"
-            yield (
-                f"{method.name} needs {NEEDS['demonstrations']}, and there are none. Set algorithm.demonstrations.{fix}"
-            )
-    if used and (loss is None or "demonstrations" not in loss.needs):
-        able = ", ".join(name for name, each in methods("policy_loss").items() if "demonstrations" in each.needs)
+        if "inserted" in method.needs and not hooks:
+            able = [f"algorithm.{name}" for name, each in methods("ticket_hook").items() if each.inserts]
+            yield f"{method.name} needs {NEEDS['inserted']}. Set {' or '.join(able) or 'the section of a plug-in'}"
+    names = " and ".join(f"algorithm.{name}" for name in hooks)
+    if len(hooks) > 1:
+        yield f"{names} each insert tokens. Leave all but one out"
+    if hooks and (loss is None or "inserted" not in loss.needs):
+        able = ", ".join(name for name, each in methods("policy_loss").items() if "inserted" in each.needs)
         yield (
-            f"algorithm.demonstrations asks for demonstrations, which algorithm.policy_loss {config.policy_loss} "
-            f"does not learn from. Choose one of {able or 'a plug-in'}, or leave algorithm.demonstrations out"
+            f"{names} inserts tokens, which algorithm.policy_loss {config.policy_loss} does not learn from. Choose one "
+            f"of {able or 'a plug-in'}, or leave {names} out"
         )
-    if used and "critic" in config.needs:
+    if hooks and "critic" in config.needs:
         yield (
-            f"algorithm.adv_estimator {config.adv_estimator} needs {NEEDS['critic']}, which is not trained on "
-            "demonstrations. Choose an estimator without one, such as grpo"
+            f"algorithm.adv_estimator {config.adv_estimator} needs {NEEDS['critic']}, which is not trained on tokens "
+            f"that {names} inserts. Choose an estimator without one, such as grpo"
         )
-    if config.demonstrations.rows and "zero_variance" in config.filters:
-        yield (
-            "algorithm.filters has zero_variance, which would drop the groups that have the most to learn from "
-            "their demonstration: those without a right completion. Set algorithm.filters=[], or "
-            "algorithm.demonstrations.rows=0"
-        )
-    if loss and (missing := sorted({*loss.defaults.get("selections", ())} - {*config.selections})):
-        yield (f"algorithm.policy_loss {loss.name} needs the selection {missing[0]}. Add it to algorithm.selections")
 
 
 def proximal_problems(config: AlgorithmSettings) -> Iterator[str]:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.demonstrations import DemonstrationConfig
-from asyncrl.config.installed_methods import chosen_methods, methods, sections_of, with_defaults
+from asyncrl.config.installed_methods import chosen_hooks, chosen_methods, methods, sections_of, with_defaults
 from asyncrl.config.method import KINDS, Kind, Method
 from asyncrl.config.method_settings import (
     CorrectionConfig,
@@ -120,9 +119,10 @@ class AlgorithmSettings(OpenSection):
         return chosen_methods({**(self.model_extra or {}), **{name: getattr(self, name) for name in named}})
 
     @property
-    def demonstrations(self) -> DemonstrationConfig:
-        """Demonstrations of the run: none where no chosen method learns from them."""
-        return self._settings_or_off(DemonstrationConfig())
+    def inserting_hooks(self) -> dict[str, int]:
+        """Chosen ticket hooks that insert tokens, each with the trajectories of a group that it may insert whole."""
+        hooks = chosen_hooks("ticket_hook", self)
+        return {name: method.inserts(settings) for name, (method, settings) in hooks.items() if method.inserts}
 
     @property
     def entropy_control(self) -> EntropyControlConfig:

@@ -73,5 +73,3 @@ def environment_problems(config: RunSections) -> Iterator[str]:
         )
     if environment.name in installed("environments"):
         yield from description("environments", environment.name).problems(config)
-    if algorithm.demonstrations.are_used:
-        yield "algorithm.demonstrations: a demonstration has one turn, and an environment asks for more. Leave it out"

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import plugins, user_functions
-from asyncrl.config.demonstrations import DemonstrationConfig
 from asyncrl.config.method import BY_SECTION, KINDS, NEEDS, TAKES_FROM, Kind, Method, MethodSet
 from asyncrl.config.methods import METHODS
 from asyncrl.config.sections import OpenSection, Section
 from asyncrl.errors import UserError, did_you_mean
 
-USER_FIELDS = {field.name for field in fields(Method)} - {"implementation", "name", "settings", "problems", "notes"}
+OF_PACKAGES = {"implementation", "name", "settings", "problems", "notes", "inserts"}
+USER_FIELDS = {field.name for field in fields(Method)} - OF_PACKAGES
 """Fields of Method that a user's METHODS may give: literals."""
 
 
@@ -100,10 +100,8 @@ def chosen_hooks(kind: Kind, algorithm: OpenSection) -> dict[str, tuple[Method, 
 
 
 def sections_of(method: Method) -> Mapping[str, type[Section]]:
-    """Sections that exist where the method is chosen: its own, and the one that all who learn from demonstrations
-    share."""
-    own = {method.name: method.settings} if method.settings else {}
-    return own | ({"demonstrations": DemonstrationConfig} if "demonstrations" in method.needs else {})
+    """Section that exists where the method is chosen, by its name; none where it has no settings."""
+    return {method.name: method.settings} if method.settings else {}
 
 
 def _names(value: Any) -> list[str]:

@@ -30,7 +30,9 @@ NEEDS: Mapping[str, str] = {
     "critic": "values of a critic",
     "greedy_row": "a greedy completion in every group, scored and not trained",
     "turns": "trajectories of several turns, in an environment",
-    "demonstrations": "demonstrations or hints of data.target_key among the trained tokens",
+    "inserted": "tokens that a ticket hook inserts, among the trained ones",
+    "target": "texts of data.target_key",
+    "total_steps": "the number of steps of the run",
 }
 """Needs of a method besides scores, groups and behaviour log-probs."""
 
@@ -81,12 +83,15 @@ class Method:
     """Loss: a ratio in it is that of a whole trajectory, all of whose tokens must be there."""
     marks: str = ""
     """Loss: the selection whose tokens are `tokens.marked`, treated in the loss's own way."""
-    credits_demonstrations: bool = False
-    """Loss: demonstrations are members of their group, whose scores count in its statistics and which get an
-    advantage."""
+    credits_inserted: bool = False
+    """Loss: completions that are inserted whole are members of their group, whose scores count in its statistics and
+    which get an advantage."""
     shares_denominator: bool = False
     """Loss: `loss_agg_mode` is over inserted and sampled tokens together, not over the sampled ones beside a mean over
     the inserted ones."""
+    inserts: Callable[[Any], int] | None = None
+    """Ticket hook: insert tokens, which losses that need `inserted` learn from. Gives, from its settings, how many of a
+    group's last trajectories it may insert whole."""
     takes_from: str = "loss"
     """Selection: key of TAKES_FROM."""
     name: str = ""

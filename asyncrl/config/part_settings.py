@@ -31,6 +31,7 @@ class TicketSettings:
     evaluation: EvaluationConfig
     seed: int
     trajectories_per_group: int
+    sampled_per_group: int
     total_steps: Callable[[int], int]
     """Learner steps of the run, from the number of usable training rows."""
     max_message_mib: int

@@ -275,6 +275,11 @@ class RunSections(Section):
         return self.batch.group_size + ("greedy_row" in self.algorithm.needs)
 
     @property
+    def sampled_per_group(self) -> int:
+        """Trajectories of batch.group_size that no ticket hook inserts whole."""
+        return self.batch.group_size - sum(self.algorithm.inserting_hooks.values())
+
+    @property
     def critic_model(self) -> ModelConfig:
         """The model that the critic starts from: whole, without adapters."""
         return self._whole_model(self.critic.path)

@@ -31,9 +31,3 @@ def schedule_notes(config: RunConfig, total_steps: int) -> Iterator[str]:
             )
     for method in algorithm.chosen_methods:
         yield from method.notes(config, total_steps)
-    hints = algorithm.demonstrations.hints
-    if hints.segments and hints.steps >= total_steps:
-        yield (
-            f"algorithm.demonstrations.hints.steps is {hints.steps} and {run}: completions have hints to the end, "
-            f"each segment with probability {hints.probability(total_steps - 1):.2g} in the last one"
-        )

@@ -82,6 +82,7 @@ class RunConfig(RunSections):
             evaluation=self.evaluation,
             seed=self.trainer.seed,
             trajectories_per_group=self.trajectories_per_group,
+            sampled_per_group=self.sampled_per_group,
             total_steps=self.total_steps,
             max_message_mib=self.network.max_message_mib,
             parity_rows=self.alignment.rows,
@@ -166,14 +167,6 @@ def number_problems(config: RunSections) -> list[str]:
         problems.append(
             f"batch.group_size is {batch.group_size}: {estimator.name} needs at least 2 completions per prompt to "
             "compute an advantage. Set batch.group_size=8"
-        )
-    loss = method_of("policy_loss", algorithm.policy_loss)
-    left, least = batch.group_size - algorithm.demonstrations.rows, 1 if loss and loss.credits_demonstrations else 2
-    if algorithm.demonstrations.rows and left < least:
-        problems.append(
-            f"batch.group_size is {batch.group_size} and algorithm.demonstrations.rows is "
-            f"{algorithm.demonstrations.rows}, which leaves {left} completions to sample: {algorithm.policy_loss} "
-            f"needs at least {least}. Raise the former or lower the latter"
         )
     if batch.prompts_per_step % algorithm.updates_per_batch:
         problems.append(

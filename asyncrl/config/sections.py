@@ -138,8 +138,7 @@ class DataConfig(Section):
     video_fps: float = Field(default=2.0, gt=0)
     """Frames per second of the videos in video_key: places them in time for models that ask (Qwen2.5-VL, Qwen3-VL)."""
     target_key: str = "target"
-    """Column with the demonstration that `asyncrl sft` imitates and algorithm.demonstrations puts into groups, where a
-    row without one simply has none."""
+    """Column with a right completion, for methods that learn from it. A row may have none."""
     image_dir: str = ""
     """Base of relative image and frame paths; empty means the folder of the data file."""
     format_prompt: str = ""

@@ -25,7 +25,7 @@ class RenderedPrompt:
     blobs: Mapping[str, bytes]
     """Encoded bytes of images and frames by content hash."""
     target: str = ""
-    """Text of the row's demonstration; empty where it has none."""
+    """Text of the row in `data.target_key`; empty where it has none."""
 
 
 class PromptRenderer:
@@ -141,7 +141,7 @@ def _part(part: Any, row_id: str) -> ContentPart:
 
 
 def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
-    """The demonstration of a row for supervised training."""
+    """Text that supervised training imitates for a row."""
     target = row.get(config.target_key)
     if not isinstance(target, str) or not target:
         raise UserError(

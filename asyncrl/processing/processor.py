@@ -321,7 +321,7 @@ class PromptProcessor:
         with self._lock:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def tokenize_demonstration(self, text: str) -> list[int]:
+    def tokenize_completion(self, text: str) -> list[int]:
         """Token ids of a completion that says `text`: as the policy would sample it, with a stop token at its end."""
         return [*self.tokenize(text), self.tokenizer.eos_token_id]
 

@@ -20,10 +20,10 @@ def greso_problems(config: RunConfig) -> Iterator[str]:
             f"batch.group_size is {config.batch.group_size}: no group has spread, which algorithm.greso goes by. Set "
             "batch.group_size=8"
         )
-    if config.algorithm.demonstrations.rows:
+    if config.sampled_per_group < config.batch.group_size:
         yield (
             "algorithm.greso is chosen, which passes over prompts without a right completion: those that have the most "
-            "to learn from their demonstration. Leave it out, or set algorithm.demonstrations.rows=0"
+            f"to learn from what {' and '.join(config.algorithm.inserting_hooks)} inserts. Leave one of them out"
         )
 
 

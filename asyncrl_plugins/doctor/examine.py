@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.checks.inputs import check_algorithm, check_demonstrations, check_media
+from asyncrl.checks.inputs import check_algorithm, check_media, check_targets
 from asyncrl.config.algorithm import method_line
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
@@ -97,7 +97,7 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     elif model is not None:
         check_media(config.model, config.data, model, rows)
     if rows is not None and not held_out:
-        check_demonstrations(config.algorithm, config.data.target_key, rows)
+        check_targets(config.algorithm, config.data.target_key, rows)
     return rows
 
 

@@ -6,16 +6,13 @@ import io
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from asyncrl.data.images import decode_image
 from asyncrl_plugins.perception.settings import NoisyRolloutConfig
-
-if TYPE_CHECKING:
-    from learner.tickets.ticket_hook import TicketRow
+from learner.tickets.ticket_hook import TicketContext, TicketRow, TrajectoryChange
 
 DIFFUSION_STEPS = 1000
 
@@ -33,16 +30,16 @@ def annealing(settings: NoisyRolloutConfig, done: float) -> float:
 class NoisyRollout:
     """Hook of tickets: the last sampled trajectories of a group see its images distorted."""
 
-    def __init__(self, settings: NoisyRolloutConfig):
+    def __init__(self, settings: NoisyRolloutConfig, context: TicketContext):
         self._settings = settings
 
-    def __call__(self, row: TicketRow) -> dict[int, list[bytes]]:
+    def __call__(self, row: TicketRow) -> dict[int, TrajectoryChange]:
         steps = int(self._settings.steps * annealing(self._settings, row.done))
         if not steps or not row.images:
             return {}
         made = [noisy_image(data, steps, (*row.seed, number), row.where) for number, data in enumerate(row.images)]
         end = row.trajectories
-        return dict.fromkeys(range(end - self._settings.number_of(end), end), made)
+        return dict.fromkeys(range(end - self._settings.number_of(end), end), TrajectoryChange(images=made))
 
 
 def noisy_image(data: bytes, steps: int, seed: Sequence[int], where: str) -> bytes:

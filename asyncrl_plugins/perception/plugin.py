@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def noise_problems(config: RunConfig) -> Iterator[str]:
     """Name the parts of a configuration that do not go with distorted images, each with its fix."""
     algorithm, settings = config.algorithm, config.algorithm.settings_of(NoisyRolloutConfig)
-    left = config.batch.group_size - algorithm.demonstrations.rows
+    left = config.sampled_per_group
     if not settings.number_of(left):
         yield (
             f"algorithm.noisy_rollout.share is {settings.share:g}, which is none of the {left} completions of a group "
-            "that are sampled (batch.group_size without algorithm.demonstrations.rows). Set it to 0.5, and "
+            "that are sampled (batch.group_size without what is inserted whole). Set it to 0.5, and "
             "batch.group_size so that two are sampled at least"
         )
     if algorithm.proximal != "recompute":
@@ -38,6 +38,7 @@ METHODS = MethodSet(
             "asyncrl_plugins.perception.noisy_images:NoisyRollout",
             formula="a share of each group sees distorted images, all are trained on the clean ones",
             paper="2504.13055",
+            needs={"total_steps"},
             settings=NoisyRolloutConfig,
             problems=noise_problems,
         )

@@ -185,7 +185,7 @@ class SupervisedRun:
     def _target_ids(self, row: Mapping[str, Any], row_id: str) -> list[int]:
         """Token ids of the demonstration. Raises UserError where there is none, or it is too long."""
         text = row_target(row, self.config.data, row_id)
-        ids = self.processor.tokenize_demonstration(text)
+        ids = self.processor.tokenize_completion(text)
         if len(ids) > self.config.data.max_response_length:
             raise UserError(
                 f"row {row_id}: the target has {len(ids)} tokens, over data.max_response_length = "

@@ -240,12 +240,12 @@ def lasting_settings(
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,
     }
-    for name, (_, hook) in chosen_hooks("ticket_hook", config.algorithm).items():  # which images trajectories see
-        settings |= {f"algorithm.{name}.{key}": value for key, value in hook}
+    hooks = tuple(f"algorithm.{name}." for name in chosen_hooks("ticket_hook", config.algorithm))
+    settings |= {key: attrgetter(key)(config) for key in all_keys() if hooks and key.startswith(hooks)}
+    if "target" in config.algorithm.needs:
+        settings |= {key: attrgetter(key)(config) for key in ("data.target_key", "data.max_response_length")}
+    if "total_steps" in config.algorithm.needs:
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
-    if config.algorithm.demonstrations.are_used:  # they decide which tokens a ticket's requests put in place
-        names = [key for key in all_keys() if key.startswith("algorithm.demonstrations.")]
-        settings |= {name: attrgetter(name)(config) for name in (*names, "data.target_key", "data.max_response_length")}
     if config.environment.is_used:
         asked = config.environment.model_dump(mode="json", include={"name", "tools", "config", "limits", "call_format"})
         rewriting = config.environment.model_dump(include={"history", "keep_images"}, exclude_defaults=True)

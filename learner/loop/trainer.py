@@ -165,7 +165,7 @@ class Trainer:
         batch = make_batch(
             groups,
             self.processor,
-            demonstrations="demonstrations" in algorithm.needs,
+            inserted="inserted" in algorithm.needs,
             defers_pixels=self.ranks.size > 1,  # a rank needs those of its share alone
         )
         version = self.progress.version

@@ -168,7 +168,7 @@ def make_judge(
 
 
 def sampled_group(item: ReceivedGroup, accuracy: str = "") -> SampledGroup:
-    """Group as filters and sources see it: sampled by the policy, without greedy rows and demonstrations."""
+    """Group as filters and sources see it: sampled by the policy, without greedy and inserted rows."""
     rows = [row for row, record in enumerate(item.group.trajectories) if record.role is TrajectoryRole.TRAIN]
     lengths = item.group.lengths.tolist()
     return SampledGroup(

@@ -25,8 +25,7 @@ from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import PreparedTicket
-from learner.tickets.demonstrations import Demonstrations, check_targets
-from learner.tickets.ticket_hook import TicketRow, ticket_hooks
+from learner.tickets.ticket_hook import TicketContext, TicketRow, ticket_hooks
 from protocol.messages import NO_REQUEST, Sampling, Ticket, TicketKind, TrajectoryRequest
 
 FINGERPRINTED_ROWS = 64
@@ -50,14 +49,6 @@ class TicketWriter:
         self.held_out = open_validation(settings.data)
         self._stop_token_ids = stop_token_ids
         self._bridge = TurnBridge(processor, stop_token_ids) if settings.environment.is_used else None
-        self._hooks = ticket_hooks(settings.algorithm)
-        self._demonstrations = Demonstrations(
-            settings.algorithm.demonstrations,
-            processor,
-            stop_token_ids,
-            seed=settings.seed,
-            most_tokens=settings.data.max_response_length,
-        )
         self.train_survey = usable_rows(
             self.train, self.renderer, processor, settings.data, "training", settings.max_message_mib
         )
@@ -66,7 +57,8 @@ class TicketWriter:
             self.held_out_survey = usable_rows(
                 self.held_out, self.renderer, processor, settings.data, "held-out", settings.max_message_mib
             )
-        check_targets(self.train_survey, settings.algorithm, settings.data.target_key)
+        context = TicketContext(settings.data, processor, stop_token_ids, self.train_survey)
+        self._hooks = ticket_hooks(settings.algorithm, context)
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
         self._sort_by = self._numbers(settings.data.curriculum) if settings.data.curriculum.order_by else None
@@ -122,7 +114,7 @@ class TicketWriter:
         for place in range(number):
             rendered, _ = self._measure(self.train, self._train_rows[place * self.num_train_rows // number])
             hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
-            if self.settings.algorithm.demonstrations.are_used:
+            if "target" in self.settings.algorithm.needs:
                 hashed.update(rendered.target.encode())
         if bad := self.train_survey.bad:
             hashed.update("\n".join(one.row_id for one in bad).encode())
@@ -130,41 +122,41 @@ class TicketWriter:
 
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """Write the training ticket of a position in the data order."""
-        prompt = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
-        rendered, measured = prompt
-        others = self._other_images(rendered, slot)
-        if others:
-            made = {content_hash(data): data for images in others.values() for data in images}
-            rendered = replace(rendered, blobs={**rendered.blobs, **made})
+        rendered, measured = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
+        requests, other_images = self._requests(rendered, slot)
+        if other_images:
+            rendered = replace(rendered, blobs={**rendered.blobs, **other_images})
             check_message(rendered, self.settings.max_message_mib)
-        size, requests = self.settings.trajectories_per_group, self._requests(rendered.target, slot, others)
+        size = self.settings.trajectories_per_group
         return self._prepare(
             (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, requests=requests
         )
 
-    def _other_images(self, rendered: RenderedPrompt, slot: TicketSlot) -> dict[int, Sequence[bytes]]:
-        """Images that hooks show to some trajectories in place of the row's."""
+    def _requests(
+        self, rendered: RenderedPrompt, slot: TicketSlot
+    ) -> tuple[tuple[TrajectoryRequest, ...], dict[str, bytes]]:
+        """Requests for the trajectories of a training group, none where all are sampled alike, and the images in them
+        by content hash. A greedy trajectory comes last."""
         row = TicketRow(
             where=f"row {rendered.prompt.row_id}",
             images=[rendered.blobs[digest] for digest in rendered.prompt.image_hashes],
-            trajectories=self.settings.batch.group_size - self.settings.algorithm.demonstrations.rows,
+            target=rendered.target,
+            trajectories=self.settings.sampled_per_group,
+            version=slot.version,
             done=slot.version / self.settings.total_steps(self.num_train_rows),
             seed=(self.settings.seed, slot.ticket_id),
         )
-        return {index: images for hook in self._hooks for index, images in hook(row).items()}
-
-    def _requests(
-        self, target: str, slot: TicketSlot, others: Mapping[int, Sequence[bytes]]
-    ) -> tuple[TrajectoryRequest, ...]:
-        """Requests for the trajectories of a training group, none where all are sampled. Behind the sampled ones are
-        demonstrations, and a greedy one. `others`: images that trajectories see in place of the row's."""
-        size = self.settings.batch.group_size
-        requests = [*(self._demonstrations.requests(target, slot, size) or [NO_REQUEST] * size)]
-        for index, images in others.items():
-            requests[index] = requests[index].model_copy(update={"images": tuple(map(content_hash, images))})
-        if self.settings.trajectories_per_group > size:
+        requests, blobs = [NO_REQUEST] * self.settings.batch.group_size, dict[str, bytes]()
+        for hook in self._hooks:
+            for index, change in hook(row).items():
+                images = {content_hash(data): data for data in change.images}
+                hashes = tuple(map(content_hash, change.images))
+                said = {name: value for name, value in (("images", hashes), ("prefix", change.prefix)) if value}
+                requests[index] = requests[index].model_copy(update=said)
+                blobs |= images
+        if self.settings.trajectories_per_group > len(requests):
             requests.append(TrajectoryRequest(greedy=True))
-        return tuple(requests) if any(request != NO_REQUEST for request in requests) else ()
+        return (tuple(requests) if any(request != NO_REQUEST for request in requests) else ()), blobs
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""

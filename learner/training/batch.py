@@ -92,8 +92,8 @@ class Batch:
 
     @cached_property
     def trained(self) -> TrainedTokens:
-        """The `N` tokens of all training groups that count in the loss: sampled ones, and those of demonstrations and
-        hints where the method uses them."""
+        """The `N` tokens of all training groups that count in the loss: sampled ones, and inserted ones where the
+        method learns from them."""
         completions = [completion for group in self.train_groups for completion in group.completions]
         masks = [completion.is_trained for completion in completions] or [np.zeros(0, bool)]
         number, column = flat_rows([len(mask) for mask in masks])
@@ -178,13 +178,13 @@ def make_batch(
     received: Sequence[ReceivedGroup],
     processor: PromptProcessor,
     *,
-    demonstrations: bool = False,
+    inserted: bool = False,
     defers_pixels: bool = False,
 ) -> Batch:
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one; none
     of a group that lacks its baseline.
 
-    With `demonstrations`, tokens that the tickets put in place are trained, too.
+    With `inserted`, tokens that the tickets put in place are trained, too.
 
     Images have stayed encoded until here; the processor's cache spares most of them a second decoding. With
     `defers_pixels` those of a prompt are decoded when its group is packed.
@@ -195,7 +195,7 @@ def make_batch(
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
-        is_trained = group.is_sampled | item.provenance.is_inserted if demonstrations else group.is_sampled
+        is_trained = group.is_sampled | item.provenance.is_inserted if inserted else group.is_sampled
         left_out = item.provenance.is_baseline | item.lacks_baseline
         bounds = [0, *group.lengths.cumsum().tolist()]
         trained = np.append(0, is_trained.cumsum(dtype=np.int64))[bounds].tolist()
@@ -236,7 +236,7 @@ def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
 def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:
     """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`.
 
-    Rewards and lengths are those of what the policy sampled: greedy trajectories and demonstrations count in the
+    Rewards and lengths are those of what the policy sampled: greedy trajectories and those inserted whole count in the
     statuses alone, and greedy ones have metrics of their own.
     """
     groups = [item.group for item in batch.received]
@@ -275,7 +275,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
         described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
         described["baseline/reward"] = float(batch.scores[provenance.is_baseline].nanmean())
     if provenance.is_inserted.any():
-        described["demonstrations/groups"] = float(sum(i.provenance.is_inserted.any() for i in batch.received))
+        described["inserted/groups"] = float(sum(i.provenance.is_inserted.any() for i in batch.received))
     return described
 
 

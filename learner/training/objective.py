@@ -174,7 +174,7 @@ class Objective:
 
     def _provenance(self, batch: Batch, place: torch.Tensor, device: torch.device) -> Provenance[torch.Tensor] | None:
         """Provenance of a micro-batch's tokens, where the method learns from inserted ones."""
-        if not self._algorithm.demonstrations.are_used:
+        if "inserted" not in self._algorithm.needs:
             return None
         return batch.trained_provenance.of_tokens(place).map(lambda column: column.to(device))
 

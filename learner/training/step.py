@@ -191,10 +191,10 @@ class LearnerStep:
         return replace(selected, from_loss={**selected.from_loss, "over_limit": tokens})
 
     def _credit(self, trajectories: Trajectories) -> Credit:
-        """Give credit to what the policy sampled, and to demonstrations where the loss takes them as group members."""
+        """Give credit to what the policy sampled, and to inserted completions where the loss takes them as members."""
         algorithm = self.settings.algorithm
         loss = method_of("policy_loss", algorithm.policy_loss)
-        all_members = not algorithm.demonstrations.are_used or (loss is not None and loss.credits_demonstrations)
+        all_members = "inserted" not in algorithm.needs or (loss is not None and loss.credits_inserted)
         if all_members or trajectories.provenance is None:
             return self.estimator(trajectories, algorithm)
         return self.estimator(trajectories.of_policy(), algorithm).spread(~trajectories.provenance.is_inserted)
@@ -328,12 +328,12 @@ def _take_supervised(columns: dict[str, np.ndarray], num_updates: int) -> dict[s
     if "inserted" not in columns:
         return {}
     inserted = columns.pop("inserted")
-    said = {"demonstrations/tokens": float(inserted.sum() / num_updates)}
+    said = {"inserted/tokens": float(inserted.sum() / num_updates)}
     for name in ("loss/supervised", "supervised_weight"):
         if name in columns:
             said[name] = float(columns.pop(name)[inserted].sum() / num_updates)
     if inserted.any():
-        said["demonstrations/logprob"] = float(columns["learner"][inserted].mean())
+        said["inserted/logprob"] = float(columns["learner"][inserted].mean())
     for name, values in columns.items():
         columns[name] = values[~inserted]
     return said

@@ -83,7 +83,7 @@ class GenerationRequest:
         """Finish reason of a completion of these tokens, its prefix included; None: it goes on."""
         return self.sampling.finish_reason(token_ids)
 
-    def demonstration(self, index: int, version: int) -> Completion | None:
+    def whole(self, index: int, version: int) -> Completion | None:
         """Completion `index` where its prefix is all of it, put in place at `version`; None: the rest is sampled."""
         whole = self.begun(index, version)
         return whole if whole.finish_reason else None

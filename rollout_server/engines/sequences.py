@@ -56,7 +56,7 @@ async def completions(
     whole: list[Completion] = []
     for request in requests:
         for index in range(request.group_size):
-            if (completion := request.demonstration(index, version)) is not None:
+            if (completion := request.whole(index, version)) is not None:
                 whole.append(completion)
             else:
                 tasks.append(begin(request, index))

@@ -57,7 +57,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
             timings=GroupTimings(generate_s=0, reward_s=0),
         )
         received.append(ReceivedGroup(item, _ordered(group, item.ticket, processor.tokenizer.eos_token_id)))
-    return make_batch(received, processor, demonstrations="demonstrations" in config.algorithm.needs)
+    return make_batch(received, processor, inserted="inserted" in config.algorithm.needs)
 
 
 def _ordered(group: Group, ticket: Ticket, stop: int) -> Group:

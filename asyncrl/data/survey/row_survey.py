@@ -41,7 +41,7 @@ KEEP_EVERY_S = 60.0
 MOST_NAMED = 5
 """Bad rows in one message; bad_rows.jsonl has all of them."""
 RowCheck = Callable[[Mapping[str, Any], str], object]
-"""Called with a row and its id; raises UserError where the row has no demonstration that can be used."""
+"""Called with a row and its id; raises UserError where the row has no target that can be used."""
 _SAMPLING_BYTES = 4096
 """Header bytes kept for a ticket's stop ids and banned ids, which a survey does not know."""
 
@@ -82,7 +82,7 @@ class RowSurvey:
 
     @property
     def num_without_target(self) -> int:
-        """Number of usable rows without a demonstration."""
+        """Number of usable rows without a text in `data.target_key`."""
         return sum(not facts.has_target for index in self.usable if (facts := self.facts[index]))
 
     @property
@@ -236,7 +236,7 @@ def survey_rows(
 ) -> RowSurvey:
     """Look at every row, several at a time, or take what is remembered of an earlier survey.
 
-    `source` is `training` or `held-out`. `check` is given for supervised training, where rows need demonstrations, but
+    `source` is `training` or `held-out`. `check` is given for supervised training, where rows need targets, but
     no answers, and are sent to nobody. With a `sample`, where not all is remembered, look at so many of the other rows
     alone, spread evenly. What is found is kept now and then: a survey that is broken off goes on where it was.
     Rows that were refused are looked at again each time: what is wrong may be a file that lies elsewhere. Their images

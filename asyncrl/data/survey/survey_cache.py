@@ -46,7 +46,7 @@ class RowFacts(NamedTuple):
     has_answer: bool
     """False where the answer is missing or null."""
     has_target: bool
-    """False where the demonstration is missing or empty."""
+    """False where the text in `data.target_key` is missing or empty."""
 
 
 @dataclass

@@ -82,7 +82,7 @@ CHARTS = {
         Chart("Dropped groups by reason", "dropped/(.+)", "so far", compared=0),
         Chart("KL to the reference", "reference_kl: reference, kl_prcp: masked images", "nats per token"),
         Chart("Learning rate", "lr: rate, critic/lr: critic's"),
-        Chart("Demonstrations", "demonstrations/logprob: log-prob, loss/supervised: part of the loss", floor=None),
+        Chart("Demonstrations", "inserted/logprob: log-prob, loss/supervised: part of the loss", floor=None),
         Chart("Weight of demonstrations", "supervised_weight: of -log p"),
         Chart("Critic", "critic/explained_variance: explained variance, critic/loss: loss", floor=None),
     ),

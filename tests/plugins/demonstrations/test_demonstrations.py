@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.checks.inputs import check_demonstrations
+from asyncrl.checks.inputs import check_targets
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
@@ -19,9 +19,10 @@ from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.demonstrations.tickets import Demonstrations, segment_ends
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.resume import lasting_settings
-from learner.tickets.demonstrations import Demonstrations, segment_ends
+from learner.tickets.ticket_hook import TicketRow
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch
 from learner.training.packing import plan_micro_batches
@@ -32,7 +33,7 @@ from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
-HYBRIDS = [name for name, method in methods("policy_loss").items() if "demonstrations" in method.needs]
+HYBRIDS = [name for name, method in methods("policy_loss").items() if "inserted" in method.needs]
 SCORE_OF_RIGHT = {"hpt": {"success_gate": {"success_score": 0.8}}, "srft": {"srft": {"success_score": 0.8}}}
 TEXT = "read 3 7 answer 10"
 PIECES = ["read", " 3", " 7", " answer", " 10"]
@@ -42,16 +43,16 @@ def slot(number: int, version: int = 0) -> TicketSlot:
     return TicketSlot(number, number, version=version, bound=0)
 
 
-def hinted(make_config: MakeConfig, **hints: Any) -> tuple[Demonstrations, PromptProcessor]:
-    config = make_config(algorithm={"policy_loss": "uft", "demonstrations": {"hints": {"segments": 5} | hints}})
+def made(config: RunConfig) -> tuple[Demonstrations, PromptProcessor]:
     processor = PromptProcessor(config.model)
-    return Demonstrations(
-        config.algorithm.demonstrations,
-        processor,
-        (processor.tokenizer.eos_token_id,),
-        seed=config.trainer.seed,
-        most_tokens=config.data.max_response_length,
-    ), processor
+    stop = processor.tokenizer.eos_token_id
+    (hook,) = TicketWriter(config.ticket_settings, processor, (stop,))._hooks
+    assert isinstance(hook, Demonstrations)
+    return hook, processor
+
+
+def row(number: int, version: int = 0, text: str = TEXT, trajectories: int = 4) -> TicketRow:
+    return TicketRow("row", [], target=text, trajectories=trajectories, version=version, done=0.0, seed=(1, number))
 
 
 # --- requests ------------------------------------------------------------------------------------------------
@@ -83,15 +84,17 @@ def test_a_demonstration_is_the_tokens_of_a_completion_with_its_stop_token(make_
 
 
 def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: MakeConfig) -> None:
-    demonstrations, processor = hinted(make_config)
+    config = make_config(algorithm={"policy_loss": "uft", "demonstrations": {"hints": {"segments": 5}}})
+    demonstrations, processor = made(config)
     beginnings = ["".join(PIECES[:j]) for j in range(6)]
     shares = []
     for version in (0, 150, 300, 301):
         drawn: Counter[int] = Counter()
         for number in range(300):
-            requests = demonstrations.requests(TEXT, slot(number, version), 4)
-            assert requests == demonstrations.requests(TEXT, slot(number, version), 4)
-            texts = [processor.tokenizer.decode(request.prefix) for request in requests] or [""] * 4
+            changes = demonstrations(row(number, version))
+            assert changes == demonstrations(row(number, version))
+            prefixes = [changes[index].prefix if index in changes else () for index in range(4)]
+            texts = [processor.tokenizer.decode(prefix) for prefix in prefixes]
             drawn.update(beginnings.index(text) for text in texts)  # no stop token: something is sampled behind it
         shares.append(sum(j * count for j, count in drawn.items()) / (5 * drawn.total()))
     assert shares == pytest.approx([0.95, 0.5, 0.05, 0.0], abs=0.03)
@@ -99,16 +102,9 @@ def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: Mak
 
 def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"policy_loss": "chord_mu", "demonstrations": {"share": 0.25}})
-    processor = PromptProcessor(config.model)
+    demonstrations, processor = made(config)
     stop = processor.tokenizer.eos_token_id
-    demonstrations = Demonstrations(
-        config.algorithm.demonstrations,
-        processor,
-        (stop,),
-        seed=config.trainer.seed,
-        most_tokens=config.data.max_response_length,
-    )
-    given = [bool(demonstrations.requests(TEXT, slot(number), 4)) for number in range(400)]
+    given = [bool(demonstrations(row(number, trajectories=3))) for number in range(400)]
     assert sum(given) / 400 == pytest.approx(0.25, abs=0.07)
     for text in ("", "read" + " 1" * 8, "read <|im_end|>", "<|image_pad|>"):
         assert demonstrations.token_ids(text) is None
@@ -121,13 +117,22 @@ def test_rows_without_a_usable_demonstration_have_none(make_config: MakeConfig) 
 def test_a_column_that_no_row_has_is_refused(make_config: MakeConfig) -> None:
     config = make_config(algorithm={"policy_loss": "luffy"}, data={"target_key": "digts"})
     with pytest.raises(UserError, match=r"has a column 'digts' \(data.target_key\). Did you mean 'digits'"):
-        check_demonstrations(config.algorithm, config.data.target_key, open_train(config.data))
+        check_targets(config.algorithm, config.data.target_key, open_train(config.data))
 
 
 def test_a_group_needs_room_for_what_is_sampled(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match="leaves 1 completions to sample: chord_mu needs at least 2"):
         make_config(batch={"group_size": 2}, algorithm={"policy_loss": "chord_mu"})
     make_config(batch={"group_size": 2}, algorithm={"policy_loss": "luffy"})
+
+
+def test_what_demonstrations_have_no_use_for_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.demonstrations\.rows and .* are 0.*Set rows=1"):
+        make_config(algorithm={"policy_loss": "luffy", "demonstrations": {"rows": 0}})
+    with pytest.raises(ValueError, match="drop the groups that have the most to learn"):
+        make_config(algorithm={"policy_loss": "luffy", "filters": ["zero_variance"]})
+    with pytest.raises(ValueError, match=r"success_gate needs tokens .* Set algorithm\.demonstrations"):
+        make_config(algorithm={"selections": ["success_gate"]})
 
 
 def test_a_resumed_run_must_make_the_same_requests(make_config: MakeConfig) -> None:
@@ -192,7 +197,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, name: str) -> N
     assert batch.trained_provenance.is_inserted.any()
     (whole, one), (parts, many) = one_step(config, batch), one_step(small, batch)
     assert whole.keys() == parts.keys()
-    for metric in ("loss", "loss/supervised", "supervised_weight", "demonstrations/tokens", "demonstrations/logprob"):
+    for metric in ("loss", "loss/supervised", "supervised_weight", "inserted/tokens", "inserted/logprob"):
         assert parts[metric] == pytest.approx(whole[metric], rel=1e-4, abs=1e-7)
     assert distance(many, one) < 1e-5
 
@@ -221,7 +226,7 @@ def test_the_supervised_part_is_what_the_formula_says(make_config: MakeConfig, n
     weight = mu * (p * (1 - p) if name == "chord_phi" else torch.ones_like(p))
     assert metrics["supervised_weight"] == pytest.approx(float(weight.mean()), rel=1e-5)
     assert metrics["loss/supervised"] == pytest.approx(float(-(weight * logprobs).mean()), rel=1e-5)
-    assert metrics["demonstrations/tokens"] == int(batch.trained_provenance.is_inserted.sum())
+    assert metrics["inserted/tokens"] == int(batch.trained_provenance.is_inserted.sum())
     plain_config, _ = prepared(make_config, "ppo")
     only_sampled = _without_experts(batch)
     plain, _ = one_step(plain_config, only_sampled, version)
@@ -300,4 +305,4 @@ def test_rewards_and_lengths_are_told_of_the_policy_alone(make_config: MakeConfi
     described = describe_batch(replace(batch, received=told), 3, component)
     rewards = batch.scores[~batch.trained_provenance.is_demonstration]
     assert described["reward/mean"] == pytest.approx(float(rewards.nanmean()))
-    assert described["demonstrations/groups"] == 4
+    assert described["inserted/groups"] == 4

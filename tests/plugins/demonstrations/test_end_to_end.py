@@ -39,8 +39,8 @@ def test_demonstrations_come_with_their_groups(make_config: Callable[..., RunCon
             assert re.fullmatch(rf"read \d \d answer {group['answer']}", one["text"])
             assert one["request"] == f"begins with {one['length']} tokens that were put there"
         assert [one["reward"] for one in demonstrations] == [1.0] * PER_STEP, "the same reward function scores them"
-        assert line["demonstrations/groups"] == PER_STEP
-        assert line["demonstrations/tokens"] == sum(one["length"] for one in demonstrations)
+        assert line["inserted/groups"] == PER_STEP
+        assert line["inserted/tokens"] == sum(one["length"] for one in demonstrations)
         assert line["tokens"] == sum(c["length"] for group in groups for c in group["completions"][:-1])
         assert line["reward/mean"] < 0.5, "of what the policy sampled, which is not right yet"
         assert line["ledger_residual"] == 0

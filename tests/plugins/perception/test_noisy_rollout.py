@@ -181,4 +181,4 @@ def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> 
         )
         results.append(LearnerStep(Roles(actor), config.step_settings)(replace(batch, behaviour_logprobs=moved), 0))
     assert results[0] == results[1]
-    assert results[0]["demonstrations/tokens"] > 0
+    assert results[0]["inserted/tokens"] > 0

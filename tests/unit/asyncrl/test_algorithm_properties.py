@@ -121,7 +121,7 @@ def batches(draw: st.DrawFn, shortest: int = 0) -> Made:
 @cache
 def config_of(estimator: str, loss: str, mode: str) -> AlgorithmConfig:
     needs, of_loss = methods("advantage")[estimator].needs, methods("policy_loss")[loss].needs
-    refused = "critic" in needs and "demonstrations" in of_loss
+    refused = "critic" in needs and "inserted" in of_loss
     chosen = "grpo" if refused else estimator
     given: Any = {"adv_estimator": chosen, "policy_loss": loss, "loss_agg_mode": mode, "proximal": "recompute"}
     return AlgorithmConfig.model_validate(given | FOR_SMALL_BATCHES.get(loss, {}) | FOR_SMALL_BATCHES.get(chosen, {}))
@@ -139,7 +139,7 @@ def updates(
     one by default). Aggregations are weights of tokens, and nothing else reads them."""
     config, t = config_of(estimator, loss, modes[0]), made.trajectories()
     assert t.entropies is not None
-    is_hybrid = "demonstrations" in methods("policy_loss")[loss].needs
+    is_hybrid = "inserted" in methods("policy_loss")[loss].needs
     inserted = (t.entropies > 0.7) & is_hybrid  # wherever they are: rows with none, some and nothing else
     provenance = provenance_of(t.row, inserted)
     credit = estimate(config.adv_estimator, made, config)

@@ -87,7 +87,7 @@ def test_estimators_losses_and_corrections_are_combined_freely_but_for_three_rul
         methods("advantage").items(), methods("policy_loss").items(), KINDS
     ):
         weighs_twice = loss.weighs_behaviour and kind != "none"
-        has_no_values = "critic" in advantage.needs and "demonstrations" in loss.needs
+        has_no_values = "critic" in advantage.needs and "inserted" in loss.needs
         has_no_logprobs = "proximal" in advantage.needs and loss.defaults.get("proximal") == "target"
         section = {"adv_estimator": estimator, "policy_loss": name, "correction": {"kind": kind}}
         try:

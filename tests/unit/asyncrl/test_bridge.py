@@ -81,7 +81,7 @@ def test_turns_and_bridges_are_the_templates_own_conversation(family: str, tmp_p
     row = processor.encode(prompt, {content_hash(FIRST): FIRST})
     images = [FIRST, SECOND, FIRST]
     for text, image in zip(("answer 1", "read 2 3"), images[1:], strict=True):
-        turn = np.asarray(processor.tokenize_demonstration(text), np.int32)
+        turn = np.asarray(processor.tokenize_completion(text), np.int32)
         row = row.followed_by([EncodedPrompt.of_text(turn), bridge.encode(int(turn[-1]), tool("see", image))])
     whole = whole_conversation(processor, ["answer 1", "read 2 3"], images)
     assert row.token_ids.tolist() == whole.tolist()

@@ -35,7 +35,7 @@ def tool(*parts: Part) -> Observation:
 
 
 def sampled(processor: PromptProcessor, text: str) -> np.ndarray:
-    return np.asarray(processor.tokenize_demonstration(text), np.int32)
+    return np.asarray(processor.tokenize_completion(text), np.int32)
 
 
 @pytest.mark.parametrize(

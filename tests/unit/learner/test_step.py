@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         name: {"correction": {"kind": "none"}, "selections": [name]}
         for name, method in methods("selection").items()
-        if "demonstrations" not in method.needs  # those come with their loss
+        if "inserted" not in method.needs  # those come with their loss
     },
     "all masks": {
         "correction": {"kind": "token_tis", "masks": [{"kind": mask} for mask in MASKS]},

@@ -58,16 +58,16 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
     return ReceivedGroup(replace(item.prepared, ticket=ticket), group)
 
 
-def batch_of(make_config: MakeConfig, *, demonstrations: bool) -> Batch:
+def batch_of(make_config: MakeConfig, *, inserted: bool) -> Batch:
     config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
     processor = PromptProcessor(config.model)
-    return make_batch([ordered(config, processor)], processor, demonstrations=demonstrations)
+    return make_batch([ordered(config, processor)], processor, inserted=inserted)
 
 
 def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_uses_them(
     make_config: MakeConfig,
 ) -> None:
-    without, used = (batch_of(make_config, demonstrations=wanted) for wanted in (False, True))
+    without, used = (batch_of(make_config, inserted=wanted) for wanted in (False, True))
     for batch in (without, used):
         assert batch.provenance.is_baseline.tolist() == [False, False, False, True]
     assert without.trained.flat.tolist() == [2, 3, 4, 5, 6]
@@ -86,7 +86,7 @@ def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeC
     *others, greedy = item.group.trajectories
     failed = greedy.model_copy(update={"status": TrajectoryStatus.ERROR, "reward": None})
     broken = replace(item, group=item.group.model_copy(update={"trajectories": (*others, failed)}))
-    batch = make_batch([broken, item], processor, demonstrations=True)
+    batch = make_batch([broken, item], processor, inserted=True)
     assert batch.trained.row.unique().tolist() == [4, 5, 6]
     described = describe_batch(batch, 2, "exact_match")
     assert described["baseline/missing"] == 1
@@ -111,7 +111,7 @@ def test_a_ticket_requests_a_greedy_row_for_an_estimator_that_needs_one(make_con
 
 
 def test_only_sampled_tokens_grow_old(make_config: MakeConfig) -> None:
-    batch = batch_of(make_config, demonstrations=True)
+    batch = batch_of(make_config, inserted=True)
     assert batch.received[0].oldest_version == 2
 
 
