@@ -258,7 +258,7 @@ def test_denominators() -> None:
     assert torch.equal(plain, token_weights(row, "seq-mean-token-sum", max_response_length=9))
     with pytest.raises(ValueError, match="needs the selection success_gate"):
         AlgorithmConfig(policy_loss="hpt", selections=("m2po",))
-    with pytest.raises(ValueError, match="not trained on tokens that algorithm.demonstrations inserts"):
+    with pytest.raises(ValueError, match=r"not trained on tokens that algorithm\.demonstrations inserts"):
         AlgorithmConfig(policy_loss="uft", adv_estimator="gae")
-    with pytest.raises(ValueError, match="algorithm.policy_loss ppo does not learn from"):
+    with pytest.raises(ValueError, match=r"algorithm\.policy_loss ppo does not learn from"):
         made(policy_loss="ppo", demonstrations={"rows": 1})
