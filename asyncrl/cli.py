@@ -254,7 +254,7 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _config_reference(_: argparse.Namespace) -> int:
-    from asyncrl.config.explain import config_reference
+    from asyncrl.config.keys import config_reference
 
     print(config_reference())
     return 0

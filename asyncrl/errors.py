@@ -51,10 +51,10 @@ METHOD_OVERLAYS = Path(__file__).parent / "algorithms" / "overlays"
 """The core's; each plug-in with methods has its own folder."""
 
 
-def close_names(name: str, choices: Iterable[str]) -> list[str]:
+def close_names(name: str, choices: Iterable[str], at_most: int = 2) -> list[str]:
     """The most similar of the choices, best first; case does not count."""
     lower = {choice.lower(): choice for choice in choices}
-    return [lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=2, cutoff=0.6)]
+    return [lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=at_most, cutoff=0.6)]
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

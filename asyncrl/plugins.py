@@ -11,14 +11,14 @@ are checked without it; the implementation is named as `module:name` and importe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from asyncrl.errors import UserError, did_you_mean
 
@@ -165,25 +165,38 @@ def descriptions(group: Group) -> Mapping[str, Any]:
     return {name: description(group, name) for name in installed(group)}
 
 
-def find_part(group: Group, name: object, built_in: Mapping[str, P]) -> P | None:
-    """Description of the part of this name, in the core or installed; None where there is none."""
-    if not isinstance(name, str):
-        return None
-    return built_in[name] if name in built_in else description(group, name) if name in installed(group) else None
+@dataclass(frozen=True)
+class Parts(Generic[P]):
+    """Parts that one configuration key names: those of the core, and those of installed plug-ins."""
 
+    group: Group
+    key: str
+    """Path of the key: `rollout.engine`."""
+    kind: type[P]
+    """Class of their descriptions."""
+    built_in: dict[str, P] = field(default_factory=dict)
 
-def require_part(group: Group, name: str, built_in: Mapping[str, P], key: str) -> P:
-    """Description of the part that a configuration key names. Raises ValueError with the names that there are."""
-    part = find_part(group, name, built_in)
-    if part is None:
-        raise ValueError(f"{key} is {name!r}, and {there_are([*built_in, *installed(group)], name, group)}")
-    return part
+    def find(self, name: object) -> P | None:
+        """None where neither the core nor an installed plug-in has the name."""
+        if not isinstance(name, str) or name in self.built_in:
+            return self.built_in.get(str(name))
+        found = description(self.group, name) if name in installed(self.group) else None
+        return found if isinstance(found, self.kind) else None
 
+    def __getitem__(self, name: str) -> P:
+        """Raises ValueError with the names that there are, and what to install."""
+        part = self.find(name)
+        if part is None:
+            names = list(self.all())
+            there = f"there are {', '.join(names)}" if names else "there are none"
+            near, install = did_you_mean(name, names), what_to_install(self.group)
+            raise ValueError(f"{self.key} is {name!r}, and {there}.{near} {install}")
+        return part
 
-def there_are(names: Sequence[str], wanted: str, group: Group) -> str:
-    """The rest of a sentence about a part that is not there: names of the others, and what to install."""
-    there = f"there are {', '.join(names)}" if names else "there are none"
-    return f"{there}.{did_you_mean(wanted, names)} {what_to_install(group)}"
+    def all(self) -> dict[str, P]:
+        """Descriptions by name, those of installed plug-ins last."""
+        installed_ones = descriptions(self.group).items()
+        return {**self.built_in, **{name: each for name, each in installed_ones if isinstance(each, self.kind)}}
 
 
 def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:
@@ -199,9 +212,13 @@ def implementation(path: str) -> Any:
 
 def what_to_install(group: Group) -> str:
     """Sentence for a name that neither the core nor an installed plug-in has: what to install."""
+    whole = "Run `make install` in a checkout, or install the whole wheel"
     if find_spec("asyncrl_plugins") is None:
+        return f"This installation of asyncrl has no plug-ins: its wheel was built without asyncrl_plugins. {whole}"
+    entries = (entry for each in get_args(Group) for entry in installed(each).values())
+    if not any(entry.value.startswith("asyncrl_plugins.") for entry in entries):
         return (
-            "This installation of asyncrl has no plug-ins: its wheel was built without asyncrl_plugins. "
-            "Install the whole with `pip install asyncrl`"
+            "asyncrl_plugins is there, but the installed metadata of asyncrl name none of its parts: they are of an "
+            f"older version. {whole}"
         )
     return f"A plug-in brings another one as an entry point of asyncrl.{group} (docs/plugins.md)"

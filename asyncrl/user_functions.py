@@ -53,9 +53,7 @@ def locate(name: str, builtins: Collection[str], setting: str, group: Group | No
         return None
     file, colon, function = name.rpartition(":")
     if not colon:
-        plugin = f". {what_to_install(group)}" if group else ""
-        problem = f"{setting} is {name!r}, which is no built-in{what_it_may_be(name, builtins, setting)}"
-        raise UserError(problem + plugin)
+        raise UserError(f"{setting} is {name!r}, which is {what_it_may_be(name, builtins, setting, group)}")
     path = Path(file).expanduser().absolute()
     if MODULE.fullmatch(file) and not path.exists():
         source = _module_file(file, function, f"{setting} is {name!r}, but")
@@ -65,8 +63,8 @@ def locate(name: str, builtins: Collection[str], setting: str, group: Group | No
     return UserFunction(path, function)
 
 
-def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
-    """Say behind "no built-in" what a name without a function is instead, or may be meant to be."""
+def what_it_may_be(name: str, builtins: Collection[str], setting: str, group: Group | None = None) -> str:
+    """The rest of a sentence about a name that nothing has: `a file`, `a whole method`, or what may be meant."""
     file = Path(name).expanduser()
     kind = "class" if setting == "environment.name" else "function"
     if name.endswith(".py") and file.is_file():
@@ -76,20 +74,20 @@ def what_it_may_be(name: str, builtins: Collection[str], setting: str) -> str:
         except (SyntaxError, ValueError):
             there = []
         has = f"it has {', '.join(there)}" if there else f"no {kind} is found in it"
-        return f", but a file. Add the {kind}'s name, {name}:{kind.upper()}; {has}"
+        return f"a file. Add the {kind}'s name, {name}:{kind.upper()}; {has}"
     if setting.startswith("algorithm.") and _is_method_word(name):
         return (
-            f", but a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
-            f"Built-in here are {', '.join(builtins)}"
+            f"a whole method, of several keys. Write the word `{name}` behind the configuration, without `=`. "
+            f"There are {', '.join(builtins)} here"
         )
-    return (
-        f".{did_you_mean(name, builtins)} Built-in are {', '.join(builtins)}; your own is "
-        f"path/to/file.py:{kind} or package.module:{kind}"
+    there = f"There are {', '.join(builtins)}; your own" if builtins else "Your own"
+    return f"unknown.{did_you_mean(name, builtins)} {there} is path/to/file.py:{kind} or package.module:{kind}" + (
+        f". {what_to_install(group)}" if group else ""
     )
 
 
 def _is_method_word(name: str) -> bool:
-    """Whether the name is the word for a whole method (`asyncrl.config.overlays`), not the value of a key."""
+    """Whether the name is the word for a whole method (`find_overlay`), not the value of a key."""
     folders = [METHOD_OVERLAYS, *(each.overlays for each in descriptions("methods").values())]
     return name.isidentifier() and any(folder and (folder / f"{name}.yaml").is_file() for folder in folders)
 

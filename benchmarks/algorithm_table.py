@@ -18,7 +18,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.overlays import shipped_overlays
+from asyncrl.config.load import shipped_overlays
 from benchmarks.demo_runs import Run, make_table, read_run, table_parser
 
 MEASURED_FROM = 10

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from asyncrl.config.algorithm import method_line
+from asyncrl.config.explain import method_line, schedule_notes
 from asyncrl.config.load import dump_config
-from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError

@@ -10,10 +10,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from asyncrl.config.device_rules import network_is_open
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import ROLLOUT_ENGINES, device_channels
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.weight_channels import device_channels
 from asyncrl.devices.device import check_device_channel, resolve_device
 from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
@@ -68,7 +66,7 @@ class RolloutServer:
             config.telemetry,
             lambda: resolve_device(config.rollout.device),
             run=str(config.run_path),
-            engine_prefix=rollout_engine(config.rollout.engine).metric_prefix,
+            engine_prefix=ROLLOUT_ENGINES[config.rollout.engine].metric_prefix,
         )
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
@@ -230,7 +228,7 @@ class RolloutServer:
             choose_channel,
             configured,
             same_host=welcome.host_id == self.link.host_id,
-            open_network=network_is_open(self.config),
+            open_network=self.config.network.is_open,
         )
         channel = choose(source=welcome.device, devices=await device.devices() if device else ())
         may_choose = channel in device_channels("auto") and configured == "auto"

@@ -13,8 +13,8 @@ import yaml
 
 from asyncrl import plugins
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.explain import core_reference, key_tables, keys_of, method_settings
 from asyncrl.config.installed_methods import method_sets
+from asyncrl.config.keys import core_reference, key_tables, keys_of, method_settings
 from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS

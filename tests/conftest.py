@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import rollout_engines
 from asyncrl.config.installed_methods import methods
+from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig
 from tests.rigs.prefork import share_forks
 from tests.rigs.small_runs import logs
@@ -148,8 +148,7 @@ def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable
 @pytest.fixture
 def wide_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hf engine may spread a model over devices, as a plug-in's engine does."""
-    hf = replace(rollout_engines.BUILT_IN["hf"], spans_devices=True)
-    monkeypatch.setattr(rollout_engines, "BUILT_IN", {**rollout_engines.BUILT_IN, "hf": hf})
+    monkeypatch.setitem(ROLLOUT_ENGINES.built_in, "hf", replace(ROLLOUT_ENGINES["hf"], spans_devices=True))
 
 
 def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str, Any]) -> RunConfig:

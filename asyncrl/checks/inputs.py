@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.device_rules import same_device, two_devices
-from asyncrl.config.gpu_assignment import check_assignment
+from asyncrl.config.gpu_assignment import check_assignment, same_device
 from asyncrl.config.method import NEEDS
+from asyncrl.config.rules import two_devices
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation

@@ -98,8 +98,9 @@ class AlgorithmSettings(OpenSection):
             having = [name for name, method in methods(kind).items() if section in sections_of(method)]
             if having:
                 now = with_defaults(given).get(key, cls.model_fields[key].default)
-                said.append(f"algorithm.{key}={' or '.join(having)} (it is {now or 'empty'})")
-        return ", or of ".join(said)
+                sign = "=" if isinstance(now, str) else "+="
+                said.append(f"algorithm.{key}{sign}{' or '.join(having)} (it is {now or 'empty'})")
+        return ", or with ".join(said)
 
     @property
     def functions(self) -> tuple[tuple[str, str, Collection[str]], ...]:

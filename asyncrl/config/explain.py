@@ -1,26 +1,18 @@
-"""Explain a configuration: the text of `--dry-run`, and the reference page of all keys."""
+"""A configuration explained: the text of `--dry-run`, the method in one line, and schedules that a run is too short
+for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterator
+from typing import Any
 
-from asyncrl.config.algorithm import AlgorithmConfig, method_line
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import chosen_hooks
-from asyncrl.config.keys import REQUIRED, Key, all_keys, section_of
 from asyncrl.config.load import dump_config
-from asyncrl.config.schedules import schedule_notes
+from asyncrl.config.method import BY_SECTION
 from asyncrl.config.schema import RunConfig
-
-REFERENCE = """# Configuration reference
-
-Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a list has its \
-index in place of `N`, as in `reward.functions.0.weight=2`, and `key+=value` adds an item or a list of them, as in \
-`reward.functions+={function: format_think}`. Settings of one method, such as `algorithm.gae.lam`, exist only where \
-it is chosen: they are listed with the methods ([algorithms](algorithms.md#settings)). Unknown keys are refused. \
-Relative paths are relative to the directory in which the command runs.
-"""
 
 
 def explain(config: RunConfig, num_rows: int) -> str:
@@ -55,72 +47,85 @@ def explain(config: RunConfig, num_rows: int) -> str:
     return "\n".join(["# Configuration", dump_config(config), *algorithm, "# Batches", *table])
 
 
-REPEATED = {
-    "critic.optim": "`critic.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
-    "sft.optim": "`sft.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
-    "evaluation.limits": "`evaluation.limits` may have `turns`, `tokens`, `tokens_per_turn` and `images` of "
-    "[`environment.limits`](#environment), for held-out rows. Engines make room for the larger number of tokens.",
-}
-"""Sections whose keys are listed elsewhere: a sentence in their place."""
-TABLE_HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
-INTERNAL = ("replaced",)
-"""Keys that asyncrl itself writes."""
+def schedule_notes(config: RunConfig, total_steps: int) -> Iterator[str]:
+    """Yield a sentence with keys and values for each schedule that does not come to its end in so many learner
+    steps."""
+    algorithm, critic = config.algorithm, "critic" in config.algorithm.needs
+    run = f"the run has {total_steps} steps"
+    if critic and config.critic.warmup_steps >= total_steps:
+        yield (
+            f"critic.warmup_steps is {config.critic.warmup_steps} and {run}: the critic alone is trained, the policy "
+            "never. Lower it, or raise trainer.max_steps"
+        )
+        return
+    per_step, warmup = algorithm.updates_per_batch, config.critic.warmup_steps if critic else 0
+    optimisers = [("learner.optim", config.learner.optim, (total_steps - warmup) * per_step)]
+    optimisers += [("critic.optim", config.critic.optim, total_steps * per_step)] if critic else []
+    for where, optim, updates in optimisers:
+        if optim.lr_warmup_steps >= updates:
+            highest = optim.lr * updates / optim.lr_warmup_steps
+            yield (
+                f"{where}.lr_warmup_steps is {optim.lr_warmup_steps} and the run makes {updates} of these optimiser "
+                f"steps: the learning rate rises to the end, to {highest:.2g} of {optim.lr:g}. Lower it, or raise "
+                "trainer.max_steps"
+            )
+    for method in algorithm.chosen_methods:
+        yield from method.notes(config, total_steps)
 
 
-def core_reference() -> str:
-    """Markdown: keys of the core that every run has, one table per section of the file, whatever is installed."""
-    return "\n".join([REFERENCE, *key_tables(keys_of(""))])
+_NAMED = {"adv_estimator", "policy_loss", "selections", "filters", "updates_per_batch", "loss_agg_mode"}
+_CLIP = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
-def method_settings() -> str:
-    """Markdown: a table of the settings of the core's methods."""
-    return "\n".join([*TABLE_HEAD, *map(_row, _of_methods(all_keys().values()))])
+def method_line(config: AlgorithmConfig) -> str:
+    """Estimator, loss and correction, and each other key of the section that is not at its default:
+    `grpo advantages, gspo loss (clip 0.0003/0.0004, seq-mean-token-mean), filters zero_variance, correction token_tis`.
+    Clip and aggregation also stand there where the method has its own and the run the usual ones; hooks and other
+    additions always do.
+    """
+    changed = dict(_changed(config, AlgorithmConfig()))
+    for name, section in (config.model_extra or {}).items():
+        changed |= dict(_changed(section, type(section)(), f"{name}."))
+    told = {*changed, *(key for method in config.chosen_methods for key in method.defaults)}
+    of_loss = []
+    if told & {*_CLIP}:
+        dual = f"/{config.clip_ratio_c:g}" if "clip_ratio_c" in told else ""
+        of_loss.append(f"clip {config.clip_ratio_low:g}/{config.clip_ratio_high:g}{dual}")
+    of_loss += [config.loss_agg_mode] if "loss_agg_mode" in told else []
+    updates = config.updates_per_batch
+    additions = [name for kind in BY_SECTION for name in chosen_hooks(kind, config)]
+    correction = [config.correction.kind, *(f"{mask.kind} mask" for mask in config.correction.masks)]
+    named = {*_NAMED, *_CLIP, "correction.kind", "correction.masks"}
+    parts = [
+        f"{config.adv_estimator} advantages",
+        f"{config.policy_loss} loss" + (f" ({', '.join(of_loss)})" if of_loss else ""),
+        *([f"selections {' + '.join(config.selections)}"] if config.selections else []),
+        *([f"filters {' + '.join(config.filters)}"] if config.filters else []),
+        f"correction {' + '.join(correction)}",
+        *([f"with {' + '.join(additions)}"] if additions else []),
+        *([f"{updates} updates"] if updates > 1 else []),
+        *(f"{key} {_short(value)}" for key, value in changed.items() if key not in named),
+    ]
+    return ", ".join(parts)
 
 
-def config_reference() -> str:
-    """Markdown: every key of the core, then those of each installed plug-in."""
-    plugins = {key.plugin: None for key in all_keys().values() if key.plugin}
-    lines = (line for plugin in plugins for line in ("# Plug-in " + plugin + "\n", *key_tables(keys_of(plugin))))
-    return "\n".join([core_reference(), "# Settings of methods\n", method_settings(), "", *lines])
+def recorded_method_line(section: Any) -> str:
+    """Method line of a run's config.yaml; empty where this version refuses its `algorithm` section."""
+    try:
+        return method_line(AlgorithmConfig.model_validate(section)) if isinstance(section, dict) else ""
+    except (ValidationError, ValueError):
+        return ""
 
 
-def keys_of(plugin: str) -> list[Key]:
-    """Keys of a plug-in's own sections, by its package; of the core without its methods' for an empty name."""
-    left_out = {*INTERNAL, *(key.path for key in _of_methods(all_keys().values()))}
-    return [key for key in all_keys().values() if key.plugin == plugin and key.path not in left_out]
+def _changed(config: BaseModel, default: BaseModel, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys below `config` with another value than in `default`, which has its fields."""
+    for name in type(default).model_fields:
+        value, usual = getattr(config, name), getattr(default, name)
+        if isinstance(value, BaseModel):
+            yield from _changed(value, usual, f"{above}{name}.")
+        elif value != usual:
+            yield f"{above}{name}", value
 
 
-def _of_methods(keys: Iterable[Key]) -> Iterator[Key]:
-    """Settings of the core's methods: keys of sections that exist only where a method is chosen."""
-    sections = tuple(f"algorithm.{name}." for name in AlgorithmConfig.possible_sections())
-    yield from (key for key in keys if not key.plugin and key.path.startswith(sections))
-
-
-def key_tables(keys: Iterable[Key]) -> Iterator[str]:
-    """Yield lines of Markdown: keys with type, default and meaning, one table per section of the file."""
-    for section, group in groupby(keys, key=lambda key: key.path.partition(".")[0]):
-        repeated = {each: text for each, text in REPEATED.items() if each.startswith(f"{section}.")}
-        section_class = section_of(RunConfig.model_fields[section].annotation)
-        introduction = section_class.__dict__.get("__doc__") if section_class else None
-        yield f"## {section}\n"
-        yield from [introduction.strip() + "\n"] if introduction else []
-        yield from TABLE_HEAD
-        for key in group:
-            if key.path.rpartition(".")[0] in repeated:
-                continue
-            yield _row(key)
-        yield ""
-        for each, text in repeated.items():
-            lr = all_keys().get(f"{each}.lr")
-            yield text.format(lr=lr and lr.default) + "\n"
-
-
-def _row(key: Key) -> str:
-    default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
-    cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _default_text(default: object) -> str:
-    """The default as it would be written in the file."""
-    return default if isinstance(default, str) and default else json.dumps(default)
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl import plugins, user_functions
 from asyncrl.config.method import BY_SECTION, KINDS, NEEDS, TAKES_FROM, Kind, Method, MethodSet
 from asyncrl.config.methods import METHODS
-from asyncrl.config.sections import OpenSection, Section
+from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.errors import UserError, did_you_mean
 
 OF_PACKAGES = {"implementation", "name", "settings", "problems", "notes", "inserts"}
@@ -67,12 +67,12 @@ def chosen_methods(given: Mapping[str, Any]) -> tuple[Method, ...]:
     filled = with_defaults(given)
     loss = method_of("policy_loss", str(filled.get("policy_loss", "ppo")))
     marks = [loss.marks] if loss and loss.marks else []
-    selections = dict.fromkeys((*_names(filled.get("selections")), *marks))
+    selections = dict.fromkeys((*names_in(filled.get("selections")), *marks))
     found = (
         method_of("advantage", str(filled.get("adv_estimator", "grpo"))),
         loss,
         *(method_of("selection", name) for name in selections),
-        *(method_of("group_filter", name) for name in _names(filled.get("filters"))),
+        *(method_of("group_filter", name) for name in names_in(filled.get("filters"))),
         *(method for kind in BY_SECTION for name, method in methods(kind).items() if name in filled),
     )
     return tuple(method for method in found if method)
@@ -102,12 +102,6 @@ def chosen_hooks(kind: Kind, algorithm: OpenSection) -> dict[str, tuple[Method, 
 def sections_of(method: Method) -> Mapping[str, type[Section]]:
     """Section that exists where the method is chosen, by its name; none where it has no settings."""
     return {method.name: method.settings} if method.settings else {}
-
-
-def _names(value: Any) -> list[str]:
-    """Names in a list, or in a text with commas, that has not been checked yet."""
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
-    return [str(item).strip() for item in items]
 
 
 def _merged(default: Any, given: Any) -> Any:

@@ -8,23 +8,27 @@ written: relative ones are relative to the current working directory, not to the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from asyncrl.config import yaml_text
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.installed_methods import method_of
-from asyncrl.config.keys import REQUIRED, all_keys, closest_key, section_of
+from asyncrl.config.installed_methods import method_of, method_sets
+from asyncrl.config.keys import REQUIRED, all_keys, section_of, similar_keys
 from asyncrl.config.method import Kind, Method
-from asyncrl.config.overlays import Place, find_overlay, is_method, leaves
+from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OpenSection
-from asyncrl.errors import UserError, file_hint
+from asyncrl.errors import UserError, did_you_mean, file_hint
+from asyncrl.plugins import descriptions, installed, what_to_install
 
+Place = tuple[str | int, ...]
+"""A place in a configuration: names of keys and indices of list items."""
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
 CHOICES = ("adv_estimator", "policy_loss", "selections", "filters")
 """Keys that choose methods."""
@@ -57,6 +61,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         for detail in error.errors():
             draft.report(detail)
+    draft.report_unknown()
     if draft.problems or config is None:
         count = len(draft.problems)
         header = f"{draft.source}: {count} problems" if count > 1 else f"{draft.source}"
@@ -69,11 +74,65 @@ def dump_config(config: RunConfig) -> str:
     return yaml_text.write(config.model_dump(mode="json"))
 
 
+@cache
+def shipped_overlays(kind: Literal["algorithms", "tasks"]) -> Mapping[str, Path]:
+    """Overlays of a kind, by name: those of the core first. No name is of two."""
+    tasks = (each.overlays for each in descriptions("tasks").values())
+    folders = (each.overlays for each in method_sets().values()) if kind == "algorithms" else tasks
+    return {file.stem: file for folder in folders if folder for file in sorted(folder.glob("*.yaml"))}
+
+
+def find_overlay(word: str) -> Path:
+    """The file of an overlay: a few keys to lay over a configuration. `word` is its path, or the name of an algorithm
+    or a task. UserError for anything else."""
+    if word.endswith((".yaml", ".yml")):
+        return Path(word)
+    algorithms, tasks = shipped_overlays("algorithms"), shipped_overlays("tasks")
+    named = {**algorithms, **tasks}
+    if word in named:
+        return named[word]
+    if word in installed("commands"):
+        raise UserError(f"{word!r} is a command, and begins a line of its own: asyncrl {word} --help")
+    choices = (parts for section in _open_sections().values() for parts in section.choices.values())
+    meant = [f"{parts.key}={word}" for parts in choices if parts.find(word)]
+    there = f"; tasks are {', '.join(tasks)}" if tasks else f". Tasks are plug-ins. {what_to_install('tasks')}"
+    near = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(word, named)
+    raise UserError(
+        f"override {word!r} has no `=`: expected key=value, such as batch.group_size=8, or an overlay: a YAML file or "
+        f"the name of an algorithm or a task.{near} Algorithms are {', '.join(algorithms)}{there}"
+    )
+
+
+def is_method(word: str) -> bool:
+    """True for an algorithm's overlay that ships, by its name or its path."""
+    algorithms = shipped_overlays("algorithms")
+    return word in algorithms or Path(word).resolve() in algorithms.values()
+
+
+def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield each key that an overlay gives, with its value: a mapping that is itself a setting, and a list, whole."""
+    is_key = ".".join(map(str, place)) in all_keys()
+    if isinstance(value, dict) and not is_key:
+        for name, inner in value.items():
+            yield from leaves(inner, (*place, name))
+    elif value is not None or is_key:  # an empty section changes nothing
+        yield place, value
+
+
+@cache
+def _open_sections() -> Mapping[str, type[OpenSection]]:
+    """Sections with sub-sections that exist only where their part is chosen."""
+    found = ((name, section_of(field.annotation)) for name, field in RunConfig.model_fields.items())
+    return {name: section for name, section in found if section and issubclass(section, OpenSection)}
+
+
 class _Draft:
     """The configuration before it is checked, and where each of its values comes from."""
 
     def __init__(self, path: Path | None) -> None:
         self.problems: list[str] = []
+        self._unknown: list[tuple[Place, str]] = []
+        """Keys that there are not, with their sources."""
         self.source = path or "the overrides"
         self.data, self._node = _read(path) if path else ({}, None)
         self._overrides: dict[Place, str] = {}
@@ -126,7 +185,7 @@ class _Draft:
         if not name:
             self.problems.append(f"override {text!r} has no key: expected key=value, such as batch.group_size=8")
         elif not any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for key in all_keys()):
-            self.problems.append(f"unknown key {name}{_meant(path)} [override {text}]")
+            self._unknown.append((place, f" [override {text}]"))
         else:
             key = all_keys().get(path)
             try:
@@ -211,14 +270,13 @@ class _Draft:
 
     def forget_sections(self) -> None:
         """Forget what the file says of a part, such as an engine, that a later word has replaced by another one."""
-        for name, field in RunConfig.model_fields.items():
-            before, now, section = self._file.get(name), self.data.get(name), section_of(field.annotation)
+        for name, section in _open_sections().items():
+            before, now = self._file.get(name), self.data.get(name)
             if not (isinstance(before, dict) and isinstance(now, dict)) or name == "algorithm":
                 continue
-            if section is not None and issubclass(section, OpenSection):
-                for part in section.chosen_sections(before).keys() - section.chosen_sections(now).keys():
-                    if not any(place[:2] == (name, part) for place in self._overrides):
-                        now.pop(part, None)
+            for part in section.chosen_sections(before).keys() - section.chosen_sections(now).keys():
+                if not any(place[:2] == (name, part) for place in self._overrides):
+                    now.pop(part, None)
 
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""
@@ -232,13 +290,11 @@ class _Draft:
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
         elif detail["type"] == "extra_forbidden":
-            nested = ": in the file keys are nested; dots are for overrides on the command line"
-            meant = nested if "." in str(place[-1]) else _meant(path)
-            self.problems.append(f"unknown key {name}{meant}{self._origin(place)}")
+            self._unknown.append((place, self._origin(place)))
         elif detail["type"] == "unchosen_section":
             inside = (f" [{origin}]" for at, origin in self._overrides.items() if at[: len(place)] == place)
             origin = next(inside, self._origin(place))
-            self.problems.append(f"{name} {detail['msg']}. Choose it, or leave {name} out{origin}")
+            self.problems.append(f"{name} {detail['msg']}. Set that, or leave {name} out{origin}")
         else:
             key = all_keys().get(path)
             shown = "empty" if given is None else f"{given!r:.120}"
@@ -247,6 +303,30 @@ class _Draft:
             if not key and inner:
                 expected = f"expected a mapping with keys of {', '.join(inner)}"
             self.problems.append(f"{name} is {shown}: {expected}{self._origin(place)}")
+
+    def report_unknown(self) -> None:
+        """Report unknown keys, each with those that may be meant: keys of the chosen parts first."""
+        unchosen: dict[str, str] = {}
+        for name, section in _open_sections().items():
+            given = self.data.get(name)
+            given = given if isinstance(given, dict) else {}
+            with suppress(ValueError):  # a wrong row of a user's method, which the check reports
+                hidden = section.possible_sections().keys() - section.chosen_sections(given).keys()
+                unchosen |= {f"{name}.{part}": section.choice_of(part, given) for part in hidden}
+        for place, origin in self._unknown:
+            path = _schema_path(place)
+            closed = next((each for each in unchosen if path.startswith(f"{each}.")), "")
+            if "." in str(place[-1]):
+                meant = ": in the file keys are nested; dots are for overrides on the command line"
+            elif closed:
+                meant = f": {closed} exists only with {unchosen[closed]}"
+            elif bare := _engine_without_settings(place):
+                meant = f": {bare} has no section of its own, only rollout.engine_args"
+            elif close := similar_keys(path, unchosen):
+                meant = f": did you mean {' or '.join(close)}?"
+            else:
+                meant = ". docs/migration.md has other frameworks' names"
+            self.problems.append(f"unknown key {'.'.join(map(str, place))}{meant}{origin}")
 
     def _origin(self, place: Place) -> str:
         """Locate the source of a value: an override of it or of a section around it, else a line of the file."""
@@ -275,13 +355,15 @@ def _is_of_method(place: Place) -> bool:
     return len(place) > 2 and place[0] == "algorithm" and place[1] in AlgorithmConfig.possible_sections()
 
 
+def _engine_without_settings(place: Place) -> str:
+    """`rollout.engine=vllm` for a key such as rollout.vllm.dtype, where the engine is installed; empty for others."""
+    section, *below = place
+    is_engine = section == "rollout" and below and ROLLOUT_ENGINES.find(below[0])
+    return f"rollout.engine={below[0]}" if is_engine else ""
+
+
 def _schema_path(place: Place) -> str:
     return ".".join("N" if isinstance(part, int) else part for part in place)
-
-
-def _meant(path: str) -> str:
-    key = closest_key(path)
-    return f": did you mean {key}?" if key else ". docs/migration.md has other frameworks' names"
 
 
 def _extended(there: Any, more: Any) -> list[Any]:

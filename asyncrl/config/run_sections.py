@@ -6,18 +6,16 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import ROLLOUT_ENGINES, TRACKERS
 from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, RewardConfig, Section
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
-from asyncrl.plugins import descriptions, find_part, require_part, sections_of
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -185,6 +183,13 @@ class NetworkConfig(Section):
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
 
     @property
+    def is_open(self) -> bool:
+        """True if unencrypted traffic is allowed: host is loopback, or insecure is true."""
+        from protocol.endpoints import is_loopback  # imports ZeroMQ, which reading a configuration does not need
+
+        return self.insecure or self.host == "localhost" or is_loopback(self.host)
+
+    @property
     def control_endpoint(self) -> str:
         return self.endpoint(self.control_port)
 
@@ -206,6 +211,7 @@ class LaunchConfig(Section):
 
 
 class TelemetryConfig(OpenSection):
+    choices: ClassVar = {"trackers": TRACKERS}
     learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
     rollout_port: int = Field(default=9102, ge=0, le=65535)
@@ -219,23 +225,6 @@ class TelemetryConfig(OpenSection):
     """Least severe message in the logs of both processes."""
     trackers: tuple[str, ...] = ()
     """Other programs that show the run, of plug-ins. metrics.jsonl is there in any case."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _trackers_are_there(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            require_part("trackers", name, {}, "telemetry.trackers")
-        return names
-
-    @classmethod
-    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        names = given.get("trackers") or ()
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        return sections_of({str(name): find_part("trackers", name, {}) for name in names})
-
-    @classmethod
-    def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return sections_of(descriptions("trackers"))
 
 
 class RunSections(Section):
@@ -340,7 +329,7 @@ class RunSections(Section):
     @property
     def start_timeout_s(self) -> float:
         """network.start_timeout_s, or what the engine may take where that is 0."""
-        compiles = rollout_engine(self.rollout.engine).compiles and self.rollout.device != "cpu"
+        compiles = ROLLOUT_ENGINES[self.rollout.engine].compiles and self.rollout.device != "cpu"
         return self.network.start_timeout_s or (COMPILING_START_S if compiles else USUAL_START_S)
 
     @property

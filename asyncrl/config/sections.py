@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, TypeVar, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from asyncrl.plugins import Parts, sections_of
 
 PARTS = ("vision_tower", "connector", "language_model")
 """Parts of a vision-language model, of which each can be left out of training."""
@@ -263,6 +265,12 @@ def _shaped(functions: Sequence[RewardFunctionConfig]) -> tuple[dict[str, float]
 S = TypeVar("S", bound=Section)
 
 
+def names_in(value: Any) -> list[str]:
+    """Names in a list, or in a text with commas, that has not been checked yet."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    return [name for item in items if (name := str(item).strip())]
+
+
 class OpenSection(Section):
     """A section such as `algorithm`: `algorithm.gae` exists only where `algorithm.adv_estimator` is gae.
 
@@ -270,21 +278,40 @@ class OpenSection(Section):
     """
 
     model_config = ConfigDict(extra="allow")
+    choices: ClassVar[Mapping[str, Parts[Any]]] = {}
+    """Parts that may have a sub-section, by the key whose value names one of them, or a list of them."""
 
     @classmethod
     def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
         """Sub-sections by name that exist with these values, which have not been checked yet."""
-        raise NotImplementedError
+        chosen = {
+            name: parts.find(name)
+            for key, parts in cls.choices.items()
+            for name in names_in(given.get(key, cls.model_fields[key].default))
+        }
+        return sections_of(chosen)
 
     @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
         """Sub-sections by name of all parts that are installed, for suggestions and the reference page."""
-        raise NotImplementedError
+        return sections_of({name: part for parts in cls.choices.values() for name, part in parts.all().items()})
 
     @classmethod
     def choice_of(cls, section: str, given: Mapping[str, Any]) -> str:
         """Choice with which the sub-section exists, and the present one: `algorithm.adv_estimator=gae (it is grpo)`."""
-        return section
+        key, parts = next((key, parts) for key, parts in cls.choices.items() if parts.find(section))
+        default = cls.model_fields[key].default
+        sign, now = "=" if isinstance(default, str) else "+=", given.get(key) or default or "empty"
+        return f"{parts.key}{sign}{section} (it is {now})"
+
+    @field_validator("*")
+    @classmethod
+    def _parts_are_there(cls, value: Any, info: ValidationInfo) -> Any:
+        parts = cls.choices.get(info.field_name or "")
+        if parts:
+            for name in names_in(value):
+                parts[name]
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -302,7 +329,7 @@ class OpenSection(Section):
     @classmethod
     def _unchosen(cls, key: str, given: Mapping[str, Any]) -> InitErrorDetails:
         problem = PydanticCustomError(
-            "unchosen_section", "holds settings of {choice}, which is not chosen", {"choice": cls.choice_of(key, given)}
+            "unchosen_section", "exists only with {choice}", {"choice": cls.choice_of(key, given)}
         )
         return InitErrorDetails(type=problem, loc=(key,), input=given[key])
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from asyncrl.config import learner_engines, rollout_engines, rollout_weights, weight_channels
+from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
 from asyncrl.config.sections import OpenSection, Section
-from asyncrl.plugins import descriptions, find_part, sections_of
 
 OnStale = Literal["wait", "drop", "mask"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 class RolloutConfig(OpenSection):
+    choices: ClassVar = {"engine": ROLLOUT_ENGINES, "weights_channel": WEIGHT_CHANNELS, "quantization": ROLLOUT_WEIGHTS}
     servers: int = Field(default=1, gt=0)
     """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
     engine: str = "hf"
@@ -51,42 +50,10 @@ class RolloutConfig(OpenSection):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 
-    @field_validator("engine")
-    @classmethod
-    def _engine_is_there(cls, name: str) -> str:
-        rollout_engines.rollout_engine(name)
-        return name
-
-    @field_validator("quantization")
-    @classmethod
-    def _quantization_is_there(cls, name: str) -> str:
-        rollout_weights.rollout_weights(name)
-        return name
-
-    @field_validator("weights_channel")
-    @classmethod
-    def _channel_is_there(cls, name: str) -> str:
-        weight_channels.weight_channel(name)
-        return name
-
     @property
     def uses_device_channel(self) -> bool:
         """Whether weights_channel names one between device memories."""
-        return bool(weight_channels.weight_channel(self.weights_channel).receiver)
-
-    @classmethod
-    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        engine, channel = given.get("engine", "hf"), given.get("weights_channel", "auto")
-        return sections_of(
-            {
-                str(engine): find_part("rollout_engines", engine, rollout_engines.BUILT_IN),
-                str(channel): find_part("weight_channels", channel, weight_channels.BUILT_IN),
-            }
-        )
-
-    @classmethod
-    def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return sections_of({**rollout_engines.rollout_engines(), **descriptions("weight_channels")})
+        return bool(WEIGHT_CHANNELS[self.weights_channel].receiver)
 
     @property
     def truncates(self) -> bool:
@@ -171,6 +138,7 @@ class ReferenceConfig(Section):
 
 
 class LearnerConfig(OpenSection):
+    choices: ClassVar = {"engine": LEARNER_ENGINES}
     max_staleness: int = Field(default=2, ge=0)
     """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy. A
     method such as algorithm.adaptive_staleness may keep to a smaller bound."""
@@ -206,25 +174,10 @@ class LearnerConfig(OpenSection):
     """Longest wait for the next group before the run stops with a reason, also for one that a filter then drops. Until
     a first group has arrived in a process, half of it is the time after which a ticket goes to another server, too."""
 
-    @field_validator("engine")
-    @classmethod
-    def _engine_is_there(cls, name: str) -> str:
-        learner_engines.learner_engine(name)
-        return name
-
-    @classmethod
-    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        engine = given.get("engine", "torch")
-        return sections_of({str(engine): find_part("learner_engines", engine, learner_engines.BUILT_IN)})
-
-    @classmethod
-    def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return sections_of(learner_engines.learner_engines())
-
     @property
     def is_divided(self) -> bool:
         """Whether weights are in parts on ranks, also where these are one process."""
-        return learner_engines.learner_engine(self.engine).divides_model
+        return LEARNER_ENGINES[self.engine].divides_model
 
     @property
     def offloads_masters(self) -> bool:

@@ -15,9 +15,8 @@ from math import inf, nan
 import psutil
 import torch
 
-from asyncrl.config.device_rules import meant_device, meant_dtype
-from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
-from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus, meant_device, meant_dtype
+from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.run_sections import AlignmentConfig, TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
@@ -128,7 +127,7 @@ def max_logprob_difference(
     """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
     if alignment.max_logprob_difference:
         return alignment.max_logprob_difference
-    if weights := rollout_weights(rollout.quantization):
+    if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
         return weights.max_logprob_difference
     names = (learner.device, rollout.device)
     dtype = dtype_here(model.dtype, names)

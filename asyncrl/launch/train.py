@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.inputs import check_inputs, gpus_of_run
-from asyncrl.config.algorithm import method_line
+from asyncrl.config.explain import method_line, schedule_notes
 from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.load import dump_config
-from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import BadStateError, ExitCode, UserError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_columns
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import CACHE_BLOCK, PREFILL_TOKENS, ROLLOUT_ENGINES, cache_columns
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import RolloutConfig
 from asyncrl.memory_plan.items import WORKING, MemoryItem, allocator, servers_text
@@ -32,7 +31,7 @@ class EngineMemory:
 
 
 def memory_of_engine(engine: str) -> EngineMemory:
-    return implementation(rollout_engine(engine).memory)
+    return implementation(ROLLOUT_ENGINES[engine].memory)
 
 
 def sampling_bytes(model: ModelBytes, rollout: RolloutConfig) -> int:

@@ -10,13 +10,11 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.device_rules import same_device
-from asyncrl.config.gpu_assignment import assign_gpus
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.gpu_assignment import assign_gpus, same_device
+from asyncrl.config.parts import ROLLOUT_ENGINES, WEIGHT_CHANNELS
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import LearnerConfig, ReferenceConfig, RolloutConfig
-from asyncrl.config.weight_channels import weight_channel
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import memory_of_engine
@@ -74,7 +72,7 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     each = f", each of {config.learner.num_processes} ranks" if config.learner.num_processes > 1 else ""
     learning = Phase(f"learner awake{each}", tuple(learner_lines(model, config)))
     phases = [learning]
-    if rollout_engine(config.rollout.engine).has_model:
+    if ROLLOUT_ENGINES[config.rollout.engine].has_model:
         engine, copies = memory_of_engine(config.rollout.engine), servers_per_gpu(config)
         awake = (*engine.lines(model, config, copies), *context(config.rollout.device, "rollout server", copies))
         sampling = Phase("engine awake", (*awake, *arriving_lines(model, config.rollout, servers_per_gpu(config))))
@@ -163,7 +161,7 @@ def arriving_lines(model: ModelBytes, rollout: RolloutConfig, copies: int) -> It
 
 def _channel_lines(name: str, process: str, servers: int) -> list[MemoryItem]:
     """Memory that the channel takes for itself, for each server."""
-    own = weight_channel(name).own_bytes
+    own = WEIGHT_CHANNELS[name].own_bytes
     return [MemoryItem(f"{name} of the {process}", servers * own, "an estimate" + servers_text(servers))] if own else []
 
 

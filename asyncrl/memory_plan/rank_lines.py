@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from asyncrl.config.device_rules import NCCL_BYTES
-from asyncrl.config.learner_engines import learner_engine
+from asyncrl.config.parts import LEARNER_ENGINES, NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.memory_plan.divided import DividedModel
@@ -33,7 +32,7 @@ class RankMemory:
 
 def memory_of(engine: str) -> RankMemory:
     """The formula of the chosen engine, which divides the model and has one: `rehearse` refuses others."""
-    return implementation(learner_engine(engine).memory)
+    return implementation(LEARNER_ENGINES[engine].memory)
 
 
 def nccl_of_ranks(learner: LearnerConfig) -> list[MemoryItem]:

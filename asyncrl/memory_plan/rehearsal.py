@@ -20,9 +20,8 @@ from asyncrl.attention import shared_prefix
 from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
 from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
-from asyncrl.config.engine_rules import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, SMALLEST_8BIT
 from asyncrl.config.installed_methods import chosen_hooks
-from asyncrl.config.learner_engines import learner_engine, learner_engines
+from asyncrl.config.parts import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.config.service_sections import Optimizer
@@ -107,9 +106,9 @@ class ModelBytes:
 
 def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
-    engine = learner_engine(config.learner.engine)
+    engine = LEARNER_ENGINES[config.learner.engine]
     if engine.divides_model and not engine.memory:
-        planned = [name for name, each in learner_engines().items() if each.memory or not each.divides_model]
+        planned = [name for name, each in LEARNER_ENGINES.all().items() if each.memory or not each.divides_model]
         raise NoPlanError(
             f"memory cannot be planned for learner.engine={config.learner.engine}, only for {' and '.join(planned)}. "
             "Leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"

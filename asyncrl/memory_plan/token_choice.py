@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from asyncrl.config.device_rules import meant_device
+from asyncrl.config.gpu_assignment import meant_device
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.engine_memory import memory_of_engine

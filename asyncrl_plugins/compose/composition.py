@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.rollout_engines import rollout_engines
+from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import model_folder
@@ -354,7 +354,7 @@ def _describe(model: Any, parts: Composition, target: Path) -> str:
         return f"{sum(p.numel() for p in part.parameters()) / 1e6:.1f} M parameters"
 
     inner, config = model.model, model.config
-    vllm = rollout_engines().get("vllm")
+    vllm = ROLLOUT_ENGINES.all().get("vllm")
     missing = vllm.unserved(config.to_dict()) if vllm else ""
     engines = "hf" if vllm is None else f"hf alone: vLLM knows no {missing}" if missing else "hf or vllm"
     second = f" and {parts.second_vision_tower}, their {parts.mix} mixed" if parts.second_vision_tower else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from asyncrl.config.learner_engines import LearnerEngine
+from asyncrl.config.parts import LearnerEngine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import Section
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.parts import NCCL_BYTES
 from protocol.messages import DeviceSource
 from rollout_server.weights.channels import GIB, DeviceMemory
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.device_rules import NCCL_BYTES, network_is_open
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import NCCL_BYTES, ROLLOUT_ENGINES, WeightChannel
 from asyncrl.config.run_sections import RunSections
-from asyncrl.config.weight_channels import WeightChannel
 
 
 def problems(config: RunSections) -> Iterator[str]:
@@ -23,14 +21,14 @@ def _problems(config: RunSections) -> Iterator[str]:
     rollout = config.rollout
     if config.model.lora.rank:
         yield "model.lora trains adapters, which are small and are read from files"
-    if not rollout_engine(rollout.engine).has_model:
+    if not ROLLOUT_ENGINES[rollout.engine].has_model:
         yield f"the {rollout.engine} engine has no model"
     for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device)):
         if device == "cpu":
             yield f"{key} is cpu, and it goes from one CUDA device to another"
     if rollout.weights_channel == "cuda_ipc" and rollout.tensor_parallel_size > 1:
         yield f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, and it shares the memory of one GPU"
-    if rollout.weights_channel == "nccl" and not network_is_open(config):
+    if rollout.weights_channel == "nccl" and not config.network.is_open:
         yield (
             f"network.host is {config.network.host}, not loopback, and NCCL encrypts nothing (network.insecure=true "
             "allows that on a network that you trust)"

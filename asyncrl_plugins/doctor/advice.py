@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from asyncrl.config.engine_rules import training_engine_problems
-from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.schema import changed, why_not_offloaded
+from asyncrl.config.parts import ROLLOUT_ENGINES
+from asyncrl.config.rules import training_engine_problems, why_not_offloaded
+from asyncrl.config.schema import changed
 from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import (
@@ -135,7 +135,7 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
     counts = [ranks for ranks in (2, 4, 8) if learner.num_processes < ranks <= gpus]
     wide = "rollout.tensor_parallel_size"
     widens = (
-        config.trainer.mode == "sync" and rollout_engine(config.rollout.engine).spans_devices
+        config.trainer.mode == "sync" and ROLLOUT_ENGINES[config.rollout.engine].spans_devices
     )  # on the devices of all ranks
     heads = attention_heads(config.model)
     divided, change = plan, {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.checks.inputs import check_algorithm, check_media, check_targets
-from asyncrl.config.algorithm import method_line
+from asyncrl.config.explain import method_line
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import ROLLOUT_ENGINES, WEIGHT_CHANNELS
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.weight_channels import weight_channel
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import MemoryItem, servers_text
 from asyncrl.memory_plan.plan import MemoryPlan, published_versions
@@ -20,7 +19,7 @@ PIXELS = "pixels of prompts"
 def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
     """Memory of servers for versions that come over ZeroMQ."""
     channel, servers = config.rollout.weights_channel, config.rollout.servers
-    versions = weight_channel(channel).host_versions
+    versions = WEIGHT_CHANNELS[channel].host_versions
     before = f", and the one before (rollout.weights_channel={channel})" if versions > 1 else ""
     why = f"a version that arrives{before}{servers_text(servers)}"
     return MemoryItem("weights over ZeroMQ", servers * versions * model.published, why)
@@ -36,9 +35,9 @@ def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
     why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
     yield MemoryItem("published weights, in /dev/shm", published_versions(beside) * model.published, why)
     channel = config.rollout.weights_channel
-    if channel == "zmq" or weight_channel(channel).puller:  # with auto the servers here map the file
+    if channel == "zmq" or WEIGHT_CHANNELS[channel].puller:  # with auto the servers here map the file
         yield _pulled_line(config, model)
-    if model.pixels and rollout_engine(config.rollout.engine).has_model:  # made by a server when a ticket comes
+    if model.pixels and ROLLOUT_ENGINES[config.rollout.engine].has_model:  # made by a server when a ticket comes
         prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
         yield MemoryItem(
             PIXELS,
@@ -64,7 +63,7 @@ def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
     if config.trainer.mode == "sync" and not config.learner.is_divided:
         asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
         yield MemoryItem("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
-    if config.trainer.mode == "sync" and rollout_engine(config.rollout.engine).has_model:
+    if config.trainer.mode == "sync" and ROLLOUT_ENGINES[config.rollout.engine].has_model:
         if config.rollout.sleep_level == 1:
             yield MemoryItem("engine asleep", model.weights, "weights, pinned")
         else:  # it forgets what is published to it again; the base of an adapter never is

@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 
 from asyncrl.checks.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
-from asyncrl.config.device_rules import meant_device
-from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
+from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment, meant_device
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError

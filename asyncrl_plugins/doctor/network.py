@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.launch.ports import fixed_ports, reserve_ports
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
@@ -39,7 +38,7 @@ def find_network(config: RunConfig) -> Findings[None]:
     network = config.network
     if network.keys_dir:
         yield from _keys(Path(network.keys_dir))
-    elif not network_is_open(config):
+    elif not config.network.is_open:
         yield problem("network", ValueError(public_without_keys(config.network.control_endpoint)))
     else:
         how = "unencrypted (network.insecure)" if network.insecure else "this machine alone"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.device_rules import meant_dtype
-from asyncrl.config.gpu_assignment import GPUS_VARIABLE
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE, meant_dtype
 from asyncrl.config.load import load_config
-from asyncrl.config.rollout_engines import rollout_engine
+from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import visible_gpus
@@ -93,7 +92,7 @@ def _placement(plan: MemoryPlan) -> list[str]:
     learner, rollout = plan.config.learner, plan.config.rollout
     if learner.device in ("auto", "cuda") and 0 < len(visible_gpus()) < learner.num_processes:
         return [f"NOTE: {learner.num_processes} ranks need a GPU each, and {len(visible_gpus())} are planned for"]
-    is_open = {learner.device, rollout.device} <= {"auto", "cuda"} and rollout_engine(rollout.engine).has_model
+    is_open = {learner.device, rollout.device} <= {"auto", "cuda"} and ROLLOUT_ENGINES[rollout.engine].has_model
     if not is_open or plan.sharing != "together" or visible_gpus():
         return []
     enough = learner.num_processes + rollout.servers * rollout.tensor_parallel_size

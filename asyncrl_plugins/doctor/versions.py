@@ -9,8 +9,7 @@ from importlib.metadata import requires
 import zmq
 from packaging.requirements import Requirement
 
-from asyncrl.config.learner_engines import learner_engines
-from asyncrl.config.rollout_engines import rollout_engines
+from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES
 from asyncrl.plugins import implementation
 from asyncrl.telemetry.host_versions import installed_version
 from asyncrl_plugins.doctor.findings import Finding, Findings
@@ -25,7 +24,7 @@ INSTALL = "bash scripts/install.sh"
 
 def extra_of() -> dict[str, str]:
     """Extras by the optional packages that they install, those of plug-ins included."""
-    parts = (*learner_engines().values(), *rollout_engines().values())
+    parts = (*LEARNER_ENGINES.all().values(), *ROLLOUT_ENGINES.all().values())
     return EXTRA_OF | {package: part.extra for part in parts for package in part.packages}
 
 
@@ -44,7 +43,7 @@ def find_versions() -> Findings[None]:
             yield from _compare(package, found)
         elif package not in extra_of():
             yield Finding(package, "is not installed", "problem", INSTALL)
-    for name, engine in rollout_engines().items():
+    for name, engine in ROLLOUT_ENGINES.all().items():
         if engine.installation:
             yield Finding(name, implementation(engine.installation)(), "note")
     yield from _torchvision()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.rollout_engines import rollout_engine
-from asyncrl.config.rollout_weights import RolloutWeights
+from asyncrl.config.parts import ROLLOUT_ENGINES, RolloutWeights
 from asyncrl.config.run_sections import RunSections
 
 ENGINES = ("hf", "vllm")
@@ -30,7 +29,7 @@ def problems(config: RunSections) -> Iterator[str]:
     if rollout.engine not in ENGINES:
         others = " or ".join(f"rollout.engine={name}" for name in ENGINES)
         yield (
-            f"{setting}, and the engine is {rollout.engine}, {rollout_engine(rollout.engine).not_quantized}. Set "
+            f"{setting}, and the engine is {rollout.engine}, {ROLLOUT_ENGINES[rollout.engine].not_quantized}. Set "
             f"{others}, or leave rollout.quantization out"
         )
     loss = method_of("policy_loss", algorithm.policy_loss)

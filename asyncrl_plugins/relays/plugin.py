@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from asyncrl.config.parts import WeightChannel
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import Section
-from asyncrl.config.weight_channels import WeightChannel
 
 
 class RelayConfig(Section):

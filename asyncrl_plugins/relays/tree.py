@@ -151,7 +151,7 @@ def open_tree(
     publication: Publication,
     known_keys: Callable[[], Collection[bytes]] | None,
 ) -> WeightTree:
-    """The learner's end of the channel (`asyncrl.config.weight_channels`)."""
+    """The learner's end of the channel (`asyncrl.config.parts`)."""
     return WeightTree(rollout.settings_of(RelayConfig).fan_out, servers, publication, known_keys)
 
 

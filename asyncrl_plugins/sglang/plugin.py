@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.rollout_engines import RolloutEngine
+from asyncrl.config.parts import RolloutEngine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import Section
 

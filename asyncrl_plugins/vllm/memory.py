@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import EngineMemory, sampling_bytes
@@ -33,7 +33,7 @@ def _lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Memory
         config.model.dtype,
         model.weights,
     )
-    if precision := rollout_weights(rollout.quantization):
+    if precision := ROLLOUT_WEIGHTS.find(rollout.quantization):
         held += f", linear layers in {rollout.quantization}"
         weights -= implementation(precision.held_by["vllm"]["saved_bytes"])(skeleton(config.model))
     tokens = config.data.max_prompt_length + config.longest_completion

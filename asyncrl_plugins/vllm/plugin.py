@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncrl.config.rollout_engines import RolloutEngine
+from asyncrl.config.parts import RolloutEngine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.plugins import description, installed
 

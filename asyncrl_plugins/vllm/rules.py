@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.model_files.folder import attention_heads, read_config
@@ -122,7 +122,7 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
             "rollout.engine_args has enable_chunked_prefill, which kills vLLM's CPU worker at the first seeded request "
             "(it rewinds the request's random generator, and a CPU generator has no offset). Leave it out"
         )
-    if weights := rollout_weights(rollout.quantization):
+    if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
         found += implementation(weights.held_by["vllm"]["problems"])(config, cuda=cuda)
     devices = torch.cuda.device_count() if cuda else 1
     heads, width = attention_heads(config.model), rollout.tensor_parallel_size

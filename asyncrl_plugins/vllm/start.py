@@ -14,10 +14,8 @@ from typing import Any, TypeVar, cast
 import psutil
 import torch
 
-from asyncrl.config.device_rules import network_is_open
-from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.parts import ROLLOUT_WEIGHTS, device_channels
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.weight_channels import device_channels
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.items import CONTEXT_BYTES
 from asyncrl.memory_plan.token_choice import settle_tokens
@@ -103,7 +101,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
-    if weights := rollout_weights(rollout.quantization):
+    if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
         arguments |= {
             "quantization": "online",
             "quantization_config": {
@@ -123,7 +121,7 @@ def share_beside_a_version(config: RunConfig, device_bytes: int) -> float:
     """
     rollout = config.rollout
     turns = config.trainer.mode == "sync" or config.model.lora.rank > 0
-    closed = config.learner.device == "cpu" or not network_is_open(config)
+    closed = config.learner.device == "cpu" or not config.network.is_open
     channels = device_channels(rollout.weights_channel)
     if turns or closed or not channels:
         return VLLM_SHARE
@@ -194,7 +192,7 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
     # Forked processes would import nothing anew, and would not watch their owner.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[OWNER_VARIABLE] = str(os.getpid())
-    weights = rollout_weights(config.rollout.quantization)
+    weights = ROLLOUT_WEIGHTS.find(config.rollout.quantization)
     if module := weights.held_by["vllm"].get("module") if weights else None:
         os.environ[MODULES_VARIABLE] = module
     if config.trainer.mode == "sync":

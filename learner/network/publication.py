@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from asyncrl.config.parts import WEIGHT_CHANNELS, device_channels
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.config.weight_channels import device_channels, weight_channel
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
 from asyncrl.plugins import implementation
@@ -69,7 +69,7 @@ may connect, None without keys. Returns None where the learner sends to all."""
 
 def source_opener(rollout: RolloutConfig) -> OpenSources:
     """The learner's end of a channel whose servers ask for a source."""
-    channel = weight_channel(rollout.weights_channel)
+    channel = WEIGHT_CHANNELS[rollout.weights_channel]
     if not channel.puller:
         return lambda servers, publication, known_keys: None
     return partial(implementation(channel.implementation), rollout)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from asyncrl.config.engine_rules import GRADIENTS_IN_FLIGHT
+from asyncrl.config.parts import GRADIENTS_IN_FLIGHT
 from learner.training.master_weights import MasterWeights
 
 PIECE = 1 << 28

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engine_rules import SMALLEST_8BIT
+from asyncrl.config.parts import SMALLEST_8BIT
 from asyncrl.config.service_sections import OptimConfig, Optimizer
 from asyncrl.errors import UserError
 from asyncrl.models.parts import part_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from asyncrl.config.learner_engines import learner_engine
+from asyncrl.config.parts import LEARNER_ENGINES
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig, Optimizer
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.models.export import export_model
@@ -181,4 +181,4 @@ def one_device(config: LearnerConfig, device: torch.device, ranks: Ranks) -> One
 
 def make_sharding(config: LearnerConfig, device: torch.device, ranks: Ranks) -> Sharding:
     """The placement of `learner.engine`, whose module is imported only where it is chosen."""
-    return implementation(learner_engine(config.engine).implementation)(config, device, ranks)
+    return implementation(LEARNER_ENGINES[config.engine].implementation)(config, device, ranks)

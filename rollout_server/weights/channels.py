@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from asyncrl.config.parts import WEIGHT_CHANNELS, device_channels
 from asyncrl.config.run_sections import NetworkConfig
-from asyncrl.config.weight_channels import device_channels, weight_channel
 from asyncrl.errors import UserError
 from asyncrl.plugins import implementation
 from protocol.messages import Channel, DeviceSource, WeightManifest
@@ -83,7 +83,7 @@ def open_receiver(channel: str, processes: ModelProcesses | None) -> DeviceRecei
 
 def open_puller(channel: str, network: NetworkConfig, session: str) -> Puller | None:
     """The server's end of a plug-in's channel over ZeroMQ; None where another channel is configured."""
-    name = weight_channel(channel).puller
+    name = WEIGHT_CHANNELS[channel].puller
     return implementation(name)(network, session) if name else None
 
 
@@ -101,7 +101,7 @@ def choose_channel(
     """
     obstacles: dict[str, str] = {}
     between_devices = device_channels(configured)
-    pulled = [configured] if weight_channel(configured).puller else []
+    pulled = [configured] if WEIGHT_CHANNELS[configured].puller else []
     for channel in (*between_devices, "shm", "zmq", *pulled):
         if configured not in ("auto", channel):
             continue

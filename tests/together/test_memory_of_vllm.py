@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.parts import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import make_plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.algorithm import recorded_method_line
+from asyncrl.config.explain import recorded_method_line
 from asyncrl.launch.display import RunProgress
 from asyncrl.telemetry.host_versions import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from asyncrl.config.algorithm import recorded_method_line
+from asyncrl.config.explain import recorded_method_line
 from asyncrl.telemetry.numbers import count, duration, figure, moment
 from asyncrl_plugins.viewer.recorded_run.learning import courses
 from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number

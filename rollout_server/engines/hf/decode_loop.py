@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from asyncrl.config.engine_rules import PREFILL_TOKENS
+from asyncrl.config.parts import PREFILL_TOKENS
 from asyncrl.errors import BadStateError
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow, Joining

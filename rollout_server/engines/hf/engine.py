@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.rollout_weights import rollout_weights
+from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.devices.sleeping import Sleeper, bit_sums, check_wake_parity, fixed_tokens
@@ -66,7 +66,7 @@ class HFEngine:
 
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
-        if weights := rollout_weights(self._config.rollout.quantization):
+        if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.quantization):
             self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:
             add_adapter(self._model, self._adapter)

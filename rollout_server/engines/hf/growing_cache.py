@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from asyncrl.config.engine_rules import cache_columns
+from asyncrl.config.parts import cache_columns
 
 
 class GrowingTensor:

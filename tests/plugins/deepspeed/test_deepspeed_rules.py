@@ -17,7 +17,7 @@ ZERO = {"engine": "deepspeed", "num_processes": 2}
     [
         (
             {"learner": {"deepspeed": {"zero_stage": 3}}},
-            "holds settings of deepspeed, which is not chosen",
+            r"exists only with learner.engine=deepspeed \(it is ",
         ),
         ({"learner": ZERO, "trainer": {"mode": "sync"}}, r"deepspeed, but trainer.mode is sync"),
         ({"learner": ZERO, "model": {"dtype": "float16"}}, r"dtype is float16, whose loss scale"),

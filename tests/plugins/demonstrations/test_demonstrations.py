@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from asyncrl.checks.inputs import check_targets
+from asyncrl.config.explain import schedule_notes
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.schedules import schedule_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError

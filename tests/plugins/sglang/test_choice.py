@@ -22,7 +22,7 @@ def test_an_override_that_replaces_the_engine_forgets_its_settings_in_the_file(
     assert load_config(file) == config
     assert load_config(file).rollout.settings_of(SGLangConfig).python == "there/python"
     assert load_config(file, ["rollout.engine=hf"]).rollout.model_extra == {}
-    with pytest.raises(UserError, match=r"rollout\.sglang holds settings of sglang, which is not chosen.*override"):
+    with pytest.raises(UserError, match=r"rollout\.sglang exists only with rollout\.engine=sglang \(it is .*override"):
         load_config(file, ["rollout.engine=hf", "rollout.sglang.python=x"])
 
 

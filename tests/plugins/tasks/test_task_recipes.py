@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from asyncrl.cli import main
-from asyncrl.config import overlays
-from asyncrl.config.load import load_config
-from asyncrl.config.overlays import find_overlay, shipped_overlays
+from asyncrl.config import load
+from asyncrl.config.load import find_overlay, load_config, shipped_overlays
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
@@ -61,7 +60,7 @@ def test_there_are_rows_for_each() -> None:
 
 
 def test_without_the_plug_in_a_word_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlays, "descriptions", lambda group: {})
+    monkeypatch.setattr(load, "descriptions", lambda group: {})
     shipped_overlays.cache_clear()
     with pytest.raises(UserError, match=r"override 'geo3k' has no `=`.*Tasks are plug-ins\. .*asyncrl\.tasks"):
         find_overlay("geo3k")

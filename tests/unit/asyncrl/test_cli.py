@@ -62,7 +62,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
 def test_an_unknown_command_is_refused_with_a_suggestion_and_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for is_whole, says in ((True, "entry point of asyncrl.commands"), (False, "pip install asyncrl")):
+    for is_whole, says in ((True, "entry point of asyncrl.commands"), (False, "Run `make install` in a checkout")):
         monkeypatch.setattr("asyncrl.plugins.find_spec", lambda name, is_whole=is_whole: is_whole or None)
         with pytest.raises(SystemExit) as end:
             main(["trian"])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config.explain import INTERNAL, REPEATED, config_reference, explain
-from asyncrl.config.keys import all_keys
+from asyncrl.config.explain import explain
+from asyncrl.config.keys import INTERNAL, REPEATED, all_keys, config_reference
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.method_settings import GaeConfig
 from asyncrl.errors import UserError
@@ -117,10 +117,29 @@ def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path) ->
         ("worker.actor.optim.lr", ": did you mean learner.optim.lr?"),
         ("reward.functions.0.wieght", ": did you mean reward.functions.N.weight?"),
         ("num_generations", ". docs/migration.md has other frameworks' names"),
+        ("algorithm.kl_coef", ": did you mean algorithm.kl_loss_coef or algorithm.kl_reward_coef?"),
+        ("algorithm.clip_high", ": did you mean algorithm.clip_ratio_high?"),
+        ("rollout.hf.dtype", ": rollout.engine=hf has no section of its own, only rollout.engine_args"),
+        ("algorithm.gae.lambda", ": algorithm.gae exists only with algorithm.adv_estimator=gae (it is grpo)"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_was_meant(minimal: Path, key: str, said: str) -> None:
     assert f"unknown key {key}{said} [override {key}=4]" in refusal(minimal, f"{key}=4")
+
+
+def test_keys_of_chosen_methods_are_suggested_first(minimal: Path) -> None:
+    clip = "unknown key algorithm.clip_ratio: did you mean algorithm.clip_ratio_c or algorithm.clip_ratio_low or"
+    assert f"{clip} algorithm.clip_ratio_high?" in refusal(minimal, "algorithm.clip_ratio=0.2")
+    chosen = refusal(
+        minimal, "algorithm.top_entropy.share=1", "algorithm.selections+=top_entropy", "algorithm.fracton=1"
+    )
+    assert "unknown key algorithm.fracton: did you mean algorithm.top_entropy.fraction?" in chosen
+
+
+def test_a_section_of_what_is_not_chosen_is_refused_with_what_to_type(minimal: Path) -> None:
+    only = "algorithm.top_entropy exists only with algorithm.selections+=top_entropy (it is empty). Set that, or leave"
+    assert only in refusal(minimal, "algorithm.top_entropy.fraction=0.5")
+    load_config(minimal, ["algorithm.top_entropy.fraction=0.5", "algorithm.selections+=top_entropy"])
 
 
 def test_all_problems_come_at_once_with_their_places(tmp_path: Path) -> None:
@@ -272,7 +291,7 @@ def test_an_overlay_is_a_few_keys_over_a_file_in_the_order_of_the_command_line(m
     assert load_config(whole, ["rloo", "algorithm.norm_adv_by_std=false"]).algorithm.adv_estimator == "rloo"
     algorithm = load_config(whole, [*words[1:], "grpo"]).algorithm
     assert (algorithm.policy_loss, algorithm.model_extra) == ("ppo", {}), "the last word counts"
-    with pytest.raises(UserError, match=r"algorithm.gae holds settings of .*=gae \(it is grpo\), which is not chosen"):
+    with pytest.raises(UserError, match=r"algorithm.gae exists only with .*=gae \(it is grpo\)"):
         load_config(whole, [*words, "grpo"])
 
 
@@ -294,3 +313,5 @@ def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path
     assert f"unknown key data.shuffel: did you mean data.shuffle? [{overlay} line 3]" in said
     assert "no configuration file none.yaml" in refusal(minimal, "none.yaml")
     assert "or the name of an algorithm or a task. Did you mean 'rloo'?" in refusal(minimal, "rlo")
+    assert "Did you mean rollout.engine=scripted?" in refusal(minimal, "scripted")
+    assert "Did you mean learner.engine=fsdp2?" in refusal(minimal, "fsdp2")

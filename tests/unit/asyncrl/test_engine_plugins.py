@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from asyncrl import plugins
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.config.rollout_engines import RolloutEngine
+from asyncrl.config.parts import RolloutEngine
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import Section
 from asyncrl.errors import UserError
@@ -89,4 +89,4 @@ def test_a_name_whose_plug_in_is_missing_is_refused_with_what_to_install(
     said = str(caught.value)
     assert f"{section}.{key} is " in said
     assert there in said
-    assert "pip install asyncrl" in said
+    assert "Run `make install` in a checkout, or install the whole wheel" in said

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.checks.inputs import check_inputs
-from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
+from asyncrl.config.parts import PREFILL_TOKENS, cache_columns
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import prefilled_prompts

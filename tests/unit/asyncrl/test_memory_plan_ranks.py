@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import learner_engines
+from asyncrl.config.parts import LEARNER_ENGINES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import MemoryPlan, check_plan, make_plan
@@ -95,8 +95,7 @@ def test_two_ranks_take_what_was_planned(
 def test_an_engine_whose_placement_is_not_known_is_not_planned_as_another(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = replace(learner_engines.BUILT_IN["fsdp2"], memory="")
-    monkeypatch.setattr(learner_engines, "BUILT_IN", {**learner_engines.BUILT_IN, "fsdp2": engine})
+    monkeypatch.setitem(LEARNER_ENGINES.built_in, "fsdp2", replace(LEARNER_ENGINES["fsdp2"], memory=""))
     config = make_config(learner=RANKS, gpu_memory={"budget_gib": 1})
     with pytest.raises(UserError, match=r"learner\.engine=fsdp2, only for torch.*\. Leave gpu_memory"):
         check_plan(config)

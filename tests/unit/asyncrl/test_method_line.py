@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.algorithm import AlgorithmConfig, method_line, recorded_method_line
-from asyncrl.config.schedules import schedule_notes
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.explain import method_line, recorded_method_line, schedule_notes
 from asyncrl.config.schema import RunConfig
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.checks.inputs import check_inputs, check_media
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.device_rules import same_device
+from asyncrl.config.gpu_assignment import same_device
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
@@ -174,7 +174,7 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
     ),
     "arguments that hf does not take": (
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
-        r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
+        r"rollout.engine is hf and rollout.engine_args is .*max_num_seqs.*takes no arguments. Set rollout.engine_args=",
     ),
     "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', not a device name. Set .*=auto, cpu"),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import Field, ValidationError
 
 from asyncrl.config.sections import OpenSection, Section
+from asyncrl.plugins import Part, Parts
 
 
 class Gae(Section):
@@ -19,16 +19,19 @@ class Luffy(Section):
     gamma: float = 0.1
 
 
+SECTIONS = {"grpo": None, "gae": Gae, "luffy": Luffy}
+
+
 class Algorithm(OpenSection):
+    choices: ClassVar = {
+        "estimator": Parts(
+            "learner_engines",
+            "algorithm.estimator",
+            Part,
+            {name: Part(implementation="", section=section) for name, section in SECTIONS.items()},
+        )
+    }
     estimator: str = "grpo"
-
-    @classmethod
-    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        return {name: each for name, each in cls.possible_sections().items() if name == given.get("estimator")}
-
-    @classmethod
-    def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return {"gae": Gae, "luffy": Luffy}
 
 
 def test_a_chosen_part_has_its_settings_and_no_other_has() -> None:

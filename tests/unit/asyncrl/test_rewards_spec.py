@@ -104,7 +104,7 @@ def test_a_module_in_the_working_directory_is_a_path(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("exact_mach", "is 'exact_mach', which is no built-in. Did you mean 'exact_match'\\?"),
+        ("exact_mach", "is 'exact_mach', which is unknown. Did you mean 'exact_match'\\?"),
         ("{dir}/my_reward.py:length", "there is no file .*did you mean .*my_rewards.py"),
         ("{file}:lenght", "no function 'lenght'. Did you mean 'length'\\?"),
     ],

@@ -108,7 +108,7 @@ def test_tokens_of_demonstrations_are_not_chosen_and_enter_no_quantile() -> None
 
 
 def test_unknown_and_repeated_selections_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"'top_entropie', which is no built-in\. Did you mean 'top_entropy'"):
+    with pytest.raises(ValidationError, match=r"'top_entropie', which is unknown\. Did you mean 'top_entropy'"):
         AlgorithmConfig(selections=("top_entropie",))
     with pytest.raises(ValidationError, match=r"one twice: m2po, m2po\. Keep one"):
         AlgorithmConfig(selections=("m2po", "m2po"))

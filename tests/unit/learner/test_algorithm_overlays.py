@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.load import dump_config, load_config, shipped_overlays
 from asyncrl.config.method import BY_SECTION, KINDS
 from asyncrl.config.methods import METHODS
-from asyncrl.config.overlays import shipped_overlays
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.prepare import GRPO
 from tests.rigs.tiny import ROOT

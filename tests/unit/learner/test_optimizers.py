@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.config.engine_rules import SMALLEST_8BIT
+from asyncrl.config.parts import SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.live_bytes import nbytes

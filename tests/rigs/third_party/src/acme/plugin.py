@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from asyncrl.config.method import Method, MethodSet
-from asyncrl.config.rollout_engines import RolloutEngine
+from asyncrl.config.parts import RolloutEngine
 from asyncrl.config.sections import Section
 from asyncrl.plugins import Command, Option, Reward
 
