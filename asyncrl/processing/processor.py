@@ -127,10 +127,16 @@ class PromptProcessor:
         Any thread may call it. Raises UserError naming the row when an image is corrupt, the text itself contains
         image placeholders, or the model does not read what is there.
         """
-        # Of the bytes themselves: what came under a name may be something else, and the learner must hear of it.
-        hashes = {digest: content_hash(blobs[digest]) for digest in prompt.media_hashes}
+        media = _media_of(prompt, blobs)
         content = prompt.model_dump_json(include={"row_id", "messages", "image_hashes", "videos"})
-        return self._cached("".join([content, *hashes.values()]), lambda: self._encode(prompt, blobs, hashes))
+
+        def make() -> EncodedPrompt:
+            if self._is_measured(prompt):
+                return self._with_pixels(self._measured(prompt, media))
+            with self._lock:
+                return self._encoded_whole(prompt, media)
+
+        return self._cached("".join([content, *map(content_hash, media.values())]), make)
 
     def _cached(self, content: str, make: Callable[[], EncodedPrompt]) -> EncodedPrompt:
         """Return what was made of this content before, or make it; one thread makes it, and others wait for that."""
@@ -168,42 +174,35 @@ class PromptProcessor:
     def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """`encode` without pixels, of which none is decoded where `ImageGrids` knows the processor.
 
-        Videos, and images of other processors, are decoded. Any thread may call it. Raises as `encode` does, but
-        not for images that are damaged behind an intact header.
+        Videos, and images of other processors, are decoded. Any thread may call it. Raises as `encode` does, but not
+        for images that are damaged behind an intact header.
         """
-        if self._grids is None or prompt.videos or not prompt.image_hashes:
-            return self.encode(prompt, blobs).without_pixels()
-        hashes = {digest: content_hash(blobs[digest]) for digest in prompt.image_hashes}
-        return self._measure(self._grids, prompt, blobs, hashes)
+        if self._is_measured(prompt):
+            return self._measured(prompt, _media_of(prompt, blobs))
+        return self.encode(prompt, blobs).without_pixels()
 
-    def _measure(
-        self,
-        arithmetic: ImageGrids,
-        prompt: Prompt,
-        blobs: Mapping[str, bytes | memoryview],
-        hashes: Mapping[str, str],
-    ) -> EncodedPrompt:
-        """Expand the image placeholders as the processor does, and tokenise."""
+    def _is_measured(self, prompt: Prompt) -> bool:
+        """True where the sizes of the images tell their tokens."""
+        return self._grids is not None and bool(prompt.image_hashes) and not prompt.videos
+
+    def _measured(self, prompt: Prompt, media: Mapping[str, bytes]) -> EncodedPrompt:
         self._check_media(prompt)
         self._check_text(prompt)
-        images = [(hashes[digest], bytes(blobs[digest])) for digest in prompt.image_hashes]
-        return self._measure_text(arithmetic, self.render(prompt), images, prompt.row_id)
+        return self._expanded(self.render(prompt), [media[name] for name in prompt.image_hashes], prompt.row_id)
 
-    def _measure_text(
-        self, arithmetic: ImageGrids, text: str, images: Sequence[tuple[str, bytes]], row_id: str
-    ) -> EncodedPrompt:
-        """`text` is rendered already; `images` are content hashes and bytes, in order of appearance."""
-        grids = arithmetic.grids([image_size(data, f"row {row_id}") for _, data in images])
+    def _expanded(self, text: str, images: Sequence[bytes], row_id: str) -> EncodedPrompt:
+        """Expand the image placeholders of rendered text as the processor does, and tokenise."""
+        assert self._grids is not None, "its callers have looked"
+        grids = self._grids.grids([image_size(data, f"row {row_id}") for data in images])
         unexpanded = np.asarray(self.tokenize(text), np.int32)
-        ids = arithmetic.expand(text, unexpanded, grids, self.tokenize)
-        types = (ids == self.image_token_id).astype(np.int32)
+        ids = self._grids.expand(text, unexpanded, grids, self.tokenize)
         measured = EncodedPrompt(
             row_id=row_id,
             token_ids=ids,
-            token_types=types,
+            token_types=(ids == self.image_token_id).astype(np.int32),
             image_grids=grids,
-            image_hashes=tuple(digest for digest, _ in images),
-            images=tuple(data for _, data in images),
+            image_hashes=tuple(map(content_hash, images)),
+            images=tuple(images),
             unexpanded_ids=unexpanded,
         )
         self._check_placeholders(measured)
@@ -224,35 +223,20 @@ class PromptProcessor:
                 "answer in text"
             )
         try:
-            return self._measure_text(self._grids, text, [(content_hash(data), data) for data in images], where)
+            return self._expanded(text, images, where)
         except ValueError as refused:  # the processor's own: of a shape that it does not take
             raise UserError(f"row {where}: the processor takes no such image: {refused}") from None
 
     def encode_text(self, text: str, images: Sequence[bytes], where: str) -> EncodedPrompt:
         """`measure_text` with pixels. Any thread may call it; raises as that does."""
         content = "".join(["text", where, "\0", text, *map(content_hash, images)])
+        return self._cached(content, lambda: self._with_pixels(self.measure_text(text, images, where)))
 
-        def make() -> EncodedPrompt:
-            measured = self.measure_text(text, images, where)
-            decoded = [decode_image(data, f"row {where}") for data in images]
-            return self._with_pixels(measured, decoded) if images else measured
-
-        return self._cached(content, make)
-
-    def _encode(
-        self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
-    ) -> EncodedPrompt:
-        """`hashes` are those of the bytes in `blobs`, under the same names."""
-        if self._grids is None or prompt.videos or not prompt.image_hashes:
-            with self._lock:
-                return self._encode_whole(prompt, blobs, hashes)
-        measured = self._measure(self._grids, prompt, blobs, hashes)
-        found = {digest: bytes(blobs[digest]) for digest in prompt.image_hashes}
-        return self._with_pixels(measured, media_arguments([prompt], found)["images"])
-
-    def _with_pixels(self, measured: EncodedPrompt, images: Sequence[Image]) -> EncodedPrompt:
+    def _with_pixels(self, measured: EncodedPrompt) -> EncodedPrompt:
+        if not measured.images:
+            return measured
         assert self._grids is not None, "it was measured by them"
-        pixels, made = self._grids.process(images)
+        pixels, made = self._grids.process([decode_image(data, f"row {measured.row_id}") for data in measured.images])
         if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
                 f"row {measured.row_id}: the processor makes the grids {made.tolist()} of its images, "
@@ -261,41 +245,36 @@ class PromptProcessor:
             )
         return replace(measured, pixel_values=pixels)
 
-    def describe_grid(self, grid: Sequence[int]) -> str:
-        """The grid of one image, for people."""
-        return (self._grids or ImageGrids(self.processor)).describe(grid)
-
-    def _encode_whole(
-        self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
-    ) -> EncodedPrompt:
+    def _encoded_whole(self, prompt: Prompt, media: Mapping[str, bytes]) -> EncodedPrompt:
         """Encode text, or whatever else the processor's own call is for."""
         self._check_media(prompt)
         self._check_text(prompt)
         text = self.render(prompt)
-        if not prompt.media_hashes:
-            ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-            encoded = EncodedPrompt.of_text(ids, prompt.row_id)
-        else:
-            found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
+        unexpanded = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        encoded = EncodedPrompt.of_text(unexpanded, prompt.row_id)
+        if prompt.media_hashes:
             asked = {"return_tensors": "pt", "return_mm_token_type_ids": True, "add_special_tokens": False}
-            out = self.processor(text=[text], **asked, **media_arguments([prompt], found))
-            encoded = EncodedPrompt(
-                row_id=prompt.row_id,
+            out = self.processor(text=[text], **asked, **media_arguments([prompt], media))
+            encoded = replace(
+                encoded,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),
                 token_types=out["mm_token_type_ids"][0].to(torch.int32).numpy(),
                 image_grids=self._grids.made(out) if self._grids else named_grids(out, "image_grid_thw"),
-                image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
-                images=tuple(found[digest] for digest in prompt.image_hashes),
+                image_hashes=tuple(content_hash(media[name]) for name in prompt.image_hashes),
+                images=tuple(media[name] for name in prompt.image_hashes),
                 pixel_values=out.get("pixel_values"),
                 video_grids=named_grids(out, "video_grid_thw"),
-                video_hashes=tuple(video_hash([hashes[d] for d in video.frame_hashes]) for video in prompt.videos),
-                videos=tuple(VideoFrames(tuple(found[d] for d in v.frame_hashes), v.fps) for v in prompt.videos),
+                video_hashes=tuple(video_hash([content_hash(media[d]) for d in v.frame_hashes]) for v in prompt.videos),
+                videos=tuple(VideoFrames(tuple(media[d] for d in v.frame_hashes), v.fps) for v in prompt.videos),
                 seconds_per_grid=tuple(map(float, out.get("second_per_grid_ts", ()))),
                 video_pixel_values=out.get("pixel_values_videos"),
-                unexpanded_ids=np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
             )
         self._check_placeholders(encoded)
         return encoded
+
+    def describe_grid(self, grid: Sequence[int]) -> str:
+        """The grid of one image, for people."""
+        return (self._grids or ImageGrids(self.processor)).describe(grid)
 
     def render(self, prompt: Prompt) -> str:
         """The chat template's text, generation prompt included."""
@@ -406,6 +385,14 @@ class PromptProcessor:
         while self._cache_left < 0 and self._cache:
             _, oldest = self._cache.popitem(last=False)
             self._cache_left += oldest.nbytes
+
+
+def _media_of(prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> dict[str, bytes]:
+    """Encoded images and frames by the names that the prompt has for them.
+
+    Their hashes are computed again: under a name may be something else, and the learner must hear of it.
+    """
+    return {name: bytes(blobs[name]) for name in prompt.media_hashes}
 
 
 def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:

@@ -44,8 +44,7 @@ def test_measuring_equals_the_processors_own_call(processor: PromptProcessor) ->
     sizes = [(1, 1), (1, 150), (3, 3), (14, 14), (200, 150), *map(tuple, draw.integers(1, 160, (12, 2)).tolist())]
     for number in range(len(sizes)):
         prompt, blobs = prompt_of(*(picture(*size) for size in sizes[number : number + 3]))
-        hashes = {name: name for name in blobs}
-        whole = processor._encode_whole(prompt, blobs, hashes)
+        whole = processor._encoded_whole(prompt, blobs)
         measured, encoded = processor.measure(prompt, blobs), processor.encode(prompt, blobs)
         for one in (measured, encoded):
             for field in ("token_ids", "token_types", "image_grids", "unexpanded_ids"):
@@ -64,7 +63,7 @@ def test_measuring_for_llava_equals_the_processors_own_call(
 ) -> None:
     processor = PromptProcessor(ModelConfig(path=str(make_llava(tmp_path, tower))), cache_mib=0)
     prompt, blobs = prompt_of(picture(100, 30), picture(20, 70))
-    whole = processor._encode_whole(prompt, blobs, {name: name for name in blobs})
+    whole = processor._encoded_whole(prompt, blobs)
     for one in (processor.measure(prompt, blobs), processor.encode(prompt, blobs)):
         for field in ("token_ids", "token_types", "image_grids"):
             assert getattr(one, field).tolist() == getattr(whole, field).tolist()
@@ -180,7 +179,7 @@ def test_limits_of_the_configuration_are_those_of_the_image_processor_and_of_mea
     before = processor.measure(*prompt_of(large, small)).image_grids
     one = limited(processor, min_pixels=1000, max_pixels=2000)
     prompt, blobs = prompt_of(large, small)
-    whole, measured = one._encode_whole(prompt, blobs, {name: name for name in blobs}), one.measure(prompt, blobs)
+    whole, measured = one._encoded_whole(prompt, blobs), one.measure(prompt, blobs)
     assert measured.token_ids.tolist() == whole.token_ids.tolist()
     assert measured.image_grids.tolist() == whole.image_grids.tolist() == [[1, 4, 6], [1, 6, 6]]  # patches of 7 x 7
     assert before.tolist() == [[1, 12, 14], [1, 4, 4]]
