@@ -140,16 +140,6 @@ def _part(part: Any, row_id: str) -> ContentPart:
     )
 
 
-def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
-    """Text that supervised training imitates for a row."""
-    target = row.get(config.target_key)
-    if not isinstance(target, str) or not target:
-        raise UserError(
-            f"row {row_id}: column {config.target_key!r} (data.target_key) must be a non-empty string, it is {target!r}"
-        )
-    return target
-
-
 def split_placeholders(text: str) -> tuple[ContentPart, ...]:
     """Cut the text at every `<image>` and `<video>`; empty pieces are left out."""
     parts: list[ContentPart] = []

@@ -15,9 +15,6 @@ from typing import Any, TypeVar
 from asyncrl.processing import torchvision_cpu
 
 T = TypeVar("T")
-LEFT_OUT = ("sklearn", "scipy", "accelerate")
-"""Modules of transformers that are not imported: assisted generation, losses of object detection, models over several
-devices. None of it decides which tokenizer or image processor a folder gets, or what these make of a prompt."""
 
 
 def import_torchvision() -> None:
@@ -32,21 +29,10 @@ def import_torchvision() -> None:
         import torchvision.transforms.v2  # noqa: F401
 
 
-def import_transformers() -> None:
-    """Import transformers and let it remember that the packages of LEFT_OUT are not there. Everything else in this
-    process, such as the user's own functions, can import them before and after."""
-    import_torchvision()
-    with _not_installed(LEFT_OUT):
-        from transformers.utils import import_utils
-
-        for package in LEFT_OUT:
-            getattr(import_utils, f"is_{package}_available")()
-
-
 def import_peft() -> None:
     """Import PEFT and let it remember that bitsandbytes is not there, which it would load, and which may print, where
     that is installed: no model here has layers of it."""
-    with _not_installed(("bitsandbytes",)):
+    with not_installed(("bitsandbytes",)):
         from peft.import_utils import is_bnb_available
 
         is_bnb_available()
@@ -56,7 +42,7 @@ def import_processors() -> None:
     """Import transformers' processors without its models, for a process that makes no model. Processors need of those a
     class to know tokenizers of sound by, a base class of automatic models, and the names of activations, which no
     setting of a processor has."""
-    import_transformers()
+    import_torchvision()
     models = {
         "transformers.activations": {"ACT2FN": {}},
         "transformers.generation.utils": {"GenerationMixin": type("GenerationMixin", (), {})},
@@ -93,7 +79,7 @@ def _stand_ins(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def _not_installed(packages: tuple[str, ...]) -> Iterator[None]:
+def not_installed(packages: tuple[str, ...]) -> Iterator[None]:
     """Let packages that have not been imported look as if they were not installed."""
     hidden = [package for package in packages if package not in sys.modules]
     for package in hidden:

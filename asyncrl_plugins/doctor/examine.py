@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.processing.lean_imports import import_transformers
+from asyncrl.processing.lean_imports import import_torchvision, not_installed
 from asyncrl_plugins.doctor.findings import Finding, Findings, Report, problem
 from asyncrl_plugins.doctor.machine import Device, find_devices, find_machine, listed_devices
 from asyncrl_plugins.doctor.versions import find_versions
@@ -24,6 +24,9 @@ from asyncrl_plugins.doctor.versions import find_versions
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LEFT_OUT = ("sklearn", "scipy", "accelerate")
+"""Modules of transformers that are not imported: assisted generation, losses of object detection, models over several
+devices. None of it decides which tokenizer or image processor a folder gets, or what these make of a prompt."""
 _BROKEN = "if the message names nothing of yours, this is a defect of asyncrl: report it with the message"
 
 
@@ -58,8 +61,19 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
     return report.close()
 
 
+def _import_transformers() -> None:
+    """Import transformers and let it remember that the packages of LEFT_OUT are not there: a quarter of the time of its
+    models. Everything else in this process, such as the user's own functions, can import them before and after."""
+    import_torchvision()
+    with not_installed(LEFT_OUT):
+        from transformers.utils import import_utils
+
+        for package in LEFT_OUT:
+            getattr(import_utils, f"is_{package}_available")()
+
+
 def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -> None:
-    import_transformers()
+    _import_transformers()
     from asyncrl_plugins.doctor.data import find_overlap, find_prompts, find_rewards
     from asyncrl_plugins.doctor.disk import find_disk, find_run_dir
     from asyncrl_plugins.doctor.memory import find_memory, find_model

@@ -23,9 +23,10 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompt_sources import DataOrder
-from asyncrl.data.prompts import PromptRenderer, row_target
+from asyncrl.data.prompts import PromptRenderer
 from asyncrl.data.survey.row_survey import usable_rows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
@@ -225,6 +226,16 @@ def _following(
         calls[order.kind]()
 
     yield obey
+
+
+def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
+    """Text that supervised training imitates for a row."""
+    target = row.get(config.target_key)
+    if not isinstance(target, str) or not target:
+        raise UserError(
+            f"row {row_id}: column {config.target_key!r} (data.target_key) must be a non-empty string, it is {target!r}"
+        )
+    return target
 
 
 def main(config: RunConfig, start: Start) -> None:
