@@ -145,8 +145,6 @@ def _add_tools(commands: argparse._SubParsersAction) -> None:
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
     keys.set_defaults(handler=_keys)
-    reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
-    reference.set_defaults(handler=_config_reference)
 
 
 def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser:
@@ -250,11 +248,4 @@ def _keys(arguments: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     print("\n".join(f"wrote {path}" for path in written))
     print(copying_advice(folder, server))
-    return 0
-
-
-def _config_reference(_: argparse.Namespace) -> int:
-    from asyncrl.config.keys import config_reference
-
-    print(config_reference())
     return 0

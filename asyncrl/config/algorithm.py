@@ -1,21 +1,78 @@
-"""The `algorithm` section: defaults of the chosen methods, and which of its keys fit each other."""
+"""The `algorithm` section: its keys, defaults of the chosen methods, and which keys fit each other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from asyncrl.config.algorithm_settings import AlgorithmSettings
-from asyncrl.config.installed_methods import chosen_hooks, method_of, methods, with_defaults
-from asyncrl.config.method import NEEDS
+from asyncrl.config.installed_methods import chosen_hooks, chosen_methods, method_of, methods, with_defaults
+from asyncrl.config.method import CHOICE_KEYS, KINDS, NEEDS, Method
+from asyncrl.config.method_settings import CorrectionConfig, EntropyControlConfig, KlControlConfig, KlEstimator
+from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.user_functions import what_it_may_be
 
 
-class AlgorithmConfig(AlgorithmSettings):
+class AlgorithmConfig(OpenSection):
     """Keys that are left out take the defaults of the chosen `adv_estimator` and `policy_loss`, where these have their
-    own (docs/algorithms.md), and those below elsewhere."""
+    own (docs/algorithms.md), and those below elsewhere. A method's own settings stand in `algorithm.METHOD`, a section
+    that exists only where the method is chosen."""
+
+    adv_estimator: str = "grpo"
+    """Name of a method (docs/algorithms.md, or a plug-in's page), `file.py:function` or `package.module:function`."""
+    norm_adv_by_std: bool = True
+    """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of rewards to come, from token to token or from turn to turn, for estimators that give each its own
+    advantage."""
+    policy_loss: str = "ppo"
+    """Name of a method (docs/algorithms.md, or a plug-in's page), `file.py:function` or `package.module:function`."""
+    clip_ratio_low: float = Field(default=0.2, gt=0)
+    """PPO clip range below 1."""
+    clip_ratio_high: float = Field(default=0.28, gt=0)
+    """PPO clip range above 1 (clip-higher)."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Dual clip: bound of the ratio where the advantage is negative."""
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+    ] = "token-mean"
+    """Aggregation of token losses to one number; denominators are those of the whole batch."""
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight in the loss of KL(policy || reference) per token. The reference policy is that of the `reference`
+    section."""
+    kl_reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference) that is subtracted from each token's reward, and its sum from the trajectory's
+    score. The KL is that of the policy at the start of the step."""
+    kl_estimator: KlEstimator | None = None
+    """Estimate of that KL from d = log policy - log reference at the sampled token. Nothing means `k3` in the loss and
+    `k1` in the reward. `k1`: d, only in the reward. `k2`: d²/2. `k3`: exp(-d) + d - 1. `abs`: |d|. `k1+`, `k3+`: the
+    value of k1 or k3 with the gradient of k2, which is the KL's. `k3_unbiased`: k3 weighted by policy / behaviour
+    (DeepSeek-V3.2), only in the loss. `full`: the exact sum over the vocabulary, at the cost of a second pass."""
+    kl_control: KlControlConfig = KlControlConfig()
+    updates_per_batch: int = Field(default=1, gt=0)
+    """Optimiser steps taken from one batch of groups."""
+    proximal: Literal["recompute", "loglinear", "linear", "behaviour", "target"] = "recompute"
+    """The policy that PPO clips around and that the correction weighs towards. `recompute`: the learner's at the start
+    of the step, by a forward pass where one batch makes several updates. `loglinear`, `linear`: between the behaviour
+    and the target policy by the age of each token, without that pass. `behaviour`: plain PPO on the engine's
+    log-probs, without a correction. `target`: the policy being optimised, so that nothing is clipped (policy gradient
+    with the correction's weights)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    selections: tuple[str, ...] = ()
+    """Any of them together, such as `[overlong, top_entropy]`: tokens that leave the loss because of what the whole
+    batch looks like, decided before its first update. Names of methods, `file.py:function` or
+    `package.module:function`."""
+    filters: tuple[str, ...] = ()
+    """Groups that no step takes, dropped as they are received: `[zero_variance]` is dynamic sampling. Another prompt
+    takes the place of each; where trainer.max_steps is 0 the run ends with its epochs, after fewer steps. Names of
+    methods, `file.py:function` or `package.module:function`."""
+    replay_buffer_size: int = Field(default=0, ge=0)
+    """Groups of earlier steps, the most spread first, that may be trained once more in the places of those that filters
+    drop: SSB (arXiv 2504.16656). A group is drawn in proportion to mean |s - mean s| of its scores, where a step would
+    else wait for another prompt, and only while no token of it is over learner.max_staleness. 0 is off; TRL has 64."""
 
     @model_validator(mode="before")
     @classmethod
@@ -30,8 +87,67 @@ class AlgorithmConfig(AlgorithmSettings):
             raise ValueError("\n".join(problems))
         return self
 
+    @classmethod
+    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        """Sections of the methods that are chosen, or whose section is given where it alone chooses them."""
+        return {method.name: method.settings for method in chosen_methods(given) if method.settings}
 
-def selection_problems(config: AlgorithmSettings) -> Iterator[str]:
+    @classmethod
+    def possible_sections(cls) -> Mapping[str, type[Section]]:
+        """Sections of all installed methods, those of the core first."""
+        found = (method for kind in KINDS for method in methods(kind).values())
+        return {method.name: method.settings for method in found if method.settings}
+
+    @classmethod
+    def choice_of(cls, section: str, given: Mapping[str, Any]) -> str:
+        for kind, key in CHOICE_KEYS.items():
+            if section in methods(kind):
+                now = with_defaults(given).get(key, cls.model_fields[key].default)
+                return f"algorithm.{key}{'=' if isinstance(now, str) else '+='}{section} (it is {now or 'empty'})"
+        return ""
+
+    @property
+    def functions(self) -> list[tuple[str, str, Collection[str]]]:
+        """Setting, value and installed names of each function that may be the user's own."""
+        named = ((kind, key, name) for kind, key in CHOICE_KEYS.items() for name in names_in(getattr(self, key)))
+        return [(f"algorithm.{key}", name, methods(kind)) for kind, key, name in named]
+
+    @property
+    def chosen_methods(self) -> tuple[Method, ...]:
+        """The methods that are chosen, with the selection that the policy loss has tokens marked by. A user's own
+        without a row is none."""
+        return chosen_methods({**(self.model_extra or {}), **{key: getattr(self, key) for key in CHOICE_KEYS.values()}})
+
+    @property
+    def inserting_hooks(self) -> dict[str, int]:
+        """Chosen ticket hooks that insert tokens, each with the trajectories of a group that it may insert whole."""
+        hooks = chosen_hooks("ticket_hook", self)
+        return {name: method.inserts(settings) for name, (method, settings) in hooks.items() if method.inserts}
+
+    @property
+    def entropy_control(self) -> EntropyControlConfig:
+        """Settings of the entropy control; defaults, which do nothing, where its section is not there."""
+        given = (self.model_extra or {}).values()
+        return next((each for each in given if isinstance(each, EntropyControlConfig)), EntropyControlConfig())
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Requirements of the chosen methods (asyncrl.config.method.NEEDS), and a reference where there is a KL
+        term."""
+        needs = {need for method in self.chosen_methods for need in method.needs}
+        needs |= {"reference"} if self.kl_loss_coef or self.kl_reward_coef else set()
+        return frozenset(needs | ({"proximal"} if self.kl_reward_coef else set()))
+
+    @property
+    def loss_kl_estimator(self) -> KlEstimator:
+        return self.kl_estimator or "k3"
+
+    @property
+    def reward_kl_estimator(self) -> KlEstimator:
+        return self.kl_estimator or "k1"
+
+
+def selection_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Name what is no selection and no filter, with the fix."""
     yield from _name_problems("algorithm.selections", config.selections, methods("selection"))
     yield from _name_problems("algorithm.filters", config.filters, methods("group_filter"))
@@ -40,13 +156,13 @@ def selection_problems(config: AlgorithmSettings) -> Iterator[str]:
         yield (f"algorithm.policy_loss {loss.name} needs the selection {missing[0]}. Add it to algorithm.selections")
 
 
-def source_problems(config: AlgorithmSettings) -> Iterator[str]:
+def source_problems(config: AlgorithmConfig) -> Iterator[str]:
     sources = list(chosen_hooks("prompt_source", config))
     if len(sources) > 1:
         yield f"algorithm.{' and algorithm.'.join(sources)} each choose the rows to visit. Leave all but one out"
 
 
-def kl_problems(config: AlgorithmSettings) -> Iterator[str]:
+def kl_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Name what makes no sense of a KL to the reference, with its fix."""
     if config.kl_loss_coef and config.kl_estimator == "k1":
         yield (
@@ -77,7 +193,7 @@ def kl_problems(config: AlgorithmSettings) -> Iterator[str]:
             )
 
 
-def insertion_problems(config: AlgorithmSettings) -> Iterator[str]:
+def insertion_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Name what does not go with inserted tokens, or is not there without them, with its fix."""
     loss, hooks = method_of("policy_loss", config.policy_loss), config.inserting_hooks
     for method in config.chosen_methods:
@@ -100,7 +216,7 @@ def insertion_problems(config: AlgorithmSettings) -> Iterator[str]:
         )
 
 
-def proximal_problems(config: AlgorithmSettings) -> Iterator[str]:
+def proximal_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Name what would need another proximal policy, or weigh twice, with its fix."""
     correction, kinds = config.correction, {mask.kind for mask in config.correction.masks}
     idle = sorted(kinds & {"sequence", "geometric", "veto"})

@@ -99,11 +99,6 @@ def chosen_hooks(kind: Kind, algorithm: OpenSection) -> dict[str, tuple[Method, 
     return {name: (method, given[name]) for name, method in methods(kind).items() if name in given}
 
 
-def sections_of(method: Method) -> Mapping[str, type[Section]]:
-    """Section that exists where the method is chosen, by its name; none where it has no settings."""
-    return {method.name: method.settings} if method.settings else {}
-
-
 def _merged(default: Any, given: Any) -> Any:
     """A section's given keys over the default ones; anything else as it is given."""
     return {**default, **given} if isinstance(default, dict) and isinstance(given, dict) else given

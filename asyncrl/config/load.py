@@ -20,7 +20,7 @@ from asyncrl.config import yaml_text
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of, method_sets
 from asyncrl.config.keys import REQUIRED, all_keys, section_of, similar_keys
-from asyncrl.config.method import Kind, Method
+from asyncrl.config.method import CHOICE_KEYS, Kind, Method
 from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OpenSection
@@ -29,9 +29,8 @@ from asyncrl.plugins import descriptions, installed, what_to_install
 
 Place = tuple[str | int, ...]
 """A place in a configuration: names of keys and indices of list items."""
-METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
-CHOICES = ("adv_estimator", "policy_loss", "selections", "filters")
-"""Keys that choose methods."""
+WITH_DEFAULTS: tuple[Kind, ...] = ("advantage", "policy_loss")
+"""Kinds of methods that have defaults of keys of the `algorithm` section."""
 REPLACED = "replaced"
 """The key of RunConfig that says what a method's word has replaced."""
 BY_HAND = math.inf
@@ -155,7 +154,8 @@ class _Draft:
         if not isinstance(replaced, dict) or not isinstance(algorithm, dict):
             return
         sections: set[str] = set()
-        for kind, key in METHOD_KEYS.items():
+        for kind in WITH_DEFAULTS:
+            key = CHOICE_KEYS[kind]
             with suppress(ValueError):  # a wrong row, which the check reports
                 sections |= AlgorithmConfig.chosen_sections(algorithm).keys()
                 self._forget_defaults(algorithm, method_of(kind, str(algorithm.get(key))), BY_HAND)
@@ -240,7 +240,8 @@ class _Draft:
         algorithm = self.data.get("algorithm")
         if not isinstance(algorithm, dict):
             return
-        for kind, key in METHOD_KEYS.items():
+        for kind in WITH_DEFAULTS:
+            key = CHOICE_KEYS[kind]
             rank = self._ranks.get(("algorithm", key))
             if rank is not None:
                 for name in (self._in_file.get(key), algorithm.get(key)):
@@ -252,7 +253,7 @@ class _Draft:
     def _forget_sections(self, algorithm: dict[str, Any]) -> None:
         """Forget the sections of methods that a later word has replaced."""
         chosen, before = (AlgorithmConfig.chosen_sections(given) for given in (algorithm, self._in_file))
-        changed = max((self._ranks.get(("algorithm", key), 0) for key in CHOICES), default=0)
+        changed = max((self._ranks.get(("algorithm", key), 0) for key in CHOICE_KEYS.values()), default=0)
         for name in AlgorithmConfig.possible_sections().keys() & algorithm.keys() - chosen.keys():
             rank = max((r for place, r in self._ranks.items() if place[:2] == ("algorithm", name)), default=0)
             if rank < changed and (rank or name in before):
@@ -315,7 +316,7 @@ class _Draft:
                 unchosen |= {f"{name}.{part}": section.choice_of(part, given) for part in hidden}
         for place, origin in self._unknown:
             path = _schema_path(place)
-            closed = next((each for each in unchosen if path.startswith(f"{each}.")), "")
+            closed = next((each for each, choice in unchosen.items() if choice and path.startswith(f"{each}.")), "")
             if "." in str(place[-1]):
                 meant = ": in the file keys are nested; dots are for overrides on the command line"
             elif closed:

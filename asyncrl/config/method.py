@@ -21,6 +21,13 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BY_SECTION: tuple[Kind, ...] = ("addition", "ticket_hook", "loss_hook", "prompt_source", "staleness_controller")
 """Kinds whose methods go with any other, each chosen by its section `algorithm.NAME`."""
+CHOICE_KEYS: Mapping[Kind, str] = {
+    "advantage": "adv_estimator",
+    "policy_loss": "policy_loss",
+    "selection": "selections",
+    "group_filter": "filters",
+}
+"""Keys of the `algorithm` section that choose methods of the other kinds, by their names."""
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
     "entropies": "entropies of the policy at the start of the step, over the whole batch",
