@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.gpu_assignment import check_assignment, same_device
 from asyncrl.config.method import NEEDS
 from asyncrl.config.rules import two_devices
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
+from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
 from asyncrl.rewards.spec import check_rewarded, check_rewards
@@ -196,7 +196,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     for side in sides:
         resolve_device(names[side], keys[side])
         check_device_channel(config.rollout, keys[side], names[side])
-    if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
+    if config.trainer.mode == "sync" and not config.on_one_device(cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
     if len(sides) == 2:
         check_assignment(config, gpus_of_run(*names.values()))

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from asyncrl.config.gpu_assignment import same_device
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
@@ -176,7 +175,7 @@ def device_problems(config: RunSections) -> Iterator[str]:
             f"trainer.mode is sync and rollout.tensor_parallel_size is {rollout.tensor_parallel_size}: {there}. Set "
             f"rollout.tensor_parallel_size={ranks}, or trainer.mode=async"
         )
-    if not same_device(config, cuda=False):
+    if not config.on_one_device(cuda=False):
         yield two_devices(config)
     if rollout.uses_device_channel:
         yield (

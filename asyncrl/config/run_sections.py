@@ -15,7 +15,14 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
 from asyncrl.config.parts import ROLLOUT_ENGINES, TRACKERS
 from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, RewardConfig, Section
-from asyncrl.config.service_sections import CriticConfig, LearnerConfig, OptimConfig, ReferenceConfig, RolloutConfig
+from asyncrl.config.service_sections import (
+    CriticConfig,
+    LearnerConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    meant_device,
+)
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -257,6 +264,13 @@ class RunSections(Section):
     @property
     def run_path(self) -> Path:
         return Path(self.run_dir)
+
+    def on_one_device(self, *, cuda: bool) -> bool:
+        """True if learner and rollout server use the same device; any `cuda` name implies a machine with CUDA."""
+        names = (self.learner.device, self.rollout.device)
+        cuda = cuda or any(name.startswith("cuda") for name in names)
+        learner, rollout = (meant_device(name, cuda=cuda) for name in names)
+        return learner == rollout
 
     @property
     def trajectories_per_group(self) -> int:

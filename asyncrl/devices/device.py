@@ -15,12 +15,12 @@ from math import inf, nan
 import psutil
 import torch
 
-from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus, meant_device, meant_dtype
 from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.run_sections import AlignmentConfig, TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
-from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
+from asyncrl.config.service_sections import LearnerConfig, RolloutConfig, meant_device, meant_dtype
+from asyncrl.devices.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.errors import UserError
 
 PEAK_FLOPS = {

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config.gpu_assignment import assign_gpus, gpu_environment
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.gpu_assignment import assign_gpus, gpu_environment
 from asyncrl.errors import ExitCode
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.process_end import die_with_parent

@@ -11,10 +11,10 @@ from typing import Any
 
 from asyncrl.checks.inputs import check_inputs, gpus_of_run
 from asyncrl.config.explain import method_line, schedule_notes
-from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
+from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.launch.display import MISSING, RunProgress, number, open_display

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.gpu_assignment import assign_gpus, same_device
 from asyncrl.config.parts import ROLLOUT_ENGINES, WEIGHT_CHANNELS
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import LearnerConfig, ReferenceConfig, RolloutConfig
 from asyncrl.devices.device import resolve_dtype, visible_gpus
+from asyncrl.devices.gpu_assignment import assign_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, Phase, allocator, context, count, servers_text
@@ -97,7 +97,7 @@ def device_sharing(config: RunConfig) -> Sharing:
     assigned = assign_gpus(config, len(visible_gpus()))
     if assigned.learner and assigned.servers_per_gpu:
         return "together" if assigned.is_shared_with_learner else "apart"
-    return "together" if same_device(config, cuda=torch.cuda.is_available()) else "apart"
+    return "together" if config.on_one_device(cuda=torch.cuda.is_available()) else "apart"
 
 
 def servers_per_gpu(config: RunConfig) -> int:

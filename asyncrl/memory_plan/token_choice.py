@@ -10,9 +10,9 @@ from itertools import count
 
 import torch
 
-from asyncrl.config.gpu_assignment import meant_device
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.service_sections import meant_device
 from asyncrl.memory_plan.engine_memory import memory_of_engine
 from asyncrl.memory_plan.items import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan

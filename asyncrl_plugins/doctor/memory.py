@@ -9,9 +9,10 @@ from typing import Any
 import psutil
 
 from asyncrl.checks.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
-from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment, meant_device
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.service_sections import meant_device
 from asyncrl.devices.device import resolve_dtype
+from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.items import Phase
 from asyncrl.memory_plan.plan import MemoryPlan, check_shared_memory, make_plan

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.gpu_assignment import GPUS_VARIABLE, meant_dtype
 from asyncrl.config.load import load_config
 from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
+from asyncrl.config.service_sections import meant_dtype
 from asyncrl.devices.device import visible_gpus
+from asyncrl.devices.gpu_assignment import GPUS_VARIABLE
 from asyncrl.errors import ExitCode
 from asyncrl.memory_plan.items import Phase, count
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan

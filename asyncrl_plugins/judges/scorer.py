@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.sections import RewardFunctionConfig, component_name
+from asyncrl.devices.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.errors import UserError
 from asyncrl.rewards.process_scorer import ProcessScorer
 from asyncrl.workers.process import WorkerProgram

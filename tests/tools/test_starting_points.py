@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config.explain import explain
-from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import changed
+from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample

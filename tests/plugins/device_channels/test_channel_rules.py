@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.checks.inputs import check_inputs
-from asyncrl.config.gpu_assignment import check_assignment, describe_assignment
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.gpu_assignment import check_assignment, describe_assignment
 from asyncrl.errors import UserError
 from learner.network.publication import open_device_sender
 from learner.service import Learner

@@ -297,6 +297,11 @@ def test_an_overlay_adds_to_a_list_what_is_not_there(minimal: Path, tmp_path: Pa
     assert load_config(whole, ["dapo"]) == once
 
 
+def test_the_word_of_a_plug_ins_command_is_told_from_an_overlay(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.config.load.installed", lambda group: {"watch": None} if group == "commands" else {})
+    assert "'watch' is a command, and begins a line of its own: asyncrl watch --help" in refusal(minimal, "watch")
+
+
 def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path: Path) -> None:
     overlay = tmp_path / "mine.yaml"
     overlay.write_text("batch: {group_size: many}\ndata:\n  shuffel: true\nrun_dir: {a: 1}\n")

@@ -90,3 +90,19 @@ def test_a_name_whose_plug_in_is_missing_is_refused_with_what_to_install(
     assert f"{section}.{key} is " in said
     assert there in said
     assert "Run `make install` in a checkout, or install the whole wheel" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("acme.plugin:ENGINE", "are of an older version. Run `make install` in a checkout, or install the whole wheel"),
+        ("asyncrl_plugins.vllm.plugin:ENGINE", "A plug-in brings another one as an entry point of asyncrl.trackers"),
+    ],
+)
+def test_metadata_of_an_older_installation_are_told_from_a_part_that_nobody_has(
+    monkeypatch: pytest.MonkeyPatch, value: str, says: str
+) -> None:
+    entry = SimpleNamespace(value=value)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: name)
+    monkeypatch.setattr(plugins, "installed", lambda group: {"one": entry} if group == "rollout_engines" else {})
+    assert says in plugins.what_to_install("trackers")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.checks import inputs
-from asyncrl.config.gpu_assignment import assign_gpus, check_assignment, describe_assignment, listed_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import visible_gpus
+from asyncrl.devices.gpu_assignment import assign_gpus, check_assignment, describe_assignment, listed_gpus
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.memory_plan.plan import device_sharing, servers_per_gpu

@@ -29,6 +29,10 @@ from asyncrl.config.schema import RunConfig
             {"adv_estimator": "gae", "gae": {"lam": 0.95}, "correction": {"masks": [{"kind": "veto"}]}},
             "gae advantages, ppo loss, correction token_tis + veto mask, gae.lam 0.95",
         ),
+        (  # an addition or a hook is chosen by its section, which may leave all its keys out
+            {"entropy_control": {}},
+            "grpo advantages, ppo loss, correction token_tis, with entropy_control",
+        ),
     ],
 )
 def test_a_line_has_the_method_and_all_keys_that_are_not_as_usual(section: dict[str, Any], line: str) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from asyncrl.checks.inputs import check_inputs, check_media
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.gpu_assignment import same_device
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
@@ -238,8 +237,8 @@ def test_devices_are_compared_by_what_they_mean(
     make_config: MakeConfig, learner: str, rollout: str, with_cuda: bool, without: bool
 ) -> None:
     config = make_config(learner={"device": learner}, rollout={"device": rollout})
-    assert same_device(config, cuda=True) == with_cuda
-    assert same_device(config, cuda=False) == without, "who names a CUDA device means a machine that has one"
+    assert config.on_one_device(cuda=True) == with_cuda
+    assert config.on_one_device(cuda=False) == without, "who names a CUDA device means a machine that has one"
 
 
 def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(

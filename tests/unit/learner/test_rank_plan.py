@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from asyncrl.config.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.errors import UserError, WaitTimeoutError
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor

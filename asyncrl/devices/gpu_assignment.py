@@ -1,5 +1,5 @@
-"""Devices by name, and the GPUs of each process of an asynchronous run: the learner has one for each of its ranks
-(learner.num_processes), each server as many as its tensor parallelism.
+"""The GPUs of each process of an asynchronous run: the learner has one for each of its ranks (learner.num_processes),
+each server as many as its tensor parallelism.
 
 A process that is alone on its GPUs sees no others (CUDA_VISIBLE_DEVICES): vLLM takes the first of those that it sees,
 and 0.92 of each, unless it has a budget. GPUs are numbers here, places in the list of those that the launcher sees.
@@ -8,42 +8,19 @@ and 0.92 of each, unless it has a budget. GPUs are numbers here, places in the l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.parts import ROLLOUT_ENGINES, WEIGHT_CHANNELS
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sections import component_name
+from asyncrl.config.service_sections import meant_device
 from asyncrl.errors import UserError
 from asyncrl.plugins import description, installed
 
 GPUS_VARIABLE = "ASYNCRL_GPUS"
 """The GPUs that the launcher assigned from, in the environment of the processes that it starts: what they plan
 together depends on what all of them have."""
-
-
-def meant_device(name: str, *, cuda: bool) -> str:
-    """Resolve a device's name: `auto` is the first CUDA device where there are some (`cuda`), else the CPU; `cuda` is
-    the first one."""
-    if name == "auto" and not cuda:
-        return "cpu"
-    return "cuda:0" if name in ("auto", "cuda") else name
-
-
-def meant_dtype(dtype: str, devices: Iterable[str], *, cuda: bool) -> str:
-    """Resolve model.dtype: `auto` is bfloat16 where both sides are on GPUs, which compute it several times as fast as
-    float32 and exactly enough on fp32 master weights; few CPUs have it at all."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if "cpu" in (meant_device(name, cuda=cuda) for name in devices) else "bfloat16"
-
-
-def same_device(config: RunSections, *, cuda: bool) -> bool:
-    """True if learner and rollout server use the same device; any `cuda` name implies a machine with CUDA."""
-    names = (config.learner.device, config.rollout.device)
-    cuda = cuda or any(name.startswith("cuda") for name in names)
-    learner, rollout = (meant_device(name, cuda=cuda) for name in names)
-    return learner == rollout
 
 
 @dataclass(frozen=True)
