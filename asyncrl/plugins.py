@@ -37,7 +37,6 @@ Group = Literal[
     "rewards",
     "methods",
     "tasks",
-    "tools",
     "trackers",
 ]
 """Entry point group, without its prefix `asyncrl.`."""
@@ -49,7 +48,7 @@ def no_problems(config: Any) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One value of a configuration key: an engine, a channel, a tracker, an environment, a tool, a display."""
+    """One value of a configuration key: an engine, a channel, a tracker, an environment, a display."""
 
     implementation: str
     """`module:name`, imported when the part is used."""

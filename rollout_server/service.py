@@ -13,7 +13,6 @@ from typing import Any
 from asyncrl.config.parts import ROLLOUT_ENGINES, device_channels
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, resolve_device
-from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, LearnerLeftError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
@@ -89,7 +88,7 @@ class RolloutServer:
             await self.rewards.start()
             if self.environments:
                 await self.environments.start()
-                self.processor.show_tools(tools_of(self.environments, self.config.environment))
+                self.processor.show_tools(self.environments.tools)
             await self._serve(await self._fingerprint())
         finally:
             await self.rewards.close()

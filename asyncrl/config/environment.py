@@ -13,7 +13,6 @@ from asyncrl.plugins import description, installed
 from protocol.messages.tickets import HistoryRule
 
 OverLimit = Literal["mask", "score", "zero"]
-ShowTools = Literal["auto", "template", "text", "off"]
 
 
 class LimitsConfig(Section):
@@ -21,8 +20,6 @@ class LimitsConfig(Section):
 
     turns: int = Field(default=6, gt=0)
     """Most turns of the policy."""
-    calls_per_turn: int = Field(default=4, gt=0)
-    """Most calls in one turn; each one over it is not run, and its result says so."""
     tokens: int = Field(default=2048, gt=0)
     """Most tokens behind the prompt, sampled and observed ones together; of all segments, where `history` or
     `keep_images` makes several: what is shown again counts again, as it is computed again in training."""
@@ -53,19 +50,11 @@ class TimeoutsConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Environment and tools of trajectories with several turns (docs/agents.md)."""
+    """Environment of trajectories with several turns (docs/agents.md)."""
 
     name: str = ""
     """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or the name of a plug-in, such as
-    `gymnasium`. Empty: one that is made of `tools`."""
-    tools: tuple[str, ...] = ()
-    """Functions or classes with `@tool` methods, `path/to/file.py:name`, `calculator`, or a plug-in's, as `python`."""
-    call_format: str = "auto"
-    """How calls are written: hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own, or hermes."""
-    show_tools: ShowTools = "auto"
-    """How the prompt tells of the tools. `template`: as the chat template lists them, which must ask for calls as
-    call_format reads them; `text`: in the system message; `auto`: the former where it can be, unless the class tells of
-    them itself (`show_tools = False`); `off`."""
+    `tools`. Empty: none."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the class's own, checked by its `Config`."""
     limits: LimitsConfig = LimitsConfig()
@@ -90,8 +79,6 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentConfig:
-        if self.name and self.tools:
-            raise ValueError("name and tools are both given. A class lists its own tools in `functions`")
         if self.timeouts.step_s > self.timeouts.trajectory_s:
             raise ValueError(f"timeouts.step_s ({self.timeouts.step_s:g}) is longer than timeouts.trajectory_s")
         return self
@@ -99,14 +86,12 @@ class EnvironmentConfig(Section):
     @property
     def is_used(self) -> bool:
         """True where trajectories have an environment."""
-        return bool(self.name or self.tools)
+        return bool(self.name)
 
     @property
     def may_reward(self) -> bool:
-        """True where turns may earn something by themselves, as of a class; tools only answer.
-
-        A plug-in may say that it only answers, by the fact `may_reward` of its description.
-        """
+        """True where turns may earn something by themselves, as of a class. A plug-in may only answer, which the fact
+        `may_reward` of its description says."""
         if self.name in installed("environments"):
             return bool(description("environments", self.name).facts.get("may_reward", True))
         return bool(self.name)

@@ -17,7 +17,7 @@ def imply_response_length(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     environment, data = values.get("environment"), values.get("data")
-    if not isinstance(environment, dict) or not isinstance(data, dict) or not _names_one(environment):
+    if not isinstance(environment, dict) or not isinstance(data, dict) or not environment.get("name"):
         return values
     limits = environment.get("limits", {})
     if not isinstance(limits, dict):
@@ -25,10 +25,6 @@ def imply_response_length(values: Any) -> Any:
     tokens = limits.get("tokens", data.get("max_response_length", LimitsConfig.model_fields["tokens"].default))
     environment = {**environment, "limits": {**limits, "tokens": tokens}}
     return {**values, "environment": environment, "data": {"max_response_length": tokens, **data}}
-
-
-def _names_one(environment: dict[str, Any]) -> bool:
-    return bool(environment.get("name") or environment.get("tools"))
 
 
 def environment_problems(config: RunSections) -> Iterator[str]:
@@ -39,7 +35,7 @@ def environment_problems(config: RunSections) -> Iterator[str]:
         if "turns" in method.needs:
             yield (
                 f"{method.name} needs {NEEDS['turns']}, and {several}: each trajectory is one turn, of which it has "
-                "nothing to tell apart. Set environment.name or environment.tools and environment.limits.turns, or "
+                "nothing to tell apart. Set environment.name and environment.limits.turns, or "
                 "choose algorithm.adv_estimator=grpo"
             )
     given = config.evaluation.limits.given

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from asyncrl.config.environment import EnvironmentConfig
-from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.image_rule import ImageRule
-from asyncrl.environments.interface import Action, Call, Start
-from asyncrl.environments.loading import sources_of
+from asyncrl.environments.interface import Action, PromptTools, Start
+from asyncrl.environments.loading import source_of
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.worker import packed_start, unpacked, unpacked_history
 from asyncrl.workers.pool import WorkerPool
@@ -68,12 +67,8 @@ class EnvironmentWorkers:
         self._pool = WorkerPool(config.workers, config.instances_per_worker)
         self.numbers = itertools.count(1)
         """Numbers of the next episodes."""
-        self.tools: list[dict[str, Any]] = []
-        """Schemas of the tools as chat templates take them. Known after `start()`."""
-        self.call_format = ""
-        """The format in which the policy calls them."""
-        self.shows_tools = True
-        """Whether the prompt is to tell of them; False: the environment does so itself."""
+        self.tools: PromptTools | None = None
+        """Tools that prompts tell of. Known after `start()`."""
         self.errors: Counter[str] = Counter()
         """Failures of the environment so far by kind."""
         self.live = 0
@@ -84,23 +79,18 @@ class EnvironmentWorkers:
 
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
-        config, sources = self.config.model_dump(), sources_of(self.config)
+        config, source = self.config.model_dump(), source_of(self.config)
         await self._pool.start(
             WorkerProgram(
                 module="asyncrl.environments.worker",
-                setup={"config": config, "sources": sources, "rule": asdict(self._rule)},
+                setup={"config": config, "source": source, "rule": asdict(self._rule)},
                 section="environment",
                 loads="the environment's files",
                 memory_limit_mib=self.config.memory_limit_mib,
             )
         )
-        ready = self._pool.ready
-        self.tools, self.call_format, self.shows_tools = ready["tools"], ready["call_format"], ready["shows_tools"]
-
-    def calls_in(self, text: str) -> tuple[Call, ...]:
-        """The calls in the text of a turn, by the call format."""
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
-        return parse_calls(self.call_format, text, schemas)
+        tools = self._pool.ready["tools"]
+        self.tools = PromptTools.from_json(tools) if tools else None
 
     async def begin(self, start: Start) -> Episode:
         """An episode that has begun. Raises as `Episode.reset`."""
@@ -236,7 +226,7 @@ class Episode:
 
     async def step(self, text: str) -> StepResult:
         """The environment's answer to the text of a turn. Raises EnvironmentFailed; then there is only `close()`."""
-        action = Action(text, self._workers.calls_in(text), self._turns)
+        action = Action(text, self._turns)
         self._turns += 1
         reply = await self._ask({"do": "step", "action": asdict(action)})
         observation, history = unpacked(reply["observation"]), unpacked_history(reply["history"])

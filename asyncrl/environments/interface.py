@@ -1,13 +1,14 @@
-"""Interface for authors of environments and tools: `Start`, `Action`, `Call`, and the two exceptions with a meaning.
+"""Interface for authors of environments: `Start`, `Action`, and the two exceptions with a meaning.
 Every other exception is a failure of the environment: a counted status, never a reward of 0.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, SupportsFloat
 
 from PIL import Image
 
@@ -16,14 +17,6 @@ from asyncrl.environments.observation import Message, Observation, Part, StepRes
 
 class ToolError(Exception):
     """A mistake of the model: its text is the observation, and the episode goes on."""
-
-    kind = "tool"
-    """Kind for the record: whoever runs tools sets `malformed`, `unknown_tool`, `arguments` or `not_run`."""
-
-    def of_kind(self, kind: str) -> ToolError:
-        """Set the kind and return the error."""
-        self.kind = kind
-        return self
 
 
 class EpisodeOver(Exception):
@@ -35,20 +28,6 @@ class EpisodeOver(Exception):
         super().__init__(reward)
         self.reward = float(reward)
         self.info = info or {}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call in a turn, as the policy wrote it."""
-
-    id: str
-    """Place among the calls of its turn, from `0`."""
-    name: str
-    """Name of the tool; empty where the text did not get as far."""
-    arguments: dict[str, Any]
-    """Arguments by parameter name, not validated yet; empty where there is an error."""
-    error: str = ""
-    """Reason why the text is no call, with the position: an observation for the model."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +65,52 @@ class Action:
 
     text: str
     """Sampled text, without special tokens."""
-    calls: tuple[Call, ...] = ()
-    """Calls that the call format (`environment.call_format`) found in the text."""
     turn: int = 0
     """Number of the turn, from 0."""
     finish_reason: str = "stop"
-    """`stop`, `stop_string`, or `length` for a turn that was cut, which has no calls."""
+    """`stop`, `stop_string`, or `length` for a turn that was cut."""
+
+
+@dataclass(frozen=True)
+class PromptTools:
+    """Tools that the prompts of an environment tell of; equal on rollout server and learner."""
+
+    schemas: tuple[dict[str, Any], ...]
+    """Schemas in the form that chat templates take."""
+    text: str
+    """Text that ends the system message where the chat template does not list the tools."""
+    markers: tuple[str, ...] = ()
+    """Strings that a chat template writes beside its list if it asks for calls in the form that the environment reads.
+    Empty: no template does."""
+    show: Literal["auto", "template", "text", "off"] = "auto"
+    """`template`: listed by the chat template, which must have the markers; `text`: in the system message; `auto`: the
+    former where it can be; `off`: prompts tell of no tools."""
+    example: str = ""
+    """A call with made-up values, for a reader."""
+
+    @property
+    def as_json(self) -> str:
+        """Equal for equal prompts, so with keys in their order: a prompt writes them in it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PromptTools:
+        values = json.loads(text)
+        return cls(**values | {"schemas": tuple(values["schemas"]), "markers": tuple(values["markers"])})
 
 
 class Environment(Protocol):
     """A class with these methods, each plain or async; a new object for each trajectory.
 
     Named as `path/to/file.py:Class`. An object is made without arguments. `Config`, a pydantic model in the class,
-    validates `environment.config`. Methods marked with `@tool` become tools (`ToolEnvironment` calls them).
+    validates `environment.config`.
     Nothing may depend on the clock or on other trajectories: the same start and the same actions give the same bytes.
+
+    A class may have two more methods, for base classes and plug-ins:
+
+    `prepare(cls, config, image_rule)`, an async class method called once in each process, checks what can be checked
+    before the first episode and returns PromptTools or None. It may set fields of `cls`, which is a copy of the class.
+    `begin(start)` is called in place of `reset`, by a base class whose `reset` is its author's.
     """
 
     def reset(self, start: Start) -> Observation | Awaitable[Observation | None] | None:

@@ -6,6 +6,7 @@ server asks, the bridge encodes, the record carries, the learner encodes again. 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,16 @@ class Observation:
         return tuple(part for m in self.messages for part in m.parts if isinstance(part, bytes))
 
 
+def key_of(observation: Observation) -> bytes:
+    """16 bytes that are equal for equal observations."""
+    digest = hashlib.blake2b(digest_size=16)
+    for message in observation.messages:
+        for part in message.parts:
+            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+            digest.update(b"%d %d " % (isinstance(part, str), len(data)) + data)
+    return digest.digest()
+
+
 @dataclass(frozen=True, slots=True)
 class PastTurn:
     """A turn of the policy in a history that an environment has edited."""
@@ -65,7 +76,8 @@ class StepResult:
     state_key: bytes = b""
     """The state after this step, at most 16 bytes, for estimators that compare equal states; empty: unsaid."""
     info: dict[str, object] = field(default_factory=dict[str, object])
-    """Small facts for the record: JSON of at most 4096 characters. `calls` is kept for what became of the calls."""
+    """Small facts for the record: JSON of at most 4096 characters. `calls` is kept for the record
+    of a turn's calls: dicts with name, arguments (JSON), error, kind (a CallErrorKind) and seconds."""
     history: tuple[PastTurn, ...] = ()
     """All that the next turn is to see between the prompt and the observation, in place of what was there; empty: it
     stays."""

@@ -3,7 +3,7 @@
 Loads the environment once and runs many episodes, each in a task of its own, so that async ones wait side by side. A
 plain method runs in the event loop: the other episodes of the process wait until it returns.
 
-setup    {"config", "sources", "rule"}; the parent is told {"tools", "call_format", "shows_tools"}
+setup    {"config", "source", "rule"}; the parent is told {"tools": PromptTools as JSON, or empty}
 request  {"episode", "do": "reset", "step" or "close"}, {"cancel": episode}
 reply    result of the method, {"failed": reason} or {"cancelled": True}; after a cancel
          {"busy": episode that holds the event loop at this moment, or None}
@@ -19,10 +19,9 @@ from typing import Any
 
 from asyncrl.config.environment import read_environment
 from asyncrl.environments.image_rule import ImageRule
-from asyncrl.environments.interface import Action, Call, Start
-from asyncrl.environments.loading import LoadedEnvironment, load
+from asyncrl.environments.interface import Action, Start
+from asyncrl.environments.loading import LoadedEnvironment, load, waited
 from asyncrl.environments.observation import Message, Observation, PastTurn
-from asyncrl.environments.tool_environment import waited
 from asyncrl.user_functions import one_line
 from asyncrl.workers.channel import Channel, Serve, over_limit, run_worker
 
@@ -31,10 +30,8 @@ CLOSE_S = 1.0
 
 
 def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
-    loaded = asyncio.run(load(read_environment(setup["config"]), setup["sources"], ImageRule(**setup["rule"])))
-    tools = [tool.schema for tool in loaded.tools.values()]
-    shows = bool(getattr(loaded.cls, "show_tools", True))
-    told = {"tools": tools, "call_format": loaded.call_format, "shows_tools": shows}
+    loaded = asyncio.run(load(read_environment(setup["config"]), setup["source"], ImageRule(**setup["rule"])))
+    told = {"tools": loaded.tools.as_json if loaded.tools else ""}
     return told, lambda channel: asyncio.run(_Worker(loaded, channel).run())
 
 
@@ -120,7 +117,6 @@ class _Worker:
                 await asyncio.wait_for(self._close(environment), CLOSE_S)
 
     async def _step(self, environment: Any, action: dict[str, Any]) -> dict[str, Any]:
-        action["calls"] = tuple(Call(**call) for call in action["calls"])
         result = await self._loaded.step(environment, Action(**action))
         reply = {"reward": result.reward, "done": result.done, "state_key": result.state_key, "info": result.info}
         history = [[past.turn, past.text, _packed(past.shown)] for past in result.history]

@@ -7,6 +7,7 @@ where a model is about to see them; everything else needs no more than the sizes
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -23,8 +24,9 @@ from PIL.Image import Image
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image, image_size
+from asyncrl.environments.episodes import EnvironmentWorkers
 from asyncrl.environments.image_rule import ImageRule
-from asyncrl.environments.shown_tools import ShownTools, shown_tools
+from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
 from asyncrl.plugins import what_to_install
@@ -86,7 +88,7 @@ class PromptProcessor:
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
         self._tools: ToolPrompt | None = None
-        self.shown_tools: ShownTools | None = None
+        self.shown_tools: PromptTools | None = None
         self._grids = grids_of(self.family, self.processor) if self.sees_images else None
         names = getattr(getattr(self.processor, "image_processor", None), "model_input_names", ())
         self._knows_images = self._grids is not None or "image_grid_thw" in names
@@ -116,10 +118,12 @@ class PromptProcessor:
         limits = (f"model.{name}={pixels}" for name, pixels in self._pixel_limits.items())
         return " ".join([digest, *limits, *([f"tools={self._tools.digest}"] if self._tools else [])])
 
-    def show_tools(self, shown: ShownTools | None) -> None:
+    def show_tools(self, shown: PromptTools | None) -> None:
         """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
-        self._tools = ToolPrompt(shown, self._templated, self._placeholder_texts) if shown else None
-        self.shown_tools = shown
+        self.shown_tools = shown if shown and shown.show != "off" else None
+        self._tools = (
+            ToolPrompt(self.shown_tools, self._templated, self._placeholder_texts) if self.shown_tools else None
+        )
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """Run the processor on a prompt; `blobs` has the encoded bytes of images and frames by content hash.
@@ -404,8 +408,27 @@ def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
 def prompt_processor(model: ModelConfig, environment: EnvironmentConfig, *, cache_mib: int = 256) -> PromptProcessor:
     """The processor of a run's policy, whose prompts tell of the environment's tools. Raises UserError."""
     processor = PromptProcessor(model, cache_mib=cache_mib)
-    processor.show_tools(shown_tools(environment))
+    processor.show_tools(prompt_tools(environment))
     return processor
+
+
+def prompt_tools(config: EnvironmentConfig) -> PromptTools | None:
+    """Tools of the configured environment, asked of a process that has loaded it; None where it has none.
+
+    For code without an event loop. Raises UserError where the environment cannot be loaded.
+    """
+    if not config.is_used:
+        return None
+
+    async def ask() -> PromptTools | None:
+        workers = EnvironmentWorkers(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
+        try:
+            await workers.start()
+            return workers.tools
+        finally:
+            await workers.close()
+
+    return asyncio.run(ask())
 
 
 def image_rule(processor: PromptProcessor) -> ImageRule:

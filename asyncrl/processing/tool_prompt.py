@@ -1,7 +1,7 @@
 """Tools in the prompt: listed by the chat template itself where it can, else in the system message.
 
-Rollout server and learner each derive the list from the environment's own functions (`asyncrl/environments/
-shown_tools.py`), and it is part of the processor's fingerprint: a server whose tools differ is refused.
+Rollout server and learner each ask the environment for the list (`PromptTools` of asyncrl/environments/interface.py),
+and it is part of the processor's fingerprint: a server whose tools differ is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncrl.environments.shown_tools import ShownTools
+from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
 
 Rendered = list[dict[str, Any]]
@@ -24,8 +24,6 @@ _MADE_UP = {
         "parameters": {"type": "object", "properties": {"asyncrl_part": {"type": "string", "description": "asyncrl"}}},
     },
 }
-_MARKS = {"hermes": ("<tool_call>", '"name"', '"arguments"'), "qwen_xml": ("<tool_call>", "<function=", "<parameter=")}
-"""Markers that a template which asks for calls of this format writes beside the list of tools."""
 
 
 class Template(Protocol):
@@ -37,16 +35,16 @@ class Template(Protocol):
 class ToolPrompt:
     """How the prompts of one model tell of the tools."""
 
-    def __init__(self, shown: ShownTools, template: Template, placeholders: tuple[str, ...] = ()):
+    def __init__(self, shown: PromptTools, template: Template, placeholders: tuple[str, ...] = ()):
         """Raises UserError where the chat template can show the tools in no way that was asked for."""
-        missing = _missing(template, shown.call_format)
+        missing = _missing(template, shown.markers)
         if shown.show == "template" and missing:
             raise UserError(
-                f"environment.show_tools is template, but the model's chat template {missing}. Use text or auto"
+                f"environment.config.show_tools is template, but the model's chat template {missing}. Use text or auto"
             )
         self.schemas = list(shown.schemas) if shown.show != "text" and not missing else None
         """Schemas for the template's own list; None: `text` stands in the system message."""
-        self.text = "" if self.schemas else shown.text()
+        self.text = "" if self.schemas else shown.text
         self.digest = hashlib.sha256(shown.as_json.encode()).hexdigest()[:16]
         told = self.text or shown.as_json
         if reserved := next((each for each in placeholders if each in told), None):
@@ -56,7 +54,7 @@ class ToolPrompt:
         if self.text and self.text not in template(self.added([_message("user", "asyncrl-asks")])):
             raise UserError(
                 "the model's chat template lists no tools and shows no system message: the prompt cannot tell of the "
-                "tools. Set environment.show_tools=off, and say in data.format_prompt how a call is written"
+                "tools. Set environment.config.show_tools=off, and say in data.format_prompt how a call is written"
             )
 
     def added(self, messages: Rendered) -> Rendered:
@@ -69,8 +67,8 @@ class ToolPrompt:
         return [{**first, "content": [*first["content"], {"type": "text", "text": f"\n\n{self.text}"}]}, *rest]
 
 
-def _missing(template: Callable[..., str], call_format: str) -> str:
-    """Reason why a template cannot list tools for this format; empty where it can."""
+def _missing(template: Callable[..., str], markers: tuple[str, ...]) -> str:
+    """Reason why a template cannot list tools and ask for their calls; empty where it can."""
     messages = [_message("user", "asyncrl-asks")]
     try:
         text, without = template(messages, tools=[_MADE_UP]), template(messages)
@@ -78,9 +76,8 @@ def _missing(template: Callable[..., str], call_format: str) -> str:
         return f"fails on tools ({type(error).__name__}: {error})"
     if not all(word in text for word in ("asyncrl_tool", "asyncrl-describes", "asyncrl_part")):
         return "does not list tools"
-    marks = _MARKS.get(call_format)
-    if marks is None or any(mark not in text or mark in without for mark in marks):
-        return f"does not ask for calls as environment.call_format={call_format} reads them"
+    if not markers or any(marker not in text or marker in without for marker in markers):
+        return f"does not ask for calls as the environment reads them ({' '.join(markers) or 'which no template does'})"
     return ""
 
 

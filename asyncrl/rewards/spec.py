@@ -55,8 +55,7 @@ def check_rewarded(reward: RewardConfig, environment: EnvironmentConfig) -> None
         return
     named = "reward.functions is empty"
     if environment.is_used:
-        what = f"the environment {environment.name}" if environment.name else "environment.tools"
-        named += f", and {what} answers calls without rewarding a turn"
+        named += f", and the environment {environment.name} answers calls without rewarding a turn"
     raise UserError(
         f"{named}: no trajectory would have a reward. Name a function, such as reward.functions=[{{function: "
         "exact_match}], or an environment that rewards its turns (environment.name=file.py:Class)"

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from asyncrl.config.environment import EnvironmentConfig, is_file, load_data, load_environment, override
-from asyncrl.environments.call_formats import example_call
 from asyncrl.environments.interface import Start
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
@@ -52,11 +51,13 @@ def _try(arguments: argparse.Namespace) -> int:
     if arguments.policy:
         turns = play.policy_of(loaded, arguments.policy)(start, random.Random(arguments.seed))
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-env-"))
-    print(f"{loaded.cls.__name__}, calls as {loaded.call_format}, at most {config.limits.turns} turns")
-    for tool in loaded.tools.values():
-        print(f"  tool {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}")
+    print(f"{loaded.cls.__name__}, at most {config.limits.turns} turns")
     if loaded.tools:
-        print(f"  a call: {example_call(loaded.call_format, loaded.schemas)}")
+        for schema in loaded.tools.schemas:
+            tool = schema["function"]
+            parameters = ", ".join(tool["parameters"].get("properties", {}))
+            print(f"  tool {tool['name']}({parameters}): {tool['description']}")
+        print(f"  a call: {loaded.tools.example}")
     show = Terminal(folder, arguments.unit)
     for message in start.messages:
         show(message["role"], message["content"])

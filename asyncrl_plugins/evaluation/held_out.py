@@ -20,7 +20,6 @@ from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held
 from asyncrl.demo.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.recording import Decode, EnvironmentHealth, described_turns
-from asyncrl.environments.shown_tools import tools_of
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.export import export_model
@@ -120,7 +119,7 @@ async def _playing(
     try:
         await rewards.start()
         await workers.start()
-        processor.show_tools(tools_of(workers, config.environment))
+        processor.show_tools(workers.tools)
         environments = environments_of(
             workers,
             config.environment,

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import DataConfig
-from asyncrl.environments.call_formats import parse_calls
 from asyncrl.environments.episodes import EnvironmentFailed, said_too_late
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
-from asyncrl.environments.loading import LoadedEnvironment, load, sources_of
+from asyncrl.environments.loading import LoadedEnvironment, load, source_of, waited
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.tool_environment import ToolEnvironment, waited
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import one_line
 from asyncrl_plugins.evaluation.played_history import Past, PlayedHistory
@@ -60,7 +58,7 @@ class Played:
 def open_environment(config: EnvironmentConfig, unit: int) -> LoadedEnvironment:
     """The environment in this process. Raises UserError."""
     rule = ImageRule(unit, config.limits.image_pixels)
-    return asyncio.run(load(config, sources_of(config), rule))
+    return asyncio.run(load(config, source_of(config), rule))
 
 
 def policy_of(loaded: LoadedEnvironment, name: str) -> Policy:
@@ -137,9 +135,8 @@ async def play(
             if text is None:
                 played.end, played.why = "policy", "no turn follows"
                 break
-            action = Action(text, parse_calls(loaded.call_format, text, loaded.schemas), number)
-            show("action", action)
-            result = await _in_time(loaded.step(environment, action), "step", times.step_s, "step_s")
+            show("policy", text)
+            result = await _in_time(loaded.step(environment, Action(text, number)), "step", times.step_s, "step_s")
             rewritten: tuple[Past, ...] = ()
             if result.observation is not None and not result.done:
                 try:
@@ -147,14 +144,14 @@ async def play(
                 except UserError as error:
                     played.end = f"environment_observation: {error}"
                     break
-            played.calls += len(action.calls)
             records: Any = result.info.get("calls", ())
+            played.calls += len(records)
             played.call_errors += sum(bool(record["error"]) for record in records)
             played.rewards.append(result.reward)
             played.info = {key: value for key, value in result.info.items() if key != "calls"}
             show("reward", result)
             if result.done:
-                played.end, played.why = "done", _why_done(environment, action)
+                played.end, played.why = "done", _why_done(loaded, records)
                 break
             if rewritten and number + 1 < config.limits.turns:
                 show("history", rewritten)
@@ -208,8 +205,8 @@ async def _in_time(doing: Awaitable[T], do: str, timeout_s: float, setting: str)
         signal.signal(signal.SIGALRM, handler)
 
 
-def _why_done(environment: Any, action: Action) -> str:
-    if isinstance(environment, ToolEnvironment) and not action.calls:
+def _why_done(loaded: LoadedEnvironment, calls: Any) -> str:
+    if loaded.tools and not calls:
         return "a turn without a call is the answer"
     return "the environment said so: done, or EpisodeOver"
 

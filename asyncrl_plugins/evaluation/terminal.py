@@ -27,12 +27,10 @@ class Terminal:
         match kind:
             case "turn":
                 print(f"--- turn {part}")
-            case "action":
-                for call in part.calls:
-                    print(f"    call {call.error or f'{call.name} {call.arguments}'}")
-                if not part.calls:
-                    print("    no call")
             case "reward":
+                for call in part.info.get("calls", ()):
+                    error = f": {call['error']}" if call["error"] else ""
+                    print(f"    call {call['name']} {call['arguments']}{error}")
                 print(f"    reward {part.reward:g}{', done' if part.done else ''}   {_plain(part.info)}")
             case "history":
                 print("    the history is rewritten, and a new segment begins: behind the prompt the next turn sees")

@@ -13,23 +13,21 @@ Needs `pip install asyncrl[gymnasium]`. Each trajectory has an environment of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from PIL import Image
 from pydantic import BaseModel, Field
 
 from asyncrl import user_functions
+from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start, ToolError, observe
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.environments.tool_schema import Tool
 from asyncrl.errors import UserError
 from asyncrl.user_functions import one_line
 
 
 class GymnasiumEnvironment:
     """The whole text of a turn is the action: a word of `actions`, or what `act` makes of it."""
-
-    call_format: ClassVar[str] = "none"
 
     class Config(BaseModel):
         id: str
@@ -47,8 +45,8 @@ class GymnasiumEnvironment:
         """`file.py:function` from a text to an action; a ValueError of it is text for the policy."""
 
     @classmethod
-    async def list_tools(cls, config: Any) -> list[Tool]:
-        """List no tools. Checks what can be checked before the first episode."""
+    async def prepare(cls, config: Any, image_rule: ImageRule) -> None:
+        """Check what can be checked before the first episode. Raises UserError."""
         if bool(config.act) == bool(config.actions):
             raise UserError("environment.config: give either `actions`, words of a Discrete space, or `act`")
         _functions(config)
@@ -58,14 +56,13 @@ class GymnasiumEnvironment:
             raise
         except Exception as error:
             if config.row_kwargs:
-                return []  # it may want them
+                return  # it may want them
             raise UserError(f"gymnasium.make({config.id!r}) fails: {one_line(error)}") from error
         count = getattr(made.action_space, "n", None)
         made.close()
         if config.actions and count != len(config.actions):
             space = f"a space of {count} actions" if count is not None else "no Discrete action space"
             raise UserError(f"environment.config.actions has {len(config.actions)} words, but {config.id} has {space}")
-        return []
 
     def reset(self, start: Start) -> Observation:
         self._config = start.config

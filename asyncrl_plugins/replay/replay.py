@@ -22,7 +22,7 @@ from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
-from asyncrl.environments.shown_tools import ShownTools
+from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
@@ -170,7 +170,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     config = in_one_process(run.config)
     processor = PromptProcessor(config.model)
     if tools := json.loads(run.journal.meta("settings") or "{}").get(TOOLS):  # as recorded: no environment is run
-        processor.show_tools(ShownTools.from_json(tools))
+        processor.show_tools(PromptTools.from_json(tools))
     if checkpoint and state and not state.adapter:
         config = config.with_policy(checkpoint / MODEL_FOLDER)
     writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))

@@ -13,7 +13,7 @@ A task is an overlay in `overlays/` (data source, columns, prompt template, weig
 8. `mat.py`            mat_search, mat_code: the next action of an agent
 9. `gui.py`            gui_step: the next action on a screenshot
 10. `we_math.py`       we_math: options and values, and the benchmark's four dimensions
-11. `visual_agents.py` deepeyes, mat_search_turns, mat_code_turns: environments of several turns
+11. `visual_agents.py` deepeyes, mat_search_turns, mat_code_turns: tools and answers of several turns
 
 Each function scores what stands behind the thinking, runs and evaluates nothing that a model wrote, and raises
 ValueError for a row whose reference it cannot read: that is a broken row and no wrong completion. Sources, columns and

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image, ImageDraw
-from pydantic import BaseModel
 
 from asyncrl.demo.data import Layout, draw_digit, load_scans
-from asyncrl.environments.calculator import calculator
 from asyncrl.environments.interface import EpisodeOver, Start, ToolError, observe
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.tool_environment import ToolEnvironment, tool
+from asyncrl_plugins.tools.calculator import calculator
+from asyncrl_plugins.tools.environment import ToolEnvironment, tool
+from asyncrl_plugins.tools.prompt import ToolSettings
 
 SLOT, SLOTS = 28, 5
 LAYOUT = Layout(height=SLOT, width=SLOT * SLOTS, max_rotation=8.0, max_shear=0.1)
@@ -89,7 +89,7 @@ class Calc(ToolEnvironment):
     show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": guess}
 
-    class Config(BaseModel):
+    class Config(ToolSettings):
         tool: bool = True
         """Whether `calc` works (off: a control)."""
 

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from PIL import Image, ImageDraw
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from asyncrl.environments.interface import EpisodeOver, Start, observe
-from asyncrl.environments.observation import Observation
-from asyncrl.environments.tool_environment import ToolEnvironment, key_of, tool
+from asyncrl.environments.observation import Observation, key_of
+from asyncrl_plugins.tools.environment import ToolEnvironment, tool
+from asyncrl_plugins.tools.prompt import ToolSettings
 
 SIZE, CELL, TURNS = 4, 14, 8
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -139,7 +140,7 @@ class GridLake(ToolEnvironment):
     show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": wander, "warm_start": warm_start}
 
-    class Config(BaseModel):
+    class Config(ToolSettings):
         discount: float = Field(default=1.0, gt=0, le=1)
         """Factor of the reward for each step more than the shortest way has."""
         slip: float = Field(default=0.0, ge=0, le=1)

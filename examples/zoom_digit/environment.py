@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from asyncrl.demo.data import Layout, draw_digit, load_scans
 from asyncrl.environments.interface import EpisodeOver, Start, ToolError, observe
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.tool_environment import ToolEnvironment, tool
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.tools.environment import ToolEnvironment, tool
+from asyncrl_plugins.tools.prompt import ToolSettings
 
 CELLS, CELL = 4, 56
 SIDE = CELLS * CELL
@@ -136,7 +137,7 @@ class ZoomDigit(ToolEnvironment):
     show_tools: ClassVar[bool] = False
     policies: ClassVar[dict[str, Any]] = {"oracle": oracle, "random": guess, "warm_start": warm_start}
 
-    class Config(BaseModel):
+    class Config(ToolSettings):
         distractors: int = Field(default=2, ge=0, le=15)
         """Blobs in other cells."""
         crop_side: int = Field(default=28, ge=14)

@@ -247,7 +247,7 @@ def lasting_settings(
     if "total_steps" in config.algorithm.needs:
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
     if config.environment.is_used:
-        asked = config.environment.model_dump(mode="json", include={"name", "tools", "config", "limits", "call_format"})
+        asked = config.environment.model_dump(mode="json", include={"name", "config", "limits"})
         rewriting = config.environment.model_dump(include={"history", "keep_images"}, exclude_defaults=True)
         settings["environment"] = json.dumps(asked | rewriting, sort_keys=True)
         if processor.shown_tools:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.provenance import Provenance
+from asyncrl.environments.observation import key_of
 from asyncrl.environments.recording import describe_conversations, history_of, images_of, observation_of
-from asyncrl.environments.tool_environment import key_of
 from asyncrl.processing.history import History
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup

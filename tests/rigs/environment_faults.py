@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 
-from PIL import Image
 from pydantic import BaseModel
 
 from asyncrl.environments.interface import Action, EpisodeOver, Start, ToolError, observe
@@ -51,29 +50,6 @@ class Faults:
             case ["memory"]:
                 bytearray(1 << 40)
         return StepResult(observe(f"{self.steps} {action.text}"), reward=0.25, info={"steps": self.steps})
-
-
-def untyped(box):  # type: ignore[no-untyped-def]
-    """Show a part.
-
-    box: where.
-    """
-
-
-def show(pixels: int) -> Image.Image:
-    """Show a grey square.
-
-    pixels: at its side.
-    """
-    return Image.new("L", (pixels, pixels))
-
-
-def no_json(of: str) -> object:
-    """Return what is neither text nor image.
-
-    of: the word that is asked for.
-    """
-    return {of: object()}
 
 
 class AsyncFaults(Faults):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from typing import Any
 
 from PIL import Image
 
-from asyncrl.environments.interface import Action, Start, observe
+from asyncrl.environments.image_rule import ImageRule
+from asyncrl.environments.interface import Action, PromptTools, Start, observe
 from asyncrl.environments.observation import Observation, StepResult
-from asyncrl.environments.tool_environment import tool
+
+SWITCH = {"name": "switch", "description": "Switch the lamp.", "parameters": {"type": "object", "properties": {}}}
 
 
 class Lamp:
-    @tool
-    def switch(self) -> str:
-        """Switch the lamp."""
-        return "never called: `step` is the lamp's own"
+    """Prompts tell of a switch, which no turn has to use."""
+
+    @classmethod
+    async def prepare(cls, config: Any, image_rule: ImageRule) -> PromptTools | None:
+        return PromptTools(({"type": "function", "function": SWITCH},), f"You can call: {json.dumps(SWITCH)}")
 
     def reset(self, start: Start) -> Observation:
         self._turns = 0
@@ -29,7 +34,11 @@ class Lamp:
 
 
 class SlowLamp(Lamp):
-    """Answers after a time that nothing determines."""
+    """Answers after a time that nothing determines, and has no switch."""
+
+    @classmethod
+    async def prepare(cls, config: Any, image_rule: ImageRule) -> None:
+        return None
 
     def step(self, action: Action) -> StepResult:
         time.sleep(random.SystemRandom().uniform(0, 0.02))

@@ -47,8 +47,6 @@ def make_thinking_model(tiny_model: Path, folder: Path) -> Path:
 class Zoom:
     """Opens with a picture, and shows another one after each turn but the third or fourth, which ends it."""
 
-    show_tools = False
-
     def reset(self, start: Start) -> Observation:
         self._turns = 0
         self._most = 3 + start.index % 2

@@ -126,7 +126,6 @@ def test_a_dead_search_service_stops_the_run_and_none_of_its_trajectories_has_a_
         environment={
             "name": f"{ROOT / 'tests' / 'rigs' / 'searcher.py'}:Searcher",
             "config": {"url": url},
-            "show_tools": "off",
             "limits": {"tokens_per_turn": 32},
             "workers": 1,
             "instances_per_worker": 64,

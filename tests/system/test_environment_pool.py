@@ -18,7 +18,6 @@ from asyncrl.config.environment import override
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers, Episode
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
-from asyncrl.environments.recording import recorded_calls
 from asyncrl.errors import BadStateError, UserError
 from tests.rigs.tiny import ROOT
 
@@ -112,54 +111,24 @@ class Screen:
         return None
 
     def step(self, action):
-        side = action.calls[0].arguments["side"]
+        side = int(action.text)
         head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0))
         png = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * (side + 1))) + chunk(b"IEND", b"")
         return StepResult(observe("the screen: ", png), 0.5)
 """
 
 
-def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted() -> None:
-    """Sizes of an image are the policy's to mend; what is no result is the tool's own failure."""
-
-    async def play() -> None:
-        tools = [FAULTS.replace("Faults", name) for name in ("show", "no_json")]
-        pool = EnvironmentWorkers(
-            override({"tools": tools, "workers": 1, "call_format": "plain"}, []), ImageRule(unit=14)
-        )
-        await pool.start()
-        try:
-            episode = await pool.begin(START)
-            shown = [await episode.step(f"show {side}") for side in (1, 10_000, 20_000, 0)]
-            parts = [each.observation.messages[0].parts[0] for each in shown if each.observation]
-            assert isinstance(parts[0], bytes)
-            assert Image.open(io.BytesIO(parts[0])).size == (28, 28), "a pixel becomes two units"
-            for part, side, why in zip(parts[1:], (10_000, 20_000, 0), ("89478485", "89478485", "empty"), strict=True):
-                assert isinstance(part, str)
-                assert part.startswith(f"Error: an image of {side} x {side} pixels cannot be shown")
-                assert why in part
-            failure = await failure_of(episode, "no_json x")
-            assert failure.kind == "environment_exception"
-            assert "tool no_json returned dict, of which no text or image can be made" in str(failure)
-            assert pool.errors == {"environment_exception": 1}
-        finally:
-            await pool.close()
-
-    asyncio.run(play())
-
-
-def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_call_is_an_error(tmp_path: Path) -> None:
-    """As a tool's; a side of 20,000 is refused before it is decoded, and of a pixel two units are made."""
+def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_info_says_so(tmp_path: Path) -> None:
+    """A side of 20,000 is refused before it is decoded, and of a pixel two units are made."""
     (tmp_path / "screen.py").write_text(SCREEN)
-    section = {"name": f"{tmp_path}/screen.py:Screen", "workers": 1, "call_format": "hermes"}
+    section = {"name": f"{tmp_path}/screen.py:Screen", "workers": 1}
 
     async def play() -> None:
         pool = EnvironmentWorkers(override(section, []), ImageRule(unit=14))
         await pool.start()
         try:
             episode = await pool.begin(START)
-            call = '<tool_call>{{"name": "look", "arguments": {{"side": {}}}}}</tool_call>'
-            wide, dot = [await episode.step(call.format(side)) for side in (20_000, 1)]
+            wide, dot = [await episode.step(str(side)) for side in (20_000, 1)]
             assert wide.observation is not None
             first, told = wide.observation.messages[0].parts
             assert first == "the screen: "
@@ -168,7 +137,7 @@ def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_call_is
             assert dot.observation is not None
             assert Image.open(io.BytesIO(dot.observation.images[0])).size == (28, 28)
             assert (wide.reward, dot.reward) == (0.5, 0.5)
-            assert [recorded_calls(each.info)[0].error_kind for each in (wide, dot)] == ["tool", ""]
+            assert (wide.info["unshown_image"], dot.info) == (told.removeprefix("Error: "), {})
             assert not pool.errors
         finally:
             await pool.close()
@@ -254,12 +223,9 @@ if os.path.exists({flag!r}.replace("once", "broken")):
         ({"name": FAULTS.replace("Faults", "Fault")}, "has no 'Fault'. Did you mean 'Faults'?"),
         ({"name": FAULTS.replace(":Faults", ":observe")}, "which is no class. An environment is a class with reset"),
         ({"name": "missing.py:Maze"}, "there is no file"),
-        ({"tools": [FAULTS.replace("Faults", "untyped")]}, "parameter 'box' has no annotation. Write its type"),
-        ({"tools": ["calculater"]}, "Did you mean 'calculator'?"),
         ({}, "there is no environment"),
         ({"name": FAULTS, "limits": {"turn": 3}}, "unknown key environment.limits.turn. Did you mean 'limits.turns'?"),
         ({"name": FAULTS, "over_limit": "skip"}, "environment.over_limit is 'skip'"),
-        ({"name": FAULTS, "call_format": "python"}, "there is no tool 'python'"),
     ],
 )
 def test_mistakes_in_the_section_are_said_at_the_start(values: dict[str, Any], problem: str) -> None:

@@ -98,7 +98,6 @@ def test_several_turns_equal_the_plain_loop_on_two_devices_and_on_one(
         model={"path": str(model)},
         environment={
             "name": str(ROOT / "tests" / "rigs" / "lamp.py:SlowLamp"),
-            "show_tools": "off",
             "limits": {"turns": 4, "tokens_per_turn": 8, "images": 4},
             "workers": 2,
             "instances_per_worker": 8,

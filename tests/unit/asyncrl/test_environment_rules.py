@@ -101,7 +101,6 @@ ROOM: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_
     ("environment", "says"),
     [
         ({}, "reward.functions is empty: no trajectory would have a reward. Name a function"),
-        ({"tools": ["calculator"]}, "environment.tools answers calls without rewarding a turn"),
         (LAMP, ""),
     ],
 )

@@ -1,17 +1,15 @@
-"""Tools in the prompt: by the chat template's own list, or as text, and always the same on both sides."""
+"""Tools in the prompt: by the chat template's own list, or as text."""
 
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.environment import read_environment
 from asyncrl.config.sections import ModelConfig
-from asyncrl.environments.call_formats import parse_calls
-from asyncrl.environments.shown_tools import ShownTools, shown_tools
+from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.processor import PromptProcessor
@@ -38,6 +36,7 @@ CROP = {
         },
     },
 }
+SHOWN = PromptTools((CROP,), "You can call crop.", ("<tool_call>", '"arguments"'))
 PROMPT = Prompt(row_id="r", messages=(ChatMessage(role="user", content=(TextPart(text="Which digit?"),)),))
 
 
@@ -58,67 +57,37 @@ def test_a_template_that_lists_tools_is_given_their_schemas(folder: Path, tmp_pa
     stops = (processor.tokenizer.eos_token_id,)
     without, fingerprint = processor.render(PROMPT), processor.fingerprint
 
-    processor.show_tools(ShownTools((CROP,), "hermes"))
+    processor.show_tools(SHOWN)
 
     assert processor.render(PROMPT) == processor.processor.apply_chat_template(
         [message.model_dump() for message in PROMPT.messages], tools=[CROP], add_generation_prompt=True
     )
     assert processor.fingerprint != fingerprint, "a server with other tools is refused"
     TurnBridge(processor, stops)  # the list stands before the turns
-    processor.show_tools(None)
+    processor.show_tools(replace(SHOWN, show="off"))
     assert (processor.render(PROMPT), processor.fingerprint) == (without, fingerprint)
 
 
-def test_elsewhere_the_system_message_ends_with_them(folder: Path, tmp_path: Path) -> None:
-    """So also where the template lists tools, but asks for calls that `call_format` does not read."""
-    plain = "crop ROW SIZE: Show a part larger. (row: row of the grid; size: how large, one of"
-    hermes = json.dumps(CROP["function"])
-    cases = [("", "hermes", hermes), (LISTS_TOOLS, "plain", plain), (LISTS_TOOLS, "qwen_xml", "<function=NAME>")]
-    for number, (before, call_format, told) in enumerate(cases):
+def test_elsewhere_the_system_message_ends_with_the_text(folder: Path, tmp_path: Path) -> None:
+    """So also where the template lists tools, but asks for calls that the environment does not read."""
+    other = replace(SHOWN, markers=("<function=",))
+    cases = [("", SHOWN), (LISTS_TOOLS, replace(SHOWN, markers=())), (LISTS_TOOLS, other)]
+    for number, (before, shown) in enumerate([*cases, (LISTS_TOOLS, replace(SHOWN, show="text"))]):
         processor = processor_of(folder, tmp_path / f"m{number}", before)
-        shown = ShownTools((CROP,), call_format)
         processor.show_tools(shown)
+        assert "<|im_start|>system\n" in processor.render(PROMPT)
         system = ChatMessage(role="system", content=(TextPart(text="Be brief."),))
         text = processor.render(PROMPT.model_copy(update={"messages": (system, *PROMPT.messages)}))
-        assert told in text
-        assert text.index("Be brief.\n\nYou can call") < text.index("Which digit?")
-        assert text.count("system") == processor.render(PROMPT).count("system"), "one system message"
-
-
-def test_what_the_text_asks_for_is_what_the_parser_reads() -> None:
-    schemas = {"crop": CROP["function"]["parameters"]}
-    for call_format, values in {
-        "hermes": {"NAME": '"crop"', "{PARAMETER: VALUE}": '{"row": 1}'},
-        "qwen_xml": {"NAME": "crop", "PARAMETER": "row", "VALUE": "1"},
-    }.items():
-        form = ShownTools((CROP,), call_format).text().partition("<tool_call>")
-        asked = form[1] + form[2]
-        for word, value in values.items():
-            asked = asked.replace(word, value)
-        (call,) = parse_calls(call_format, asked, schemas)
-        assert (call.name, call.arguments, call.error) == ("crop", {"row": 1}, "")
+        assert "Be brief.\n\nYou can call crop.<|im_end|>" in text
+        assert PromptTools.from_json(shown.as_json) == shown, "as a replay reads it of the journal"
 
 
 def test_a_template_that_cannot_is_refused_where_it_is_insisted_on(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="show_tools is template, but the model's chat template does not list tools"):
-        processor_of(folder, tmp_path / "m").show_tools(ShownTools((CROP,), "hermes", "template"))
+        processor_of(folder, tmp_path / "m").show_tools(replace(SHOWN, show="template"))
     lists = processor_of(folder, tmp_path / "l", LISTS_TOOLS)
-    with pytest.raises(UserError, match="call_format=plain"):
-        lists.show_tools(ShownTools((CROP,), "plain", "template"))
+    with pytest.raises(UserError, match=r"does not ask for calls as the environment reads them \(<function=\)"):
+        lists.show_tools(replace(SHOWN, markers=("<function=",), show="template"))
     silent = processor_of(folder, tmp_path / "s", "{% set messages = messages | rejectattr('role', 'eq', 'system') %}")
     with pytest.raises(UserError, match="shows no system message"):
-        silent.show_tools(ShownTools((CROP,), "hermes"))
-
-
-def test_the_learner_asks_the_environment_itself(tmp_path: Path) -> None:
-    asked = shown_tools(read_environment({"tools": ["calculator"]}))
-    assert asked is not None
-    assert asked.call_format == "hermes"
-    assert [schema["function"]["name"] for schema in asked.schemas] == ["calculator"]
-    assert ShownTools.from_json(asked.as_json).text() == asked.text(), "as a replay reads it of the journal"
-
-    assert shown_tools(read_environment({})) is None
-    assert shown_tools(read_environment({"tools": ["calculator"], "show_tools": "off"})) is None
-    example = {"name": "examples/calc/environment.py:Calc"}  # its policy was taught the calls
-    assert shown_tools(read_environment(example)) is None
-    assert shown_tools(read_environment({**example, "show_tools": "text"})) is not None
+        silent.show_tools(SHOWN)

@@ -17,7 +17,7 @@ from tests.rigs.tiny import ROOT
 OVERLAYS = shipped_overlays("algorithms")
 OF_TURNS = [name for name, method in methods("advantage").items() if "turns" in method.needs]
 """Overlays of estimators that need an environment, by the same names."""
-ENVIRONMENT = {"tools": ["calculator"], "workers": 8, "limits": {"tokens_per_turn": 4}}
+ENVIRONMENT = {"name": "tests/rigs/lamp.py:Lamp", "workers": 8, "limits": {"tokens_per_turn": 4}}
 
 
 def over_the_demo(name: str, overlay: str) -> RunConfig:

@@ -15,7 +15,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
-from asyncrl.environments.tool_environment import key_of
+from asyncrl.environments.observation import key_of
 from asyncrl.errors import UserError
 from asyncrl.journal.segments import pack_frames, unpack_group
 from asyncrl.processing.processor import PromptProcessor

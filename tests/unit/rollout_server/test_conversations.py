@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.environments.interface import Call, Start
+from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
-from asyncrl.environments.tool_environment import call_record
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score
@@ -126,10 +125,10 @@ def test_a_limit_may_cost_the_score(make_config: MakeConfig) -> None:
 
 
 def test_calls_and_facts_are_recorded_and_cost_nothing_where_there_are_none(make_config: MakeConfig) -> None:
-    long, broken = {"query": "x" * 2000}, Call("1", "", {}, "no JSON at position 3 \ud800")
+    long = json.dumps({"query": "x" * 2000})
     calls = [
-        call_record(Call("0", "search", long), "", "", ("found",), 0.5),
-        call_record(broken, broken.error, "malformed"),
+        {"name": "search", "arguments": long, "error": "", "kind": "", "seconds": 0.5},
+        {"name": "", "arguments": "", "error": "no JSON at position 3 \ud800", "kind": "malformed", "seconds": 0.0},
     ]
     seen = StepResult(Observation((Message("tool", ("1",)),)), info={"calls": calls * 40, "hit": 0.5})
     group = converse(make_config, Play(seen, DONE))
