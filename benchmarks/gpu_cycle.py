@@ -20,10 +20,10 @@ from PIL import Image
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.devices.device import resolve_dtype
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.telemetry.numbers import GIB
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion as TrainCompletion

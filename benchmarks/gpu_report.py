@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from asyncrl.devices.device import free_caches, peak_flops
+from asyncrl.memory_plan import GIB, size
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.telemetry.numbers import GIB, size
 from benchmarks.gpu_cycle import (
     FULL,
     QUESTION,

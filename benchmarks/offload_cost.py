@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.memory_plan import size
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.telemetry.numbers import size
 from benchmarks.gpu_cycle import TINY, WHOLE, cycle_config, make_prompts
 from benchmarks.gpu_report import settings
 from benchmarks.random_models import SIZES, make_model

@@ -41,8 +41,8 @@ class RolloutEngine(Part):
     command that installs the engine."""
     unserved: Callable[[Mapping[str, Any]], str] = lambda described: ""
     """Part of a model, by its config.json, that the engine has no code for; empty if it has all."""
-    memory: str = "asyncrl.memory_plan.engine_memory:HF_MEMORY"
-    """`module:name` of its `asyncrl.memory_plan.engine_memory.EngineMemory`; that of the hf engine unless given."""
+    memory: str = "asyncrl.memory_plan.lines:HF_MEMORY"
+    """`module:name` of its `asyncrl.memory_plan.lines.EngineMemory`; that of the hf engine unless given."""
     has_model: bool = True
     """False for an engine that makes its tokens up."""
     spans_devices: bool = False
@@ -81,7 +81,7 @@ class LearnerEngine(Part):
     divides_model: bool = True
     """True if each rank has a part of the weights, of the optimiser's state or of both."""
     memory: str = ""
-    """`module:name` of its `asyncrl.memory_plan.rank_lines.RankMemory`; empty: its memory cannot be planned."""
+    """`module:name` of its `asyncrl.memory_plan.lines.RankMemory`; empty: its memory cannot be planned."""
 
 
 LEARNER_ENGINES = Parts(
@@ -92,7 +92,7 @@ LEARNER_ENGINES = Parts(
         "torch": LearnerEngine(implementation="learner.training.sharding:one_device", divides_model=False),
         "fsdp2": LearnerEngine(
             implementation="learner.training.fsdp:fully_sharded",
-            memory="asyncrl.memory_plan.rank_lines:FSDP_MEMORY",
+            memory="asyncrl.memory_plan.lines:FSDP_MEMORY",
         ),
     },
 )

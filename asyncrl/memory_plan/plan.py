@@ -17,20 +17,42 @@ from asyncrl.config.service_sections import LearnerConfig, ReferenceConfig, Roll
 from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.devices.gpu_assignment import assign_gpus
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.engine_memory import memory_of_engine
-from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, Phase, allocator, context, count, servers_text
-from asyncrl.memory_plan.rank_lines import memory_of, nccl_of_ranks
+from asyncrl.memory_plan import GIB, size
+from asyncrl.memory_plan.lines import (
+    STEPPING,
+    WORKING,
+    MemoryItem,
+    allocator,
+    context,
+    count,
+    memory_of,
+    memory_of_engine,
+    nccl_of_ranks,
+    servers_text,
+)
 from asyncrl.memory_plan.rehearsal import ModelBytes, NoPlanError, rehearse
-from asyncrl.telemetry.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
 
-SENT_VERSIONS = 2
-"""Versions in the learner's device memory, over a device channel: the newest, and one that is still being sent."""
-PUBLISHED_VERSIONS = 3
-"""Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped. One
-that is evaluated beside training comes to them."""
+logger = logging.getLogger(__name__)
+
 Sharing = Literal["turns", "together", "apart"]
 """How learner and engine share a device: one after the other (sync mode), at the same time, or not at all."""
+FIX = (
+    "Lower batch.tokens_per_microbatch or rollout.max_concurrent_sequences, or set trainer.mode=sync, "
+    "learner.gradient_checkpointing=true or model.lora.rank=16: `asyncrl doctor --plan CONFIG` says what each saves"
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Peak memory of one device in one phase."""
+
+    name: str
+    lines: tuple[MemoryItem, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.nbytes for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -56,9 +78,15 @@ class MemoryPlan:
         return sum(max(0, phase.nbytes - self.budget) for phase in self.phases) if self.budget else 0
 
     @property
+    def versions(self) -> int:
+        """Most published versions in shared memory at a time (protocol/weights.py): the newest two, one that a slow
+        server may have mapped, and one that is evaluated beside training."""
+        return 3 + self.config.evaluates_beside_training
+
+    @property
     def publications(self) -> int:
         """Bytes of published versions in shared memory."""
-        return published_versions(self.config.evaluates_beside_training) * self.model.published
+        return self.versions * self.model.published
 
 
 def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
@@ -71,23 +99,22 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     sharing = device_sharing(config)
     each = f", each of {config.learner.num_processes} ranks" if config.learner.num_processes > 1 else ""
     learning = Phase(f"learner awake{each}", tuple(learner_lines(model, config)))
-    phases = [learning]
-    if ROLLOUT_ENGINES[config.rollout.engine].has_model:
-        engine, copies = memory_of_engine(config.rollout.engine), servers_per_gpu(config)
-        awake = (*engine.lines(model, config, copies), *context(config.rollout.device, "rollout server", copies))
-        sampling = Phase("engine awake", (*awake, *arriving_lines(model, config.rollout, servers_per_gpu(config))))
-        everything = (*learning.lines, *sampling.lines)
-        contexts = [*(line for line in everything if line.name.startswith("context")), *nccl_of_ranks(config.learner)]
-        if sharing == "together":
-            phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
-        elif sharing == "apart":
-            phases = [learning, sampling]
-        else:  # a process that sleeps leaves its context
-            asleep = engine.asleep(config)
-            phases = [
-                Phase(name, (*lines, *(line for line in contexts if line not in lines), *left))
-                for name, lines, left in ((learning.name, learning.lines, asleep), (sampling.name, sampling.lines, []))
-            ]
+    if not ROLLOUT_ENGINES[config.rollout.engine].has_model:
+        return MemoryPlan(config, model, sharing, (learning,))
+    engine, copies = memory_of_engine(config.rollout.engine), servers_per_gpu(config)
+    contexts = context(config.rollout.device, "rollout server", copies)
+    arriving = arriving_lines(model, config.rollout, copies)
+    sampling = Phase("engine awake", (*engine.lines(model, config, copies), *contexts, *arriving))
+    if sharing == "together":
+        phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
+    elif sharing == "apart":
+        phases = [learning, sampling]
+    else:  # a process that sleeps leaves its context
+        learner_asleep = (*context(config.learner.device, "learner"), *nccl_of_ranks(config.learner))
+        phases = [
+            Phase(learning.name, (*learning.lines, *contexts, *engine.asleep(config))),
+            Phase(sampling.name, (*sampling.lines, *learner_asleep)),
+        ]
     return MemoryPlan(config, model, sharing, tuple(phases))
 
 
@@ -114,11 +141,9 @@ def learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
     else:
         yield from _whole_lines(model, config.learner, config.reference, config.model.dtype, what)
     yield from context(config.learner.device, "learner")
-    channel = config.rollout.weights_channel
-    if config.rollout.uses_device_channel:  # docs/decisions/013
-        why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
-        yield MemoryItem("weights that are sent", SENT_VERSIONS * model.published, why)
-        yield from _channel_lines(channel, "learner", config.rollout.servers)
+    why = "the newest version, and one that is still being sent"
+    sent = MemoryItem("weights that are sent", 2 * model.published, why)
+    yield from _over_channel(config.rollout, sent, "learner", config.rollout.servers)
 
 
 def _whole_lines(
@@ -152,34 +177,23 @@ def _whole_lines(
 
 def arriving_lines(model: ModelBytes, rollout: RolloutConfig, copies: int) -> Iterator[MemoryItem]:
     """Memory of incoming weights: a device channel needs one full version per worker, whatever part it has."""
+    why = "a whole version, beside the model" + servers_text(copies)
+    arriving = MemoryItem("weights that arrive", copies * model.published, why)
+    yield from _over_channel(rollout, arriving, "rollout server", copies)
+
+
+def _over_channel(rollout: RolloutConfig, weights: MemoryItem, process: str, servers: int) -> Iterator[MemoryItem]:
+    """Memory of a device channel (docs/decisions/013): the weights, and its own for each server."""
     channel = rollout.weights_channel
-    if rollout.uses_device_channel:
-        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + servers_text(copies)
-        yield MemoryItem("weights that arrive", copies * model.published, why)
-        yield from _channel_lines(channel, "rollout server", copies)
-
-
-def _channel_lines(name: str, process: str, servers: int) -> list[MemoryItem]:
-    """Memory that the channel takes for itself, for each server."""
-    own = WEIGHT_CHANNELS[name].own_bytes
-    return [MemoryItem(f"{name} of the {process}", servers * own, "an estimate" + servers_text(servers))] if own else []
-
-
-def published_versions(evaluates_beside_training: bool) -> int:
-    """Most versions in shared memory at a time."""
-    return PUBLISHED_VERSIONS + evaluates_beside_training
+    if not rollout.uses_device_channel:
+        return
+    yield replace(weights, why=f"rollout.weights_channel={channel}: {weights.why}")
+    if own := WEIGHT_CHANNELS[channel].own_bytes:
+        yield MemoryItem(f"{channel} of the {process}", servers * own, "an estimate" + servers_text(servers))
 
 
 def longest_sequence(data: DataConfig) -> int:
     return data.max_prompt_length + data.max_response_length
-
-
-logger = logging.getLogger(__name__)
-
-FIX = (
-    "Lower batch.tokens_per_microbatch or rollout.max_concurrent_sequences, or set trainer.mode=sync, "
-    "learner.gradient_checkpointing=true or model.lora.rank=16: `asyncrl doctor --plan CONFIG` says what each saves"
-)
 
 
 def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
@@ -211,8 +225,7 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
 def check_shared_memory(plan: MemoryPlan) -> str:
     """Describe the room for published weights in /dev/shm; UserError if there is too little, as in containers."""
     if not SHARED_MEMORY.is_dir():
-        number = published_versions(plan.config.evaluates_beside_training)
-        return f"no {SHARED_MEMORY}: {number} versions of the weights go to a disk"
+        return f"no {SHARED_MEMORY}: {plan.versions} versions of the weights go to a disk"
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"published weights need {size(plan.publications)} in {SHARED_MEMORY}, which has {size(free)} free"
     if free < plan.publications:

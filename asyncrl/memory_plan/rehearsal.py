@@ -23,13 +23,13 @@ from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.parts import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig, ModelConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import Optimizer
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.divided import DividedModel, divide
 from asyncrl.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 from asyncrl.model_files.folder import read_config
-from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
+from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead, add_value_head
 from asyncrl.models.parts import freeze_parts, gathered_units
@@ -73,20 +73,15 @@ class ModelBytes:
     decode_per_token: int
     """Copies of a layer's keys and values for every head that shares them; more than one of them that grows."""
     vocabulary: int
-    pixels: int
-    """fp32 pixels of a prompt of the greatest length that is all images; 0 without a vision tower."""
     critic: ModelBytes | None = None
     """The critic's own, where the algorithm needs one."""
     reference: int = 0
     """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
     in_layers: int = 0
     """Most of `passing` once the last hidden states have their gradient."""
-    loading: int = 0
-    """Bytes that a process of several ranks has of its own while it loads the weights, before it keeps its part."""
     divided: DividedModel | None = None
     """Model divided over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
-    loading_reference: int = 0
 
     @property
     def kept(self) -> int:
@@ -118,14 +113,8 @@ def rehearse(config: RunConfig) -> ModelBytes:
         critic = None
         if "critic" in config.algorithm.needs:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
-        reference, divided, loading = _reference_bytes(
-            config.reference_model,
-            config.model,
-            is_averaged=bool(config.reference.ema),
-            is_divided=config.learner.is_divided,
-        )
-        actor = replace(_rehearse(config), critic=critic)
-        return replace(actor, reference=reference, divided_reference=divided, loading_reference=loading)
+        reference, divided = _reference_bytes(config)
+        return replace(_rehearse(config), critic=critic, reference=reference, divided_reference=divided)
     except UserError:
         raise
     except Exception as problem:
@@ -141,7 +130,6 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
-    loading = _loading(config.model, model)
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -194,9 +182,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         cache_per_token=text.num_hidden_layers * layer_cache,
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
-        pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
         in_layers=training.peak,
-        loading=loading,
         divided=divided,
     )
 
@@ -239,22 +225,15 @@ def _forget_gradients_of_layers(model: torch.nn.Module) -> None:
                 parameter.register_post_accumulate_grad_hook(forget)
 
 
-def _loading(config: ModelConfig, model: Any) -> int:
-    return 0 if can_stay_mapped(config, model) else nbytes([*model.parameters(), *model.buffers()])
-
-
-def _reference_bytes(
-    reference: ModelConfig | None, policy: ModelConfig, *, is_averaged: bool, is_divided: bool
-) -> tuple[int, DividedModel | None, int]:
-    if reference is None:
-        return 0, None, 0
-    model = skeleton(reference)
-    loading = _loading(reference, model)
-    freeze_parts(model, policy)
+def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None]:
+    if config.reference_model is None:
+        return 0, None
+    model = skeleton(config.reference_model)
+    freeze_parts(model, config.model)
     averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
-    averages = sum(4 * p.numel() for p in averaged) if is_averaged else 0
-    divided = divide(model) if is_divided else None
-    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided, loading
+    averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
+    divided = divide(model) if config.learner.is_divided else None
+    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided
 
 
 # --- passes --------------------------------------------------------------------------------------
@@ -327,18 +306,6 @@ def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.
         use_cache=False,
         shared_prefix=layout,
     ).last_hidden_state
-
-
-def pixel_bytes(model: Any, image_tokens: int, device: torch.device) -> int:
-    """Bytes of the fp32 pixels that become so many tokens."""
-    vision = model.config.vision_config
-    if hasattr(vision, "temporal_patch_size"):
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return 4 * image_tokens * vision.spatial_merge_size**2 * width
-    height, width = vision.image_size if not isinstance(vision.image_size, int) else [vision.image_size] * 2
-    with torch.no_grad():
-        tokens_per_image = len(image_features(model, 1, device))
-    return 4 * -(-image_tokens // tokens_per_image) * vision.num_channels * height * width
 
 
 def image_features(model: Any, image_tokens: int, device: torch.device) -> torch.Tensor:

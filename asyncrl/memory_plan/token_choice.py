@@ -13,11 +13,10 @@ import torch
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.service_sections import meant_device
-from asyncrl.memory_plan.engine_memory import memory_of_engine
-from asyncrl.memory_plan.items import WORKING
+from asyncrl.memory_plan import GIB, size
+from asyncrl.memory_plan.lines import WORKING, memory_of_engine
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
-from asyncrl.telemetry.numbers import GIB, size
 
 KEY = "batch.tokens_per_microbatch"
 FAR = 4

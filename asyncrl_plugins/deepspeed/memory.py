@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.memory_plan.divided import DividedModel, Parameter
-from asyncrl.memory_plan.items import STEPPING, WORKING, MemoryItem, allocator, count
-from asyncrl.memory_plan.rank_lines import Change, RankMemory
+from asyncrl.memory_plan.lines import STEPPING, WORKING, Change, MemoryItem, RankMemory, allocator, count
 from asyncrl.memory_plan.rehearsal import ModelBytes
 from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
 

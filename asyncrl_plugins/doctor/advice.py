@@ -13,15 +13,15 @@ from asyncrl.config.rules import training_engine_problems, why_not_offloaded
 from asyncrl.config.schema import changed
 from asyncrl.devices.device import visible_gpus
 from asyncrl.errors import UserError
+from asyncrl.memory_plan import size
+from asyncrl.memory_plan.lines import Change, memory_of
 from asyncrl.memory_plan.plan import (
     MemoryPlan,
     device_sharing,
     longest_sequence,
     make_plan,
 )
-from asyncrl.memory_plan.rank_lines import Change, memory_of
 from asyncrl.model_files.folder import attention_heads
-from asyncrl.telemetry.numbers import size
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
 from asyncrl.errors import UserError
+from asyncrl.memory_plan import size
 from asyncrl.model_files.folder import model_folder, weight_files
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
-from asyncrl.telemetry.numbers import size
 from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
 
 COMPARED_ROWS = 64

@@ -10,10 +10,10 @@ from pathlib import Path
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch.processes import LOG_BYTES
+from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.plan import MemoryPlan
 from asyncrl.run_folder.contents import check_run_dir, is_resumable
 from asyncrl.run_folder.lock import refuse_busy
-from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
 
 MIB = 2**20

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from asyncrl.config.parts import ROLLOUT_ENGINES, WEIGHT_CHANNELS
 from asyncrl.config.schema import RunConfig
-from asyncrl.memory_plan.engine_memory import memory_of_engine
-from asyncrl.memory_plan.items import MemoryItem, servers_text
-from asyncrl.memory_plan.plan import MemoryPlan, published_versions
-from asyncrl.memory_plan.rank_lines import GRADIENTS, memory_of, offloads_parts, part_lines
-from asyncrl.memory_plan.rehearsal import ModelBytes
+from asyncrl.config.sections import ModelConfig
+from asyncrl.memory_plan.lines import (
+    GRADIENTS,
+    MemoryItem,
+    memory_of,
+    memory_of_engine,
+    offloads_parts,
+    part_lines,
+    servers_text,
+)
+from asyncrl.memory_plan.live_bytes import nbytes
+from asyncrl.memory_plan.plan import MemoryPlan
+from asyncrl.memory_plan.rehearsal import META, ModelBytes, image_features
+from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
 
 PIXELS = "pixels of prompts"
 """Name of a line of host memory that is reached where all prompts are images."""
@@ -25,23 +36,46 @@ def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
     return MemoryItem("weights over ZeroMQ", servers * versions * model.published, why)
 
 
+def prompt_pixels(config: RunConfig) -> int:
+    """Bytes of the fp32 pixels of a prompt of the greatest length that is all images; 0 without a vision tower."""
+    model, image_tokens = skeleton(config.model), config.data.max_prompt_length
+    if not has_vision(model.config):
+        return 0
+    vision = model.config.vision_config
+    if hasattr(vision, "temporal_patch_size"):
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return 4 * image_tokens * vision.spatial_merge_size**2 * width
+    height, width = vision.image_size if not isinstance(vision.image_size, int) else [vision.image_size] * 2
+    with torch.no_grad():
+        tokens_per_image = len(image_features(model, 1, META))
+    return 4 * -(-image_tokens // tokens_per_image) * vision.num_channels * height * width
+
+
+def _loading(config: ModelConfig) -> int:
+    """Bytes that a process of several ranks has of its own while it loads the weights, before it keeps its part."""
+    model = skeleton(config)
+    return 0 if can_stay_mapped(config, model) else nbytes([*model.parameters(), *model.buffers()])
+
+
 def host_items(plan: MemoryPlan) -> list[MemoryItem]:
     """Items of host memory, of all processes of a run as if they were on one machine."""
-    return list(_items(plan.config, plan.model))
+    return list(_items(plan))
 
 
-def _items(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem]:
+def _items(plan: MemoryPlan) -> Iterator[MemoryItem]:
+    config, model = plan.config, plan.model
     beside = config.evaluates_beside_training
     why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
-    yield MemoryItem("published weights, in /dev/shm", published_versions(beside) * model.published, why)
+    yield MemoryItem("published weights, in /dev/shm", plan.publications, why)
     channel = config.rollout.weights_channel
     if channel == "zmq" or WEIGHT_CHANNELS[channel].puller:  # with auto the servers here map the file
         yield _pulled_line(config, model)
-    if model.pixels and ROLLOUT_ENGINES[config.rollout.engine].has_model:  # made by a server when a ticket comes
+    pixels = prompt_pixels(config) if ROLLOUT_ENGINES[config.rollout.engine].has_model else 0
+    if pixels:  # made by a server when a ticket comes
         prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
         yield MemoryItem(
             PIXELS,
-            servers * prompts * model.pixels,
+            servers * prompts * pixels,
             f"at most: {prompts} prompts all of images, of tickets that a server may hold"
             f"{', half of them held-out rows' if beside else ''}{servers_text(servers)}",
         )
@@ -82,7 +116,7 @@ def _lines_of_ranks(config: RunConfig, model: ModelBytes) -> Iterator[MemoryItem
     elif config.trainer.mode == "sync":
         parts = (line.nbytes for line in part_lines(model, config.model.dtype, ranks) if line.name != GRADIENTS)
         yield MemoryItem("learner asleep", ranks * sum(parts), "weights and optimiser state of all ranks, pinned")
-    engines = (model, model.critic) if model.critic else (model,)
-    if loading := ranks * max(*(engine.loading for engine in engines), model.loading_reference):
+    loaded = (config.model, config.critic_model if model.critic else None, config.reference_model)
+    if loading := ranks * max(_loading(each) for each in loaded if each is not None):
         why = f"for a while, as each of {ranks} ranks loads one whose files have another dtype or layout"
         yield MemoryItem("whole models", loading, why)

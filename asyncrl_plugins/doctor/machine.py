@@ -19,8 +19,8 @@ import psutil
 
 from asyncrl.checks.inputs import DRIVERS
 from asyncrl.launch.processes import available_cores
+from asyncrl.memory_plan import size
 from asyncrl.telemetry.host_versions import installed_version
-from asyncrl.telemetry.numbers import size
 from asyncrl_plugins.doctor.findings import Finding, Findings
 from protocol.endpoints import SHARED_MEMORY
 

@@ -14,11 +14,10 @@ from asyncrl.config.service_sections import meant_device
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.items import Phase
-from asyncrl.memory_plan.plan import MemoryPlan, check_shared_memory, make_plan
+from asyncrl.memory_plan import GIB, size
+from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, make_plan
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
-from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
@@ -69,9 +68,8 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
             continue
         for number in numbers:
             yield _on_gpu(plan, phase, devices[number], number)
-    asleep = sum(line.nbytes for line in host_items(plan))
-    pixels = sum(line.nbytes for line in host_items(plan) if line.name == PIXELS)
-    needed = _host_need(plan, on_host)
+    asleep, pixels = _host_bytes(plan)
+    needed = asleep + _beside_gpus(plan, on_host)
     available = psutil.virtual_memory().available
     free = min(available, memory_limit() or available)
     value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
@@ -95,13 +93,18 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     return plan
 
 
-def _host_need(plan: MemoryPlan, on_host: Sequence[int]) -> int:
-    """Bytes of host memory, with the phases at these places of the plan, which have no GPU."""
+def _host_bytes(plan: MemoryPlan) -> tuple[int, int]:
+    """Bytes of host memory, without phases that have no GPU, and the part of them that is pixels of prompts."""
+    items = host_items(plan)
+    return sum(item.nbytes for item in items), sum(item.nbytes for item in items if item.name == PIXELS)
+
+
+def _beside_gpus(plan: MemoryPlan, on_host: Sequence[int]) -> int:
+    """Bytes of host memory of the phases at these places of the plan, which have no GPU."""
     phases = [plan.phases[place] for place in on_host]
     ranks = plan.config.learner.num_processes
     needs = [phase.nbytes * (1 if phase.name.startswith("engine") else ranks) for phase in phases]
-    asleep = sum(item.nbytes for item in host_items(plan))
-    return asleep + (sum(needs) if plan.sharing == "apart" else max(needs, default=0))
+    return sum(needs) if plan.sharing == "apart" else max(needs, default=0)
 
 
 def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
@@ -109,8 +112,8 @@ def _fewer_ranks(plan: MemoryPlan, on_host: Sequence[int], free: int) -> int:
     ranks = plan.config.learner.num_processes // 2
     while ranks:
         fewer = make_plan(changed(plan.config, {"learner.num_processes": ranks}), plan.model)
-        pixels = sum(line.nbytes for line in host_items(fewer) if line.name == PIXELS)
-        if _host_need(fewer, on_host) - pixels <= free:
+        asleep, pixels = _host_bytes(fewer)
+        if asleep - pixels + _beside_gpus(fewer, on_host) <= free:
             break
         ranks //= 2
     return ranks

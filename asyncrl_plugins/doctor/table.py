@@ -13,11 +13,11 @@ from asyncrl.config.service_sections import meant_dtype
 from asyncrl.devices.device import visible_gpus
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE
 from asyncrl.errors import ExitCode
-from asyncrl.memory_plan.items import Phase, count
-from asyncrl.memory_plan.plan import MemoryPlan, make_plan
+from asyncrl.memory_plan import GIB, size
+from asyncrl.memory_plan.lines import count
+from asyncrl.memory_plan.plan import MemoryPlan, Phase, make_plan
 from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
 from asyncrl.model_files.folder import read_config
-from asyncrl.telemetry.numbers import GIB, size
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items
 

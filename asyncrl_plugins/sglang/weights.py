@@ -21,10 +21,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.memory_plan import GIB
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton
 from asyncrl.models.published import published_tensors
-from asyncrl.telemetry.numbers import GIB
 from protocol.endpoints import SHARED_MEMORY
 from rollout_server.engines.arrived_weights import ArrivedWeights
 

@@ -8,14 +8,21 @@ from collections.abc import Iterator
 from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.engine_memory import EngineMemory, sampling_bytes
-from asyncrl.memory_plan.items import WORKING, MemoryItem, allocator, context, servers_text
+from asyncrl.memory_plan import GIB
+from asyncrl.memory_plan.lines import (
+    WORKING,
+    EngineMemory,
+    MemoryItem,
+    allocator,
+    context,
+    nccl_of_ranks,
+    sampling_bytes,
+    servers_text,
+)
 from asyncrl.memory_plan.plan import arriving_lines, device_sharing, learner_lines, servers_per_gpu
-from asyncrl.memory_plan.rank_lines import nccl_of_ranks
 from asyncrl.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.models.loading import skeleton
 from asyncrl.plugins import implementation
-from asyncrl.telemetry.numbers import GIB
 
 GRAPHS_BYTES, GRAPHS_LEFT_BYTES = 2 * GIB, GIB // 2
 """vLLM's CUDA graphs (1 to 3 GiB), and what CUDA itself keeps of them when vLLM takes them to the host. Estimates."""

@@ -17,13 +17,13 @@ import torch
 from asyncrl.config.parts import ROLLOUT_WEIGHTS, device_channels
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan import GIB
+from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
 from asyncrl.models.parts import CONNECTOR_NAMES, VISION_TOWER_NAMES, part_of
 from asyncrl.models.published import published_tensors
-from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.vllm.engine_process import (
     BACKEND,
     BANNED_KEY,

@@ -17,7 +17,8 @@ import torch
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.host_copies import host_copy
-from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan import size
+from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
@@ -25,7 +26,6 @@ from asyncrl.models.lora import write_adapter_folder
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
-from asyncrl.telemetry.numbers import size
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, restore_engines
 from learner.ranks.group import ALONE, Ranks

@@ -11,10 +11,10 @@ import torch
 from asyncrl.config.parts import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models.loading import load_model
-from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.doctor.host_memory import host_items
 from asyncrl_plugins.quantization.grid import quantizable
 from asyncrl_plugins.vllm.memory import GRAPHS_BYTES, memory_utilization

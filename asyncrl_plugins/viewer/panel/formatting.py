@@ -7,7 +7,7 @@ import time
 from rich.cells import cell_len, chop_cells, set_cell_size
 
 from asyncrl.launch.display import one_line
-from asyncrl.telemetry.numbers import duration
+from asyncrl_plugins.viewer.numbers import duration
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -15,7 +15,7 @@ from statistics import fmean, linear_regression
 from typing import Literal
 
 from asyncrl.launch.display import ENDED
-from asyncrl.telemetry.numbers import count, duration, figure, share
+from asyncrl_plugins.viewer.numbers import count, duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     STARVES_AT_BOUND,
     THRESHOLDS,

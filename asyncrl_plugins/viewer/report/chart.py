@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.telemetry.numbers import figure
+from asyncrl_plugins.viewer.numbers import figure
 from asyncrl_plugins.viewer.recorded_run.run import Points
 from asyncrl_plugins.viewer.report.markup import NUM_COLOURS
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from asyncrl.telemetry.numbers import duration, figure, share
+from asyncrl_plugins.viewer.numbers import duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
 from asyncrl_plugins.viewer.recorded_run.run import Points, RecordedRun, number
 from asyncrl_plugins.viewer.report.chart import Curve, Drawing, Show, line_chart, stack_chart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl.telemetry.numbers import duration, figure, share
+from asyncrl_plugins.viewer.numbers import duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.learning import HELD_OUT, TRAINING, courses
 from asyncrl_plugins.viewer.recorded_run.run import RecordedRun
 from asyncrl_plugins.viewer.report.charts import charts_of_runs

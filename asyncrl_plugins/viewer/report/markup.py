@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from asyncrl.telemetry.numbers import count, figure
+from asyncrl_plugins.viewer.numbers import count, figure
 from asyncrl_plugins.viewer.recorded_run.run import number
 
 _FOLDER = Path(__file__).parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from asyncrl.config.explain import recorded_method_line
-from asyncrl.telemetry.numbers import count, duration, figure, moment
+from asyncrl_plugins.viewer.numbers import count, duration, figure, moment
 from asyncrl_plugins.viewer.recorded_run.learning import courses
 from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 from asyncrl_plugins.viewer.report.charts import charts_of_run

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.telemetry.jsonl import read_records
-from asyncrl.telemetry.numbers import count
 from asyncrl.telemetry.recorder import SAMPLES_FILE
+from asyncrl_plugins.viewer.numbers import count
 from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 from asyncrl_plugins.viewer.report.embedded_images import EmbeddedImage, EmbeddedImages
 from asyncrl_plugins.viewer.report.markup import LABELS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.config.keys import REQUIRED, all_keys
-from asyncrl.telemetry.numbers import moment
+from asyncrl_plugins.viewer.numbers import moment
 from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 
 PLACES = {"run_dir", *(f"{s}_port" for s in ("network.control", "network.weights"))}

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.telemetry.numbers import duration
 from asyncrl.telemetry.timeline import merge
+from asyncrl_plugins.viewer.numbers import duration
 from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number
 from asyncrl_plugins.viewer.report.activity import (
     DEVICE_TURNS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import get_args
 
-from asyncrl.telemetry.numbers import share
+from asyncrl_plugins.viewer.numbers import share
 from asyncrl_plugins.viewer.recorded_run.findings import (
     CHECKS,
     Check,

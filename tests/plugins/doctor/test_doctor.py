@@ -18,8 +18,8 @@ from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.plan import make_plan
-from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.doctor import examine, network
 from asyncrl_plugins.doctor.disk import HEADER_BYTES, _written_parts, find_disk, find_run_dir
 from asyncrl_plugins.doctor.findings import Finding, Findings, Report

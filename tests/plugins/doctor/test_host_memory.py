@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
+from asyncrl.models.loading import load_model
 from asyncrl.plugins import installed
-from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
+from asyncrl_plugins.doctor.host_memory import PIXELS, host_items, prompt_pixels
 from benchmarks.random_models import make_model
 from rollout_server.engines.hf.engine import HFEngine
+from tests.rigs.full_micro_batch import image_prompt
 from tests.rigs.zero import HAS_ZERO, zero
 from tests.unit.asyncrl.test_memory_plan import PROMPT, planned
 from tests.unit.asyncrl.test_memory_plan_ranks import RANKS, lines
@@ -82,7 +85,10 @@ def test_pixels_of_tickets_are_counted(make_config: MakeConfig, small: Path) -> 
         make_plan(planned(make_config, small, **base, learner={"device": "cpu", "max_staleness": bound}))
         for bound in (0, 1)
     )
-    prompts, one = on_policy.config.batch.prompts_per_step, on_policy.model.pixels
+    prompts, one = on_policy.config.batch.prompts_per_step, prompt_pixels(on_policy.config)
+    full = image_prompt(load_model(on_policy.config.model, device=torch.device("cpu")), PROMPT)
+    assert full.pixel_values is not None
+    assert one == full.pixel_values.nbytes * PROMPT // (PROMPT - 5), "all but five tokens of that one are an image"
     assert [host(plan)[PIXELS] for plan in (on_policy, beside)] == [prompts * one, 2 * 2 * prompts * one]
 
 

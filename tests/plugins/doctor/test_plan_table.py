@@ -13,9 +13,8 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import ExitCode
-from asyncrl.memory_plan import rank_lines
+from asyncrl.memory_plan import GIB, lines
 from asyncrl.memory_plan.plan import check_plan, make_plan
-from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.doctor.advice import advice
 from benchmarks import random_models
 from benchmarks.random_models import make_model
@@ -89,7 +88,7 @@ def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Advice names as few ranks as fit by themselves, and what they need beside."""
-    monkeypatch.setattr(rank_lines, "NCCL_BYTES", 0)  # more than the whole model here
+    monkeypatch.setattr(lines, "NCCL_BYTES", 0)  # more than the whole model here
     monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
     heavy = make_model(tmp_path / "heavy", "heavy")
     whole = changed(
@@ -110,7 +109,7 @@ def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
 def test_ranks_that_take_turns_are_proposed_with_a_server_that_divides_the_models_heads(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_lines, "NCCL_BYTES", 0)
+    monkeypatch.setattr(lines, "NCCL_BYTES", 0)
     monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
     heavy = make_model(tmp_path / "heavy", "heavy")
     whole = changed(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.plan import check_plan
-from asyncrl.telemetry.numbers import GIB
 from benchmarks.gpu_cycle import FULL, TINY, WHOLE, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.gpu_report import report, settings
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan import GIB
+from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.token_choice import settle_tokens, token_steps
-from asyncrl.telemetry.numbers import GIB
 from asyncrl_plugins.vllm.memory import GRAPHS_BYTES, GRAPHS_LEFT_BYTES, memory_utilization
 from tests.unit.asyncrl.test_memory_plan import MakeConfig, planned, small
 from tests.unit.asyncrl.test_token_choice import AUTO, needed

@@ -12,13 +12,12 @@ import torch
 
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
-from asyncrl.memory_plan import token_choice
-from asyncrl.memory_plan.items import CONTEXT_BYTES
+from asyncrl.memory_plan import GIB, token_choice
+from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import check_plan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
 from asyncrl.memory_plan.token_choice import KEY, settle_tokens, token_steps
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.telemetry.numbers import GIB
 from learner.loop import trainer
 from learner.loop.trainer import Trainer, with_token_budget
 from learner.ranks.group import Ranks

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-GIB = 2**30
-
 
 def figure(value: float | None) -> str:
     """Format a number with about four digits: 0.9312, 12.4, 13,200, 4.6 M, 2.1e-5."""
@@ -27,11 +25,6 @@ def figure(value: float | None) -> str:
     if value == int(value):
         return f"{value:.0f}"
     return f"{value:.4f}".rstrip("0") if size < 1 else f"{value:.4g}"
-
-
-def size(nbytes: float) -> str:
-    """Format bytes: 12.3 GiB or 4.5 MiB."""
-    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def share(value: float | None) -> str:
