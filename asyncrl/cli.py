@@ -138,9 +138,6 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
 
 def _add_tools(commands: argparse._SubParsersAction) -> None:
     """Add the commands that look at a run, or at what one needs."""
-    health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
-    health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
-    health.set_defaults(handler=_health)
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
@@ -228,14 +225,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
     print(export_checkpoint(arguments.run_dir, checkpoint, arguments.target, keep_adapter=arguments.adapter))
     return 0
-
-
-def _health(arguments: argparse.Namespace) -> int:
-    from asyncrl.telemetry.health import find_problems
-
-    found = find_problems(arguments.url)
-    print("\n".join(found) or "well")
-    return 1 if found else 0
 
 
 def _keys(arguments: argparse.Namespace) -> int:

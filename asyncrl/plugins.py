@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Group = Literal[
     "commands",
     "displays",
+    "exporters",
     "options",
     "rollout_engines",
     "learner_engines",
@@ -136,6 +137,16 @@ class Option:
     """Arguments of argparse's `add_argument`, such as `help`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exporter:
+    """Both services' metrics for a monitoring system. The first installed one, by name, is in use."""
+
+    learner: str
+    """`module:class`, a learner.reporting.exporter.LearnerExporter."""
+    rollout_server: str
+    """`module:class`, a rollout_server.exporter.ServerExporter."""
+
+
 P = TypeVar("P", bound=Part)
 
 
@@ -201,6 +212,11 @@ class Parts(Generic[P]):
 def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:
     """Sections of the parts that have settings, by their names."""
     return {name: part.section for name, part in parts.items() if part is not None and part.section is not None}
+
+
+def installed_exporter() -> Exporter | None:
+    """The exporter in use, if one is installed."""
+    return next((description("exporters", name) for name in installed("exporters")), None)
 
 
 def implementation(path: str) -> Any:

@@ -43,7 +43,7 @@ from learner.network.thread import NetworkThread
 from learner.ranks.environment import rank_environment
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.processes import leading, telling_given_ranks
-from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.exporter import open_exporter
 from learner.reporting.reporter import Reporter
 from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
@@ -131,7 +131,7 @@ class Learner:
         if start.journal is None:
             self._resources.callback(lambda: forget_run(config.run_path) if self._goodbye == COULD_NOT_START else None)
         self.journal = start.journal or open_journal(config.run_path, config.trainer.durability, self._resources)
-        self.exporter = LearnerExporter(config.telemetry, run=str(config.run_path))
+        self.exporter = open_exporter(config.telemetry, run=str(config.run_path))
         self._resources.callback(self.exporter.close)  # the last but the journal: a scrape is to see how a run ended
         self.run_id = sign_journal(
             start,

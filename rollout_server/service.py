@@ -36,6 +36,7 @@ from protocol.messages import (
 )
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
+from rollout_server.exporter import create_exporter
 from rollout_server.link import LearnerLink
 from rollout_server.production.environments import environment_workers, environments_of
 from rollout_server.production.group_producer import (
@@ -45,7 +46,6 @@ from rollout_server.production.group_producer import (
     ticket_as_it_came,
     ticket_failed,
 )
-from rollout_server.reporting.prometheus import ServerExporter
 from rollout_server.shared_device import SharedDevice
 from rollout_server.weights.channels import choose_channel, open_puller, open_receiver
 from rollout_server.weights.policy_versions import PolicyVersions
@@ -61,7 +61,7 @@ class RolloutServer:
         """`is_over` tells whether the run is known to be finished. It is asked while no learner answers."""
         self.config = config
         self._is_over = is_over
-        self.exporter = ServerExporter(
+        self.exporter = create_exporter(
             config.telemetry,
             lambda: resolve_device(config.rollout.device),
             run=str(config.run_path),
@@ -146,7 +146,7 @@ class RolloutServer:
                 self.config.run_path,
                 self.engine,
                 self.link,
-                self.exporter.metrics,
+                self.exporter,
                 wait_timeout_s=self.config.learner.wait_timeout_s,
                 heartbeat_s=self.config.network.heartbeat_s,
             )
@@ -319,7 +319,7 @@ class RolloutServer:
         self._held.pop(ticket.ticket_id, None)
         self._not_begun.discard(ticket.ticket_id)
         if isinstance(answer, TicketFailed):
-            self.exporter.metrics["errors_total"].labels(kind=answer.error_kind).inc()
+            self.exporter.ticket_failed(answer.error_kind)
         if not isinstance(answer, Group):
             crash_point("ticket.returning")
             await self.link.send(answer)
@@ -348,9 +348,7 @@ class RolloutServer:
             self.exporter.beat(
                 usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
             )
-            self.exporter.rewarded(self.rewards.dropped_bytes, self.rewards.counts)
-            if self.environments:
-                self.exporter.environments(self.environments)
+            self.exporter.totals(self.rewards, self.environments)
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     @property

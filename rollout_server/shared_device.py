@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asyncrl.errors import BadStateError, WaitTimeoutError
-from asyncrl.telemetry.metric_set import MetricSet
 from protocol.device_lock import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
+from rollout_server.exporter import ServerExporter
 from rollout_server.link import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class SharedDevice:
         run_path: Path,
         engine: InferenceEngine,
         link: LearnerLink,
-        metrics: MetricSet,
+        exporter: ServerExporter,
         *,
         wait_timeout_s: float,
         heartbeat_s: float,
@@ -48,7 +48,7 @@ class SharedDevice:
         self._wait_timeout_s, self._heartbeat_s = wait_timeout_s, heartbeat_s
         self._engine = engine
         self._link = link
-        self._metrics = metrics
+        self._exporter = exporter
         self._lease = DeviceLease(run_path, HOLDER)
         self._granted = 0
         self._over = 0
@@ -88,7 +88,7 @@ class SharedDevice:
         self._granted = self._over = self._lease.fence or 0
 
     def _stale(self, reason: str) -> Error:
-        self._metrics["stale_fences_total"].inc()
+        self._exporter.stale_fence()
         return Error(code=ErrorCode.STALE_FENCE, reason=reason)
 
     # --- leases ------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class SharedDevice:
                 await asyncio.sleep(POLL_S)
         except LeaseError as error:
             raise BadStateError(str(error)) from error
-        self._metrics["lease_fence"].set(fence)
+        self._exporter.took_device(fence)
 
     async def _wake(self) -> float:
         started = time.monotonic()
@@ -159,8 +159,7 @@ class SharedDevice:
             self.is_loaded = True
         self._awake.set()
         took = time.monotonic() - started
-        self._metrics["wake_seconds"].set(took)
-        self._metrics["asleep_seconds_total"].inc(started - self._slept_at)
+        self._exporter.woke(took, started - self._slept_at)
         return took
 
     async def _recall_of(self, fence: int) -> None:
@@ -184,6 +183,5 @@ class SharedDevice:
         crash_point("server.asleep")
         self._slept_at = time.monotonic()
         took = self._slept_at - started
-        self._metrics["sleep_seconds"].set(took)
-        self._metrics["sleep_bytes"].set(self._engine.usage.sleep_bytes)
+        self._exporter.fell_asleep(took, self._engine.usage.sleep_bytes)
         return took

@@ -15,10 +15,10 @@ from asyncrl import plugins
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_sets
 from asyncrl.config.method import TAKES_FROM, Kind, MethodSet
-from asyncrl.telemetry.metric_set import document
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER_METRICS
+from asyncrl_plugins.prometheus.metric_set import document
+from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT_METRICS
 from asyncrl_plugins.reference.page import core_reference, key_tables, keys_of, method_settings
-from learner.reporting.metric_table import METRICS as LEARNER_METRICS
-from rollout_server.reporting.metric_table import METRICS as ROLLOUT_METRICS
 
 ROOT = Path(__file__).parent.parent
 

@@ -220,12 +220,12 @@ class LaunchConfig(Section):
 class TelemetryConfig(OpenSection):
     choices: ClassVar = {"trackers": TRACKERS}
     learner_port: int = Field(default=9101, ge=0, le=65535)
-    """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
+    """Port of the learner's metrics, which a plug-in serves; 0 lets `asyncrl train` pick a free port."""
     rollout_port: int = Field(default=9102, ge=0, le=65535)
-    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port. The further servers that it
+    """Port of the rollout server's metrics; 0 lets `asyncrl train` pick a free port. The further servers that it
     starts take the ports after this one."""
     host: str = "127.0.0.1"
-    """Address of the Prometheus endpoints."""
+    """Address of the metrics endpoints."""
     linger_s: float = Field(default=0.0, ge=0)
     """The endpoints answer this long after the end, so that a scrape sees it: a few of Prometheus' intervals."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
@@ -27,6 +27,8 @@ Kind = Literal["environment_timeout", "environment_died", "environment_exception
 again from the start, with the same seed."""
 CANCEL_S = 1.0
 """Seconds for an async step that is cancelled to end by itself; then its process is killed."""
+MOST_ANSWERS = 10_000
+"""Answers whose seconds are kept until they are taken."""
 
 
 class EnvironmentFailed(Exception):
@@ -75,7 +77,7 @@ class EnvironmentWorkers:
         """Episodes that have begun and are not closed."""
         self.parked = 0
         """Episodes that wait for an answer of their process."""
-        self._answers: list[tuple[str, float]] = []
+        self._answers: deque[tuple[str, float]] = deque(maxlen=MOST_ANSWERS)
 
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
@@ -114,8 +116,9 @@ class EnvironmentWorkers:
         return self._pool.restarts
 
     def take_answers(self) -> list[tuple[str, float]]:
-        """`reset` or `step` and its seconds, of each answer since the last call."""
-        answers, self._answers = self._answers, []
+        """`reset` or `step` and its seconds, of the newest answers since the last call."""
+        answers = list(self._answers)
+        self._answers.clear()
         return answers
 
     def give_back(self, worker: WorkerProcess) -> None:

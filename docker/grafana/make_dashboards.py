@@ -3,7 +3,7 @@
     python docker/grafana/make_dashboards.py
 
 Each dashboard shows one run, which its variable `run` chooses. What a panel means and what is healthy comes from the
-tables of metrics (learner/reporting/metric_table.py, rollout_server/reporting/metric_table.py).
+tables of metrics (asyncrl_plugins/prometheus/learner_metrics.py, server_metrics.py).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
+from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
-from learner.reporting.metric_table import METRICS as LEARNER
-from rollout_server.reporting.metric_table import METRICS as ROLLOUT
 
 FOLDER = Path(__file__).parent / "dashboards"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="asyncrl-prometheus")

@@ -25,7 +25,7 @@ from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
-from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.exporter import LearnerExporter
 from learner.reporting.samples import sample_of_group
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
@@ -76,6 +76,8 @@ class Reporter:
         self._judged_before = sum(counts.dropped.values()) - counts.dropped["stale"], counts.trained
         """Groups that filters had dropped, and trained ones, at the last record."""
         self._server_usage: dict[str, tuple[float, float, int]] = {}
+        self._parity: dict[str, dict[str, float]] = {}
+        """Largest and mean difference by server, gone ones included: one that only was away is not compared again."""
 
     def close(self) -> None:
         try:
@@ -164,7 +166,7 @@ class Reporter:
                     "queued": beat.groups_queued if beat else 0,
                     "running": beat.groups_running if beat else 0,
                     "weights": loaded.model_dump(include={"channel", "transfer_s", "load_s"}) if loaded else {},
-                    "parity": self.exporter.parity.get(server_id, {}),
+                    "parity": self._parity.get(server_id, {}),
                 }
             )
         return entries
@@ -234,7 +236,8 @@ class Reporter:
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
-        self.exporter.parity[server_id] = {"largest": largest, "mean": mean}
+        self._parity[server_id] = {"largest": largest, "mean": mean}
+        self.exporter.compared(server_id, largest, mean)
 
     def evaluated(self, evaluation: Evaluation, waited_s: float) -> dict[str, Any]:
         """Scores of a whole evaluation. Completions that could not be made or scored are counted apart.

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.recorder import read_status
-from learner.reporting.metric_table import METRICS as LEARNER
-from rollout_server.reporting.metric_table import ENVIRONMENT
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
+from asyncrl_plugins.prometheus.metric_set import MetricSet
+from asyncrl_plugins.prometheus.server_metrics import ENVIRONMENT
 from tests.rigs.compose_services import COMPOSE, Container, image_commands, resolved
 from tests.rigs.ports import own_port
 from tests.rigs.prometheus_server import PROMETHEUS, Prometheus

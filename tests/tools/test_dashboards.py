@@ -15,10 +15,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.telemetry.metric_set import MetricSet
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
+from asyncrl_plugins.prometheus.metric_set import MetricSet
+from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
-from learner.reporting.metric_table import METRICS as LEARNER
-from rollout_server.reporting.metric_table import METRICS as ROLLOUT
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -21,7 +21,6 @@ from asyncrl.models.output_head import TokenOutputs
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
-from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.engine_facts import ModelFlops
@@ -139,17 +138,6 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, name: str) -> N
     assert norm > 0
     difference = torch.stack([(many[n] - g).norm() for n, g in one.items()]).norm()
     assert difference / norm < 1e-5
-
-
-def test_a_step_reports_every_diagnostic_that_has_a_gauge_also_by_staleness(make_config: MakeConfig) -> None:
-    metrics, _, _ = one_step(make_config())
-    buckets = {key.partition("/")[0] for key in metrics if key.startswith("staleness_")}
-    assert buckets == {"staleness_1", "staleness_2", "staleness_3"}  # made up at versions 0 to 2, trained at 3
-    names = {"loss", "entropy", "ess", "mismatch_kl_k1", "mismatch_kl_k3", "ratio_max", "logprob_diff_max"}
-    names |= {"mask_fraction", "truncation_fraction", "clip_fraction"}
-    assert names <= GAUGE_OF_RECORD.keys() & metrics.keys()
-    assert {f"staleness_2/{name}" for name in GAUGE_OF_STALENESS_RECORD} <= metrics.keys()
-    assert PERCENTILE_OF_RECORD.keys() <= metrics.keys()
 
 
 def test_masked_tokens_give_no_gradient_and_keep_their_place_in_the_denominator(make_config: MakeConfig) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
-import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -32,7 +31,7 @@ from protocol.messages import (
     Welcome,
 )
 from rollout_server.engines.base import EngineUsage
-from rollout_server.reporting.prometheus import ServerExporter
+from rollout_server.exporter import ServerExporter
 from rollout_server.shared_device import SharedDevice
 from tests.rigs.fuzz import content
 from tests.rigs.unconnected import Ledger, Ports
@@ -175,12 +174,12 @@ class Server:
     def __init__(self, config: RunConfig):
         self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
-        self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"), run="run")
+        self.exporter = Mock(ServerExporter)
         self.device = SharedDevice(
             config.run_path,
             self.engine,
             self.link,
-            self.exporter.metrics,
+            self.exporter,
             wait_timeout_s=config.learner.wait_timeout_s,
             heartbeat_s=config.network.heartbeat_s,
         )
@@ -205,9 +204,8 @@ class Server:
         return [message.fence for message in self.sent if isinstance(message, LeaseReturn)]
 
     @property
-    def stale(self) -> float:
-        registry = self.exporter.metrics.registry
-        return registry.get_sample_value("asyncrl_rollout_stale_fences_total") or 0.0
+    def stale(self) -> int:
+        return self.exporter.stale_fence.call_count
 
 
 def play(config: RunConfig, scene: Callable[[Server], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.telemetry.metric_set import Metric, ServiceMetrics
+from asyncrl_plugins.prometheus.metric_set import Metric, ServiceMetrics
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TURNS = (1, 2, 3, 4, 6, 8, 12, 16, 32)

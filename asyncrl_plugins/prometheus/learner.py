@@ -16,16 +16,17 @@ from prometheus_client import CollectorRegistry
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.devices.device import memory_by_state, peak_flops
-from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.timeline import WaitClock
-from learner.network.thread import NetworkThread
-from learner.reporting.metric_table import (
+from asyncrl_plugins.prometheus.learner_metrics import (
     GAUGE_OF_RANK_RECORD,
     GAUGE_OF_RECORD,
     GAUGE_OF_STALENESS_RECORD,
     METRICS,
     PERCENTILE_OF_RECORD,
 )
+from asyncrl_plugins.prometheus.metric_set import MetricSet
+from learner.network.thread import NetworkThread
+from learner.reporting.exporter import LearnerExporter
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY
@@ -35,7 +36,7 @@ MOST_SERVERS = 64
 """Servers with series of their own."""
 
 
-class LearnerExporter:
+class PrometheusLearner(LearnerExporter):
     """The learner's metrics. Methods whose names begin with `_read` run on the endpoint's thread."""
 
     def __init__(self, config: TelemetryConfig, run: str):
@@ -48,7 +49,7 @@ class LearnerExporter:
         self._metrics["errors_total"].labels(kind="other")
         for number in ("loss", "grad_norm"):
             self._metrics["not_finite_total"].labels(number=number)
-        self.parity: dict[str, dict[str, float]] = {}
+        self._parity: dict[str, dict[str, float]] = {}
         """Largest and mean difference by server, gone ones included: one that only was away is not compared again."""
         self._metrics.serve(config.host, config.learner_port)
 
@@ -90,6 +91,9 @@ class LearnerExporter:
         """Set the number of rows that the run leaves out, by source."""
         for source in ("training", "held-out"):
             self._metrics["bad_rows"].labels(source=source).set(counts.get(source, 0))
+
+    def compared(self, server_id: str, largest: float, mean: float) -> None:
+        self._parity[server_id] = {"largest": largest, "mean": mean}
 
     def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
         """Set the values of a finished step; `version` is the one that consumed the batch."""
@@ -200,10 +204,10 @@ class LearnerExporter:
         m, connected = self._metrics, self._network.servers.connected.copy()
         m["parity_max"].clear()
         m["parity_mean"].clear()
-        shown = [(parity["largest"], server_id) for server_id, parity in self.parity.copy().items()]
+        shown = [(parity["largest"], server_id) for server_id, parity in self._parity.copy().items()]
         for _, server_id in sorted((each for each in shown if each[1] in connected), reverse=True)[:MOST_SERVERS]:
-            m["parity_max"].labels(server=server_id).set(self.parity[server_id]["largest"])
-            m["parity_mean"].labels(server=server_id).set(self.parity[server_id]["mean"])
+            m["parity_max"].labels(server=server_id).set(self._parity[server_id]["largest"])
+            m["parity_mean"].labels(server=server_id).set(self._parity[server_id]["mean"])
 
     def _read_memory(self) -> None:
         m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"

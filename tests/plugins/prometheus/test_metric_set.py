@@ -10,9 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import UserError
-from asyncrl.telemetry.metric_set import Histogram, MetricSet, ServiceMetrics
-from learner.reporting.metric_table import METRICS as LEARNER_METRICS
-from rollout_server.reporting.metric_table import METRICS as ROLLOUT_METRICS
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER_METRICS
+from asyncrl_plugins.prometheus.metric_set import Histogram, MetricSet, ServiceMetrics
+from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT_METRICS
 
 LEARNER = ServiceMetrics("asyncrl_learner_")
 TABLE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -12,13 +12,15 @@ import torch
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.devices.device import memory_by_state
 from asyncrl.environments.episodes import EnvironmentWorkers
-from asyncrl.telemetry.metric_set import MetricSet
+from asyncrl.rewards.scorer import RewardScorer
+from asyncrl_plugins.prometheus.metric_set import MetricSet
+from asyncrl_plugins.prometheus.server_metrics import METRICS
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
-from rollout_server.reporting.metric_table import METRICS
+from rollout_server.exporter import ServerExporter
 
 
-class ServerExporter:
+class PrometheusServer(ServerExporter):
     def __init__(
         self, config: TelemetryConfig, device: Callable[[], torch.device], run: str, *, engine_prefix: str = ""
     ):
@@ -93,24 +95,38 @@ class ServerExporter:
         for name, nbytes in memory_by_state(self._device()).items():
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
-    def rewarded(self, dropped_bytes: int, counts: Mapping[tuple[str, str], float]) -> None:
-        """Update the totals of rewards at a heartbeat. `counts`: by component and `requests/answered`, ..."""
-        self.metrics.raise_to("reward_output_dropped_bytes_total", dropped_bytes)
-        for (component, counted), total in counts.items():
+    def totals(self, rewards: RewardScorer, environments: EnvironmentWorkers | None) -> None:
+        m = self.metrics
+        m.raise_to("reward_output_dropped_bytes_total", rewards.dropped_bytes)
+        for (component, counted), total in rewards.counts.items():  # `requests/answered`, ...
             what, _, which = counted.partition("/")
             label = {"requests": "outcome", "tokens": "kind"}[what]
-            self.metrics.raise_to(f"reward_{what}_total", total, component=component, **{label: which})
+            m.raise_to(f"reward_{what}_total", total, component=component, **{label: which})
+        if environments:
+            for kind, total in environments.errors.items():
+                m.raise_to("environment_errors_total", total, kind=kind)
+            m.raise_to("environment_restarts_total", environments.restarts)
+            for do, seconds in environments.take_answers():
+                m["environment_answer_seconds"].labels(do=do).observe(seconds)
+            m["environment_trajectories"].labels(state="live").set(environments.live)
+            m["environment_trajectories"].labels(state="parked").set(environments.parked)
 
-    def environments(self, workers: EnvironmentWorkers) -> None:
-        """Update what the environment's processes count, at a heartbeat."""
-        m = self.metrics
-        for kind, total in workers.errors.items():
-            m.raise_to("environment_errors_total", total, kind=kind)
-        m.raise_to("environment_restarts_total", workers.restarts)
-        for do, seconds in workers.take_answers():
-            m["environment_answer_seconds"].labels(do=do).observe(seconds)
-        m["environment_trajectories"].labels(state="live").set(workers.live)
-        m["environment_trajectories"].labels(state="parked").set(workers.parked)
+    def ticket_failed(self, kind: str) -> None:
+        self.metrics["errors_total"].labels(kind=kind).inc()
+
+    def stale_fence(self) -> None:
+        self.metrics["stale_fences_total"].inc()
+
+    def took_device(self, fence: int) -> None:
+        self.metrics["lease_fence"].set(fence)
+
+    def woke(self, took_s: float, asleep_s: float) -> None:
+        self.metrics["wake_seconds"].set(took_s)
+        self.metrics["asleep_seconds_total"].inc(asleep_s)
+
+    def fell_asleep(self, took_s: float, moved_bytes: int) -> None:
+        self.metrics["sleep_seconds"].set(took_s)
+        self.metrics["sleep_bytes"].set(moved_bytes)
 
     def stopped(self, kind: str) -> None:
         self.metrics["stopped"].labels(kind=kind).set(1)

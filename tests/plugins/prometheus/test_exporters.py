@@ -20,15 +20,17 @@ from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
-from asyncrl.telemetry.metric_set import Metric
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
+from asyncrl_plugins.prometheus.learner import MOST_SERVERS, PrometheusLearner
+from asyncrl_plugins.prometheus.learner_metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
+from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
+from asyncrl_plugins.prometheus.metric_set import Metric
+from asyncrl_plugins.prometheus.server import PrometheusServer
+from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT
 from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
-from learner.reporting.metric_table import METRICS as LEARNER
-from learner.reporting.prometheus import MOST_SERVERS, LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.service import Learner
 from learner.tickets.ledger import TicketLedger
@@ -44,10 +46,9 @@ from protocol.messages import (
     WeightsLoaded,
 )
 from rollout_server.engines.base import EngineUsage
-from rollout_server.reporting.metric_table import METRICS as ROLLOUT
-from rollout_server.reporting.prometheus import ServerExporter
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
+from tests.unit.learner.test_step import one_step
 from tests.unit.learner.test_tickets import issue, prepared, received
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ class Rig:
     def __init__(self, config: RunConfig, folder: Path):
         network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
         self.folder = folder
-        self.exporter = LearnerExporter(config.telemetry, run="run")
+        self.exporter = PrometheusLearner(config.telemetry, run="run")
         journal = Journal(folder / "journal.sqlite")
         self.ledger = TicketLedger(journal, prompts_per_step=2, bound=1, total_groups=20, on_stale="drop")
         self.network = NetworkThread(
@@ -148,7 +149,7 @@ def test_a_gauge_of_the_learner_without_a_value_is_nan(starting: Rig) -> None:
     assert known == {*READ_AT_SCRAPES, "step", "total_steps"}
 
 
-def test_a_gauge_of_the_server_without_a_value_is_nan(server: ServerExporter) -> None:
+def test_a_gauge_of_the_server_without_a_value_is_nan(server: PrometheusServer) -> None:
     values = single_gauges(ROLLOUT, scrape(server.metrics.registry))
     assert {name for name, value in values.items() if not math.isnan(value)} == {"rss_bytes"}, "loading is no silence"
 
@@ -182,7 +183,7 @@ def stale_batch() -> Batch:
 
 
 def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.reporting.prometheus.peak_flops", lambda device: 200.0)
+    monkeypatch.setattr("asyncrl_plugins.prometheus.learner.peak_flops", lambda device: 200.0)
     rig.exporter.step(9, 6, record(), stale_batch())
     values = rig.scrape()
     shown = {name: values[gauge, ""] for name, gauge in GAUGE_OF_RECORD.items() if name != "length_bias"}
@@ -252,6 +253,19 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
     assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 15), "the one after step 7 was forgotten"
     assert values["held_out_seconds", ""] == 6.5
     reporter.close()
+
+
+def test_a_step_reports_every_diagnostic_that_has_a_gauge_also_by_staleness(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    metrics, _, _ = one_step(make_config())
+    buckets = {key.partition("/")[0] for key in metrics if key.startswith("staleness_")}
+    assert buckets == {"staleness_1", "staleness_2", "staleness_3"}  # made up at versions 0 to 2, trained at 3
+    names = {"loss", "entropy", "ess", "mismatch_kl_k1", "mismatch_kl_k3", "ratio_max", "logprob_diff_max"}
+    names |= {"mask_fraction", "truncation_fraction", "clip_fraction"}
+    assert names <= GAUGE_OF_RECORD.keys() & metrics.keys()
+    assert {f"staleness_2/{name}" for name in GAUGE_OF_STALENESS_RECORD} <= metrics.keys()
+    assert PERCENTILE_OF_RECORD.keys() <= metrics.keys()
 
 
 def test_a_step_that_gives_up_is_counted_and_its_number_is_no_longer_the_last_finite_one(rig: Rig) -> None:
@@ -328,7 +342,7 @@ def test_each_scrape_looks_at_clocks_waits_errors_and_the_journal(rig: Rig, monk
 def test_of_many_servers_those_that_differ_most_have_series(rig: Rig) -> None:
     for number in range(MOST_SERVERS + 20):
         rig.welcome(f"s{number}")
-        rig.exporter.parity[f"s{number}"] = {"largest": float(number), "mean": 0.0}
+        rig.exporter.compared(f"s{number}", float(number), 0.0)
     shown = by_label(rig.scrape(), "parity_max")
     assert sorted(shown.values()) == list(range(20, MOST_SERVERS + 20))
     rig.network.weights_sent_bytes = 10
@@ -344,7 +358,7 @@ def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
     for number in range(2):
         server_id = f"host-{number}-a1b2c3"
         rig.welcome(server_id)
-        rig.exporter.parity[server_id] = {"largest": 0.1 + number, "mean": 0.01 + number}
+        rig.exporter.compared(server_id, 0.1 + number, 0.01 + number)
         assert shown() == [{f"server={server_id}": 0.1 + number}, {f"server={server_id}": 0.01 + number}]
         del rig.network.servers.connected[server_id]
         assert shown() == [{}, {}]
@@ -356,8 +370,8 @@ def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ServerExporter]:
-    exporter = ServerExporter(NOWHERE, lambda: CPU, run="run")
+def server() -> Iterator[PrometheusServer]:
+    exporter = PrometheusServer(NOWHERE, lambda: CPU, run="run")
     exporter.serve()
     yield exporter
     exporter.close()
@@ -369,11 +383,9 @@ def beat(uptime_s: float, busy_s: float) -> ServerHeartbeat:
 
 
 def test_each_scrape_looks_at_the_servers_last_heartbeat(
-    server: ServerExporter, monkeypatch: pytest.MonkeyPatch
+    server: PrometheusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "rollout_server.reporting.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6}
-    )
+    monkeypatch.setattr("asyncrl_plugins.prometheus.server.memory_by_state", lambda device: {"allocated": 5, "free": 6})
     usage = EngineUsage(1000, 30.0, 5, update_pause_s=2.5, kv_cache_ratio=0.4)
     heard = time.monotonic() - 4
     server.beat(usage, beat(40.0, 30.0), heard_at=heard, waiting_for="weights", is_asleep=False)
@@ -397,10 +409,10 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
 
 
 def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_lives(
-    server: ServerExporter, monkeypatch: pytest.MonkeyPatch
+    server: PrometheusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr("rollout_server.reporting.prometheus.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("asyncrl_plugins.prometheus.server.time", SimpleNamespace(monotonic=lambda: now))
 
     def seen() -> tuple[float, float]:
         values = scrape(server.metrics.registry)
@@ -418,7 +430,7 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
     assert seen() == pytest.approx((1, 0))
 
 
-def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
+def test_what_the_server_produced_and_loaded(server: PrometheusServer) -> None:
     slot = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
     group = received(prepared(slot)).group
     timings = GroupTimings(generate_s=2, reward_s=0.5, environment_s=3)
@@ -435,22 +447,40 @@ def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
     pool: Any = SimpleNamespace(
         errors={"environment_died": 2}, restarts=1, live=4, parked=3, take_answers=lambda: answers
     )
-    server.environments(pool)
+    counts = {("judge", "requests/retried"): 2, ("judge", "tokens/prompt"): 70}
+    rewards: Any = SimpleNamespace(dropped_bytes=3, counts=counts)
+    server.totals(rewards, pool)
     server.loaded(WeightsLoaded(version=5, channel="shm", transfer_s=0.3, load_s=0.7), nbytes=512)
     server.stopped("learner_left")
     values = scrape(server.metrics.registry)
     expected = {"groups_total": 1, "generate_seconds_sum": 2, "reward_seconds_sum": 0.5, "completion_tokens_sum": 24}
     expected |= {"policy_version": 5, "weight_bytes_total": 512, "turns_sum": 3, "turns_count": 2}
     expected |= {"environment_seconds_total": 3, "environment_restarts_total": 1}
+    expected |= {"reward_output_dropped_bytes_total": 3}
     assert {name: values[name, ""] for name in expected} == pytest.approx(expected)
     for name, series in {
         "trajectories_total": {"status=finished": 1, "status=timed_out": 1},
         "reward_errors_total": {"kind=reward_timeout": 1},
         "limited_trajectories_total": {"limit=turns": 1},
         "environment_errors_total": {"kind=environment_died": 2},
+        "reward_requests_total": {"component=judge,outcome=retried": 2},
+        "reward_tokens_total": {"component=judge,kind=prompt": 70},
         "environment_trajectories": {"state=live": 4, "state=parked": 3},
         "environment_answer_seconds_sum": {"do=reset": 0.5, "do=step": 3.0},
         "weight_seconds_sum": {"phase=transfer": 0.3, "phase=load": 0.7},
         "stopped": {"kind=learner_left": 1},
     }.items():
         assert {label: values[name, label] for label in series} == pytest.approx(series)
+
+
+def test_turns_on_a_shared_device(server: PrometheusServer) -> None:
+    server.stale_fence()
+    server.took_device(5)
+    server.woke(0.5, 20.0)
+    server.fell_asleep(0.25, 7)
+    server.ticket_failed("ticket")
+    values = scrape(server.metrics.registry)
+    expected = {"stale_fences_total": 1, "lease_fence": 5, "wake_seconds": 0.5, "asleep_seconds_total": 20}
+    expected |= {"sleep_seconds": 0.25, "sleep_bytes": 7}
+    assert {name: values[name, ""] for name in expected} == expected
+    assert values["errors_total", "kind=ticket"] == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.diagnostics import QUANTILES
-from asyncrl.telemetry.metric_set import Metric, ServiceMetrics
+from asyncrl_plugins.prometheus.metric_set import Metric, ServiceMetrics
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)

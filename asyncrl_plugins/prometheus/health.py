@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +24,12 @@ _TEXT = r'"(?:[^"\\]|\\.)*"'
 _LINE = re.compile(rf"^asyncrl_(?:learner|rollout)_(\w+)(?:\{{((?:[^\"}}]|{_TEXT})*)\}})? (\S+)$", re.MULTILINE)
 _RUN = re.compile(rf"\brun={_TEXT},?")
 """The label that all series of a service share."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = find_problems(arguments.url)
+    print("\n".join(found) or "well")
+    return 1 if found else 0
 
 
 def find_problems(url: str) -> list[str]:

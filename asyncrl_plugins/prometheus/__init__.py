@@ -1,0 +1,1 @@
+"""Prometheus: metrics of both services, their endpoints, and health checks of containers."""

@@ -1,1 +1,0 @@
-"""Metrics of the rollout server, and their Prometheus endpoint."""
