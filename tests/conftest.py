@@ -21,11 +21,14 @@ from asyncrl.config.installed_methods import methods
 from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig
 from tests.rigs.prefork import share_forks
+from tests.rigs.scripted_path import install_scripted_engine
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
 from tests.rigs.two_processes import run_both
 
 __all__ = ["ROOT"]
+
+install_scripted_engine()
 
 LONGEST = (
     "test_three_engines test_sglang_engine test_sglang_end_to_end "

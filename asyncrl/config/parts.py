@@ -59,14 +59,7 @@ ROLLOUT_ENGINES = Parts(
     "rollout_engines",
     "rollout.engine",
     RolloutEngine,
-    {
-        "hf": RolloutEngine(implementation="rollout_server.engines.hf.engine:HFEngine"),
-        "scripted": RolloutEngine(
-            implementation="rollout_server.engines.scripted:ScriptedEngine",
-            has_model=False,
-            not_quantized="which has no model",
-        ),
-    },
+    {"hf": RolloutEngine(implementation="rollout_server.engines.hf.engine:HFEngine")},
 )
 
 

@@ -21,7 +21,6 @@ NEEDS = (
     ("trainer.mode=sync", "learner.max_staleness=0", "taking turns, the server has the learner's own version alone"),
     ("trainer.mode=sync", "rollout.servers=1", "the learner shares its device with one server"),
     ("rollout.engine=hf", "rollout.engine_args={}", "the hf engine takes no arguments"),
-    ("rollout.engine=scripted", "alignment.rows=0", "the engine makes up its log-probs"),
     ("reference.ema>0", "model.lora.rank=0", ONLY_ADAPTERS),
     ("reference.reset_every_steps>0", "model.lora.rank=0", ONLY_ADAPTERS),
     ("algorithm.replay_buffer_size>0", "learner.max_staleness>0", "groups of earlier steps are over that bound"),

@@ -35,7 +35,7 @@ class RolloutConfig(OpenSection):
     servers: int = Field(default=1, gt=0)
     """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
     engine: str = "hf"
-    """Inference engine: `hf` (transformers, CPU or GPU), `scripted` (tests), or a plug-in's, such as `vllm`."""
+    """Inference engine: `hf` (transformers, CPU or GPU), or a plug-in's, such as `vllm`."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that an engine such as vllm spreads the model over."""
     quantization: str = ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import OnStale
@@ -17,7 +18,6 @@ from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.rewards.score import Score
 from learner.groups.ticket import PreparedTicket
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
-from rollout_server.engines.scripted import ScriptedEngine
 
 VOCABULARY = 64
 STOP_ID = 0

@@ -37,6 +37,7 @@ from asyncrl.config.service_sections import OnStale
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal
 from tests.rigs.prefork import Service
+from tests.rigs.scripted_path import install_scripted_engine
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
 from tests.rigs.two_processes import start, with_ports, write_config
@@ -363,6 +364,7 @@ def spared(deaths: Counter[str], fleet: bool) -> list[str]:
 
 
 def main() -> None:
+    install_scripted_engine()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--servers", type=int, nargs="+", default=[2, 3])

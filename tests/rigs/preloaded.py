@@ -20,7 +20,7 @@ for module in (
     "pyarrow.parquet",
     "rollout_server.service",
     "rollout_server.engines.hf.engine",
-    "rollout_server.engines.scripted",
+    "scripted_engine.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.processing_auto",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",

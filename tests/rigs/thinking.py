@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.environments.interface import Action, Start, observe
 from asyncrl.environments.observation import THINKING_BEGINS, THINKING_ENDS, Observation, StepResult
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.scripted import ScriptedEngine
 
 
 class ThinkingEngine(ScriptedEngine):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
@@ -45,7 +46,6 @@ from protocol.messages import (
 )
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.fuzz import content
 from tests.rigs.policies import complete_all

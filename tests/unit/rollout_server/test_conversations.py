@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.environments.interface import Start
@@ -20,7 +21,6 @@ from learner.groups.group_verification import verify_group
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import Group, TicketFailed, TrajectoryStatus
 from protocol.messages.groups import LONGEST_CALL, LONGEST_INFO, MOST_CALLS
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.environments import Environments
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.pictures import picture

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
@@ -21,7 +22,6 @@ from rollout_server import service
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.encoded_prompt import EncodedPrompt
@@ -21,7 +22,6 @@ from rollout_server import service
 from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.engines.hf import decode_batch
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.policies import prompts, request_for
 from tests.unit.rollout_server.test_engine_death import learner_with, written

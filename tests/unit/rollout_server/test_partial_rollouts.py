@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
@@ -18,7 +19,6 @@ from benchmarks.staleness.workload import OneForAll
 from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer, partial_rollout
 from rollout_server.service import DRAINING_S, RolloutServer
 from rollout_server.weights.policy_versions import PolicyVersions

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import load_published
@@ -17,7 +18,6 @@ from benchmarks.staleness.workload import OneForAll
 from protocol.messages import FinishReason, Group, Ticket, TokenSource, TrajectoryRequest
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production.group_producer import GroupProducer
 from tests.rigs.policies import (
     CPU,
