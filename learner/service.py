@@ -47,7 +47,7 @@ from learner.reporting.exporter import open_exporter
 from learner.reporting.reporter import Reporter
 from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.replay_buffer import ReplayBuffer
+from learner.tickets.replay_buffer import make_replay_buffer
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.prompts_ahead import PromptsAhead
@@ -160,7 +160,7 @@ class Learner:
                 seed=config.trainer.seed,
                 accuracy=config.reward.accuracy_component,
             ),
-            replay=ReplayBuffer(config.algorithm.replay_buffer_size, seed=config.trainer.seed),
+            replay=make_replay_buffer(config.algorithm, config.trainer.seed),
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)

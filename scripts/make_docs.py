@@ -31,6 +31,7 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "ticket_hook": ("Changes of trajectories", "NAME, a section of `algorithm` whose presence chooses it"),
     "loss_hook": ("Terms of the loss", "NAME, a section of `algorithm` whose presence chooses it"),
     "prompt_source": ("Choice of rows", "NAME, a section of `algorithm` whose presence chooses it"),
+    "replay_buffer": ("Replay of groups", "NAME, a section of `algorithm` whose presence chooses it"),
     "staleness_controller": ("Staleness bound", "NAME, a section of `algorithm` whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\

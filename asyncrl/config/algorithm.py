@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config.installed_methods import chosen_hooks, chosen_methods, method_of, methods, with_defaults
-from asyncrl.config.method import CHOICE_KEYS, KINDS, NEEDS, Method
+from asyncrl.config.method import CHOICE_KEYS, KINDS, NEEDS, Kind, Method
 from asyncrl.config.method_settings import CorrectionConfig, EntropyControlConfig, KlControlConfig, KlEstimator
 from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.user_functions import what_it_may_be
@@ -69,10 +69,6 @@ class AlgorithmConfig(OpenSection):
     """Groups that no step takes, dropped as they are received: `[zero_variance]` is dynamic sampling. Another prompt
     takes the place of each; where trainer.max_steps is 0 the run ends with its epochs, after fewer steps. Names of
     methods, `file.py:function` or `package.module:function`."""
-    replay_buffer_size: int = Field(default=0, ge=0)
-    """Groups of earlier steps, the most spread first, that may be trained once more in the places of those that filters
-    drop: SSB (arXiv 2504.16656). A group is drawn in proportion to mean |s - mean s| of its scores, where a step would
-    else wait for another prompt, and only while no token of it is over learner.max_staleness. 0 is off; TRL has 64."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,6 +121,11 @@ class AlgorithmConfig(OpenSection):
         return {name: method.inserts(settings) for name, (method, settings) in hooks.items() if method.inserts}
 
     @property
+    def replays_groups(self) -> bool:
+        """True where steps may train groups of earlier steps once more."""
+        return bool(chosen_hooks("replay_buffer", self))
+
+    @property
     def entropy_control(self) -> EntropyControlConfig:
         """Settings of the entropy control; defaults, which do nothing, where its section is not there."""
         given = (self.model_extra or {}).values()
@@ -157,9 +158,14 @@ def selection_problems(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def source_problems(config: AlgorithmConfig) -> Iterator[str]:
-    sources = list(chosen_hooks("prompt_source", config))
-    if len(sources) > 1:
-        yield f"algorithm.{' and algorithm.'.join(sources)} each choose the rows to visit. Leave all but one out"
+    kinds: tuple[tuple[Kind, str], ...] = (
+        ("prompt_source", "choose the rows to visit"),
+        ("replay_buffer", "choose the groups to train once more"),
+    )
+    for kind, effect in kinds:
+        chosen = list(chosen_hooks(kind, config))
+        if len(chosen) > 1:
+            yield f"algorithm.{' and algorithm.'.join(chosen)} each {effect}. Leave all but one out"
 
 
 def kl_problems(config: AlgorithmConfig) -> Iterator[str]:

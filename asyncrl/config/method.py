@@ -16,10 +16,12 @@ from asyncrl.plugins import no_problems
 
 Kind = Literal[
     "advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook", "prompt_source",
-    "staleness_controller",
+    "replay_buffer", "staleness_controller",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-BY_SECTION: tuple[Kind, ...] = ("addition", "ticket_hook", "loss_hook", "prompt_source", "staleness_controller")
+BY_SECTION: tuple[Kind, ...] = (
+    "addition", "ticket_hook", "loss_hook", "prompt_source", "replay_buffer", "staleness_controller",
+)  # fmt: skip
 """Kinds whose methods go with any other, each chosen by its section `algorithm.NAME`."""
 CHOICE_KEYS: Mapping[Kind, str] = {
     "advantage": "adv_estimator",
@@ -130,6 +132,8 @@ class MethodSet:
     """Classes of a `LossHook` (learner/training/loss_hook.py), each chosen by its section `algorithm.NAME`."""
     prompt_sources: Mapping[str, Method] = field(default_factory=dict)
     """Classes of a `PromptSource` (asyncrl/data/prompt_sources.py), each chosen by its section `algorithm.NAME`."""
+    replay_buffers: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `ReplayBuffer` (learner/tickets/replay_buffer.py), each chosen by its section `algorithm.NAME`."""
     staleness_controllers: Mapping[str, Method] = field(default_factory=dict)
     """Classes of a `StalenessController` (learner/loop/trainer.py), each chosen by its section `algorithm.NAME`."""
     overlays: Path | None = None
@@ -138,6 +142,7 @@ class MethodSet:
     def rows(self, kind: Kind) -> Mapping[str, Method]:
         by_kind = (
             self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions,
-            self.ticket_hooks, self.loss_hooks, self.prompt_sources, self.staleness_controllers,
+            self.ticket_hooks, self.loss_hooks, self.prompt_sources, self.replay_buffers,
+            self.staleness_controllers,
         )  # fmt: skip
         return by_kind[KINDS.index(kind)]

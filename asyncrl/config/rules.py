@@ -23,8 +23,6 @@ NEEDS = (
     ("rollout.engine=hf", "rollout.engine_args={}", "the hf engine takes no arguments"),
     ("reference.ema>0", "model.lora.rank=0", ONLY_ADAPTERS),
     ("reference.reset_every_steps>0", "model.lora.rank=0", ONLY_ADAPTERS),
-    ("algorithm.replay_buffer_size>0", "learner.max_staleness>0", "groups of earlier steps are over that bound"),
-    ("algorithm.replay_buffer_size>0", "batch.prompts_per_step>1", "every step trains a new group"),
 )
 """A setting, the one that it needs, and why. `key=value`, or `key>number`."""
 
@@ -96,7 +94,7 @@ def number_problems(config: RunSections) -> Iterator[str]:
 
 
 def group_problems(config: RunSections) -> Iterator[str]:
-    """Name scores that would not mean what they are taken for, and groups that are kept for nothing, with the fix."""
+    """Name scores that would not mean what they are taken for, with the fix."""
     algorithm = config.algorithm
     compared = [component_name(function) for function in config.reward.functions if function.group]
     if "greedy_row" in algorithm.needs and compared:
@@ -104,11 +102,6 @@ def group_problems(config: RunSections) -> Iterator[str]:
             f"algorithm.adv_estimator {algorithm.adv_estimator} subtracts the score of a greedy completion, but "
             f"reward.functions has {compared[0]} (group: true), which scores that one and the sampled ones by each "
             "other: what depends on them is no baseline for them. Leave it out, or choose rloo"
-        )
-    if algorithm.replay_buffer_size and not algorithm.filters:
-        yield (
-            f"algorithm.replay_buffer_size is {algorithm.replay_buffer_size}, and no group is dropped whose place "
-            "another one could take. Set algorithm.filters=[zero_variance], or leave it out"
         )
 
 

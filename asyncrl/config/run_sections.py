@@ -332,7 +332,7 @@ class RunSections(Section):
     def last_step_not_needed(self, saved_step: int) -> int:
         """Last step whose groups a restart from the checkpoint of `saved_step` does not read, 0 where it may read all:
         the steps until then are in the checkpoint, and too old to be replayed."""
-        replayable = self.learner.max_staleness if self.algorithm.replay_buffer_size else 0
+        replayable = self.learner.max_staleness if self.algorithm.replays_groups else 0
         return max(saved_step - replayable, 0)
 
     @property

@@ -15,6 +15,7 @@ from asyncrl_plugins.methods.settings import (
     MtGrpoConfig,
     PassKConfig,
     RandomCovarianceConfig,
+    SsbConfig,
     TopCovarianceConfig,
 )
 
@@ -179,9 +180,40 @@ SELECTIONS = {
         settings=RandomCovarianceConfig,
     ),
 }
+
+
+def ssb_problems(config: RunConfig) -> Iterator[str]:
+    """Name what leaves the replay buffer nothing to do, with its fix."""
+    if not config.algorithm.filters:
+        yield (
+            "algorithm.ssb is chosen, and no group is dropped whose place another one could take. Set "
+            "algorithm.filters=[zero_variance], or leave it out"
+        )
+    if not config.learner.max_staleness:
+        yield (
+            "algorithm.ssb is chosen, but learner.max_staleness is 0: groups of earlier steps were sampled by older "
+            "versions, and their tokens are over that bound. Set learner.max_staleness=4, or leave it out"
+        )
+    if config.batch.prompts_per_step < 2:
+        yield (
+            "algorithm.ssb is chosen, but batch.prompts_per_step is 1, and every step trains a new group. Raise the "
+            "latter, or leave the former out"
+        )
+
+
+REPLAY_BUFFERS = {
+    "ssb": Method(
+        "asyncrl_plugins.methods.replay_buffer:Ssb",
+        formula="a trained group takes a filtered one's place, drawn in proportion to mean |s - mean_group|",
+        paper="2504.16656",
+        settings=SsbConfig,
+        problems=ssb_problems,
+    )
+}
 METHODS = MethodSet(
     advantages=ADVANTAGES,
     policy_losses=POLICY_LOSSES,
     selections=SELECTIONS,
+    replay_buffers=REPLAY_BUFFERS,
     overlays=Path(__file__).parent / "overlays",
 )

@@ -76,3 +76,12 @@ class CppoConfig(Section):
 
     prune: float = Field(default=0.5, ge=0, lt=1)
     """Share of each group's trajectories that is not trained."""
+
+
+class SsbConfig(Section):
+    """`algorithm.ssb` (arXiv 2504.16656): groups of earlier steps in the places of those that filters drop."""
+
+    size: int = Field(default=64, gt=0)
+    """Most groups to draw from, those of the largest spread. A group is drawn in proportion to mean |s - mean s| of its
+    scores, where a step would else wait for another prompt, and only while no token of it is over
+    learner.max_staleness."""

@@ -177,7 +177,7 @@ class Trainer:
             logger.info("max_staleness moves from %d to %d", before, self.bound)
         self.progress.step += 1
         self.progress.version += 1
-        if algorithm.replay_buffer_size:
+        if algorithm.replays_groups:
             values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
         values |= self.step.roles.work.report(self.ranks, self.engine.device)
         return batch, values | {"staleness/bound": float(self.bound)}

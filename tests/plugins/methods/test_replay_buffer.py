@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
+from asyncrl_plugins.methods.replay_buffer import Ssb, spread_of
+from asyncrl_plugins.methods.settings import SsbConfig
 from learner.groups.ticket import ReceivedGroup
-from learner.tickets.replay_buffer import ReplayBuffer, spread_of
 from tests.unit.learner.test_group_filters import make_ledger, received
 from tests.unit.learner.test_tickets import issue, prepared, step
 
@@ -20,7 +22,11 @@ def group(ticket_id: int, scores: Sequence[float | None], *, version: int = 0, b
     return received(prepared(TicketSlot(ticket_id, ticket_id, version, bound)), scores)
 
 
-def drawn(buffer: ReplayBuffer, number: int, count: int) -> list[int]:
+def buffer_of(size: int, seed: int = 0) -> Ssb:
+    return Ssb(SsbConfig(size=size), seed)
+
+
+def drawn(buffer: Ssb, number: int, count: int) -> list[int]:
     return [item.slot.ticket_id for item in buffer.draw(number, count)]
 
 
@@ -30,7 +36,7 @@ def test_spread_is_the_mean_absolute_advantage(scores: list[float | None], expec
 
 
 def test_groups_are_drawn_in_proportion_to_their_spread() -> None:
-    buffer = ReplayBuffer(64, seed=3)
+    buffer = buffer_of(64, seed=3)
     buffer.add([group(0, EVEN), group(1, ODD), group(2, SMALL), group(3, FLAT)])
     weights, draws = {0: 0.5, 1: 0.375, 2: 0.075}, 4000
     counts = Counter(i for number in range(draws) for i in drawn(buffer, number, 1))
@@ -43,7 +49,7 @@ def test_groups_are_drawn_in_proportion_to_their_spread() -> None:
 
 
 def test_a_draw_is_a_function_of_seed_step_and_content() -> None:
-    first, other, seeded = ReplayBuffer(64), ReplayBuffer(64), ReplayBuffer(64, seed=1)
+    first, other, seeded = buffer_of(64), buffer_of(64), buffer_of(64, seed=1)
     groups = [group(i, EVEN if i % 2 else ODD) for i in range(20)]
     first.add(groups)
     other.add(reversed(groups))
@@ -53,7 +59,7 @@ def test_a_draw_is_a_function_of_seed_step_and_content() -> None:
 
 
 def test_at_most_size_groups_those_of_the_largest_spread_and_none_over_the_bound() -> None:
-    buffer = ReplayBuffer(2)
+    buffer = buffer_of(2)
     buffer.add([group(0, SMALL), group(1, ODD, version=1), group(2, EVEN), group(3, SMALL, version=1)])
     assert (buffer.available, drawn(buffer, 1, 4)) == (2, [1, 2])
     buffer.forget(3)
@@ -63,7 +69,7 @@ def test_at_most_size_groups_those_of_the_largest_spread_and_none_over_the_bound
 
 
 def test_a_trained_group_takes_the_place_of_a_filtered_one_where_the_step_would_wait() -> None:
-    ledger = make_ledger(2, 2, end=100, replay=ReplayBuffer(64))
+    ledger = make_ledger(2, 2, end=100, replay=buffer_of(64))
     first = issue(ledger, 0)
     assert len(first) == 6
     ledger.receive([received(first[0], FLAT)])
@@ -88,7 +94,7 @@ def test_a_trained_group_takes_the_place_of_a_filtered_one_where_the_step_would_
 
 
 def test_places_are_given_back_when_the_groups_of_the_buffer_are_too_old() -> None:
-    ledger = make_ledger(2, 1, end=100, replay=ReplayBuffer(64))
+    ledger = make_ledger(2, 1, end=100, replay=buffer_of(64))
     first = issue(ledger, 0)
     ledger.receive([received(item, EVEN) for item in first[:2]])
     step(ledger)
@@ -98,3 +104,12 @@ def test_places_are_given_back_when_the_groups_of_the_buffer_are_too_old() -> No
     ledger.receive([received(item, EVEN) for item in first[2:]])
     assert not any(item.is_replayed for item in step(ledger)), "enough new groups are there"
     assert len(issue(ledger, 2)) == 3, "all that was trained is of version 0: another prompt takes the place"
+
+
+def test_a_buffer_that_would_do_nothing_is_refused(make_config: Callable[..., RunConfig]) -> None:
+    for algorithm, said in (
+        ({"ssb": {}}, "algorithm.ssb is chosen, and no group is dropped .*filters"),
+        ({"ssb": {}, "filters": ["zero_variance"]}, "but learner.max_staleness is 0: groups of earlier"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_config(algorithm=algorithm)
