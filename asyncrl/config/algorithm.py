@@ -89,6 +89,10 @@ class AlgorithmConfig(OpenSection):
         return {method.name: method.settings for method in chosen_methods(given) if method.settings}
 
     @classmethod
+    def choice_keys(cls) -> Collection[str]:
+        return CHOICE_KEYS.values()
+
+    @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
         """Sections of all installed methods, those of the core first."""
         found = (method for kind in KINDS for method in methods(kind).values())

@@ -52,8 +52,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         else:
             draft.lay_over(word)
     draft.change_methods()
-    draft.note_replaced()
     draft.forget_sections()
+    draft.note_replaced()
     config = None
     try:
         config = RunConfig.model_validate(draft.data)
@@ -134,17 +134,13 @@ class _Draft:
         """Keys that there are not, with their sources."""
         self.source = path or "the overrides"
         self.data, self._node = _read(path) if path else ({}, None)
-        self._overrides: dict[Place, str] = {}
-        """Source of each value that is not from the file."""
-        self._ranks: dict[Place, float] = {}
-        """Rank of the word that set each value."""
+        self._words: dict[Place, tuple[str, float]] = {}
+        """Source and rank of the word that set each value that is not from the file."""
         self._overlays = 0
         self._replaced: dict[Place, Any] = {}
         """Values of keys before a method's word changed them; None: no value."""
         self._file = {name: dict(value) for name, value in self.data.items() if isinstance(value, dict)}
         """Sections of the file."""
-        algorithm = self.data.get("algorithm")
-        self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 
     def start_over(self) -> None:
         """Undo what another method's word has changed in the file of a run, which says all keys: what is left of it
@@ -168,7 +164,7 @@ class _Draft:
         algorithm = self.data["algorithm"]
         for name in sections - AlgorithmConfig.chosen_sections(algorithm).keys():
             algorithm.pop(name, None)
-        self._in_file = dict(algorithm)
+        self._file["algorithm"] = dict(algorithm)
 
     def note_replaced(self) -> None:
         """Say in the configuration what a method's word has replaced, so that another one begins there."""
@@ -228,56 +224,52 @@ class _Draft:
                     f"{key.path} is no list, and nothing can be added to it. Write {key.path}=VALUE [{origin}]"
                 )
             value = _extended(yaml_text.look_up(self.data, place), value)
-        if of_method and place not in self._ranks and place[:2] not in self._replaced:
+        if of_method and place not in self._words and place[:2] not in self._replaced:
             new = place[:2] if _is_of_method(place) and not yaml_text.look_up(self.data, place[:2]) else place
             self._replaced.setdefault(new, yaml_text.look_up(self.data, new))
         self.data = yaml_text.put(self.data, place, value)
-        self._overrides[place], self._ranks[place] = origin, rank
+        self._words[place] = origin, rank
+
+    def _rank(self, section: str, name: str) -> float:
+        """Rank of the last word that set `section.name` or a key in it; 0 for the file."""
+        return max((rank for place, (_, rank) in self._words.items() if place[:2] == (section, name)), default=0)
 
     def change_methods(self) -> None:
         """Forget what the file, and overlays before it, say of keys that a method named by an override, or the one that
         it replaces, has defaults for: the file of a run says all keys, and they were the other method's."""
-        algorithm = self.data.get("algorithm")
+        algorithm, before = self.data.get("algorithm"), self._file.get("algorithm", {})
         if not isinstance(algorithm, dict):
             return
         for kind in WITH_DEFAULTS:
             key = CHOICE_KEYS[kind]
-            rank = self._ranks.get(("algorithm", key))
-            if rank is not None:
-                for name in (self._in_file.get(key), algorithm.get(key)):
-                    with suppress(ValueError):  # a wrong row, which the check reports
-                        self._forget_defaults(algorithm, method_of(kind, str(name)), rank)
-        with suppress(ValueError):
-            self._forget_sections(algorithm)
-
-    def _forget_sections(self, algorithm: dict[str, Any]) -> None:
-        """Forget the sections of methods that a later word has replaced."""
-        chosen, before = (AlgorithmConfig.chosen_sections(given) for given in (algorithm, self._in_file))
-        changed = max((self._ranks.get(("algorithm", key), 0) for key in CHOICE_KEYS.values()), default=0)
-        for name in AlgorithmConfig.possible_sections().keys() & algorithm.keys() - chosen.keys():
-            rank = max((r for place, r in self._ranks.items() if place[:2] == ("algorithm", name)), default=0)
-            if rank < changed and (rank or name in before):
-                self._replaced.setdefault(("algorithm", name), algorithm.pop(name))
+            rank = self._rank("algorithm", key)
+            for name in (before.get(key), algorithm.get(key)) if rank else ():
+                with suppress(ValueError):  # a wrong row, which the check reports
+                    self._forget_defaults(algorithm, method_of(kind, str(name)), rank)
 
     def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None, rank: float) -> None:
         """Keys of `rank` and above stay."""
         for default, value in method.defaults.items() if method else ():
-            ranks = [r for place, r in self._ranks.items() if place[:2] == ("algorithm", default)]
-            if max(ranks, default=0) < rank:
+            if self._rank("algorithm", default) < rank:
                 if default in algorithm:
                     self._replaced.setdefault(("algorithm", default), algorithm.pop(default))
                 if default == "policy_loss":
                     self._forget_defaults(algorithm, method_of("policy_loss", str(value)), rank)
 
     def forget_sections(self) -> None:
-        """Forget what the file says of a part, such as an engine, that a later word has replaced by another one."""
+        """Forget the sections of methods, engines and other parts that a later word has replaced by other ones."""
         for name, section in _open_sections().items():
-            before, now = self._file.get(name), self.data.get(name)
-            if not (isinstance(before, dict) and isinstance(now, dict)) or name == "algorithm":
+            now = self.data.get(name)
+            if not isinstance(now, dict):
                 continue
-            for part in section.chosen_sections(before).keys() - section.chosen_sections(now).keys():
-                if not any(place[:2] == (name, part) for place in self._overrides):
-                    now.pop(part, None)
+            with suppress(ValueError):  # a wrong row of a user's method, which the check reports
+                before, chosen = (section.chosen_sections(given) for given in (self._file.get(name, {}), now))
+                changed = max(self._rank(name, key) for key in section.choice_keys())
+                for part in section.possible_sections().keys() & now.keys() - chosen.keys():
+                    if (rank := self._rank(name, part)) < changed and (rank or part in before):
+                        settings = now.pop(part)
+                        if name == "algorithm":
+                            self._replaced.setdefault((name, part), settings)
 
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""
@@ -293,7 +285,7 @@ class _Draft:
         elif detail["type"] == "extra_forbidden":
             self._unknown.append((place, self._origin(place)))
         elif detail["type"] == "unchosen_section":
-            inside = (f" [{origin}]" for at, origin in self._overrides.items() if at[: len(place)] == place)
+            inside = (f" [{origin}]" for at, (origin, _) in self._words.items() if at[: len(place)] == place)
             origin = next(inside, self._origin(place))
             self.problems.append(f"{name} {detail['msg']}. Set that, or leave {name} out{origin}")
         else:
@@ -332,8 +324,8 @@ class _Draft:
     def _origin(self, place: Place) -> str:
         """Locate the source of a value: an override of it or of a section around it, else a line of the file."""
         for end in range(len(place), 0, -1):
-            if place[:end] in self._overrides:
-                return f" [{self._overrides[place[:end]]}]"
+            if place[:end] in self._words:
+                return f" [{self._words[place[:end]][0]}]"
         return f" [{self.source} line {yaml_text.line_of(self._node, place)}]"
 
 

@@ -6,7 +6,7 @@ The text below a field is also its line in `asyncrl config-reference`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
@@ -290,6 +290,11 @@ class OpenSection(Section):
             for name in names_in(given.get(key, cls.model_fields[key].default))
         }
         return sections_of(chosen)
+
+    @classmethod
+    def choice_keys(cls) -> Collection[str]:
+        """Keys whose values choose parts."""
+        return cls.choices
 
     @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
