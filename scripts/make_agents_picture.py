@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from asyncrl.config.environment import override
 from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.environment_files import override
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "images" / "agents.png"

@@ -1,7 +1,7 @@
 """Settings of different sections that do not go together, on any machine: each is refused with its values and the fix.
 
 Settings of one section are checked where it is; what depends on the machine where the engine is started. Rules of
-sampling and of environments have files of their own.
+sampling have a file of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from operator import attrgetter
 from typing import Any
 
 from asyncrl.config.installed_methods import method_of
+from asyncrl.config.method import NEEDS
 from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sections import component_name
+from asyncrl.plugins import description, installed
 
 ONLY_ADAPTERS = "only adapters are trained, and the reference is a model without any"
-NEEDS = (
+REQUIRES = (
     ("trainer.mode=sync", "learner.max_staleness=0", "taking turns, the server has the learner's own version alone"),
     ("trainer.mode=sync", "rollout.servers=1", "the learner shares its device with one server"),
     ("rollout.engine=hf", "rollout.engine_args={}", "the hf engine takes no arguments"),
@@ -37,11 +39,12 @@ def run_problems(config: RunSections) -> Iterator[str]:
     yield from device_problems(config)
     yield from engine_problems(config)
     yield from training_engine_problems(config)
+    yield from environment_problems(config)
 
 
 def need_problems(config: RunSections) -> Iterator[str]:
     """Name settings without what they need."""
-    for has, needs, why in NEEDS:
+    for has, needs, why in REQUIRES:
         (key, value, is_so), (other, there, is_met) = _compare(config, has), _compare(config, needs)
         if is_so and not is_met:
             fix = f"Set {needs}" if "=" in needs else f"Raise {other}"
@@ -231,3 +234,47 @@ def training_engine_problems(config: RunSections) -> Iterator[str]:
             f"learner.device is {learner.device}, one GPU, and learner.num_processes is {learner.num_processes}: each "
             "rank has a GPU of its own. Set learner.device=cuda"
         )
+
+
+def environment_problems(config: RunSections) -> Iterator[str]:
+    """Name each setting that does not go with the environment, with its fix."""
+    environment, data, algorithm = config.environment, config.data, config.algorithm
+    several = "environment.limits.turns is 1" if environment.is_used else "there is no environment"
+    for method in algorithm.chosen_methods if not environment.is_used or environment.limits.turns == 1 else ():
+        if "turns" in method.needs:
+            yield (
+                f"{method.name} needs {NEEDS['turns']}, and {several}: each trajectory is one turn, of which it has "
+                "nothing to tell apart. Set environment.name and environment.limits.turns, or "
+                "choose algorithm.adv_estimator=grpo"
+            )
+    given = config.evaluation.limits.given
+    if not environment.is_used:
+        if given:
+            yield (
+                f"evaluation.limits has {', '.join(given)}, and there is no environment: a held-out row is one turn "
+                "of at most data.max_response_length tokens. Leave it out"
+            )
+        return
+    if (limits := config.evaluation_limits).tokens_per_turn > limits.tokens:
+        yield (
+            f"held-out rows may have {limits.tokens_per_turn} tokens in a turn and {limits.tokens} in all "
+            "(evaluation.limits, and environment.limits where it has nothing). Lower the former or raise the latter"
+        )
+    if environment.limits.tokens != data.max_response_length:
+        yield (
+            f"environment.limits.tokens is {environment.limits.tokens} and data.max_response_length "
+            f"{data.max_response_length}: both are the most tokens behind a prompt. Give one of them"
+        )
+    largest = max(config.trajectories_per_group, config.evaluation.group_size)
+    if environment.capacity < largest:
+        yield (
+            f"environment.workers x environment.instances_per_worker is {environment.capacity}, and the {largest} "
+            "trajectories of a group are live at the same time. Raise one of them"
+        )
+    if 2 * environment.timeouts.trajectory_s > config.learner.wait_timeout_s:
+        yield (
+            f"environment.timeouts.trajectory_s ({environment.timeouts.trajectory_s:g}) is more than half of "
+            f"learner.wait_timeout_s ({config.learner.wait_timeout_s:g}), after which the run stops. Raise the latter"
+        )
+    if environment.name in installed("environments"):
+        yield from description("environments", environment.name).problems(config)

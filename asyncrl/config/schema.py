@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from asyncrl.config.environment_rules import environment_problems, imply_response_length
+from asyncrl.config.environment import LimitsConfig
 from asyncrl.config.part_settings import (
     LinkSettings,
     ModelSettings,
@@ -32,7 +32,6 @@ class RunConfig(RunSections):
     def _sections_fit(self) -> RunConfig:
         rules = (
             run_problems,
-            environment_problems,
             sampling_problems,
             method_problems,
         )
@@ -156,6 +155,22 @@ def imply_staleness_0(values: Any) -> Any:
     if not isinstance(trainer, dict) or trainer.get("mode") != "sync" or not isinstance(learner, dict):
         return values
     return {**values, "learner": {"max_staleness": 0, **learner}}
+
+
+def imply_response_length(values: Any) -> Any:
+    """Set data.max_response_length or environment.limits.tokens from the other: with an environment both are the number
+    of tokens behind the prompt. The one that is not given follows from the other."""
+    if not isinstance(values, dict):
+        return values
+    environment, data = values.get("environment"), values.get("data")
+    if not isinstance(environment, dict) or not isinstance(data, dict) or not environment.get("name"):
+        return values
+    limits = environment.get("limits", {})
+    if not isinstance(limits, dict):
+        return values
+    tokens = limits.get("tokens", data.get("max_response_length", LimitsConfig.model_fields["tokens"].default))
+    environment = {**environment, "limits": {**limits, "tokens": tokens}}
+    return {**values, "environment": environment, "data": {"max_response_length": tokens, **data}}
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, waited
@@ -30,7 +30,9 @@ CLOSE_S = 1.0
 
 
 def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
-    loaded = asyncio.run(load(read_environment(setup["config"]), setup["source"], ImageRule(**setup["rule"])))
+    loaded = asyncio.run(
+        load(EnvironmentConfig.model_validate(setup["config"]), setup["source"], ImageRule(**setup["rule"]))
+    )
     told = {"tools": loaded.tools.as_json if loaded.tools else ""}
     return told, lambda channel: asyncio.run(_Worker(loaded, channel).run())
 

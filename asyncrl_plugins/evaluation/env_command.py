@@ -8,11 +8,12 @@ import random
 import tempfile
 from pathlib import Path
 
-from asyncrl.config.environment import EnvironmentConfig, is_file, load_data, load_environment, override
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.interface import Start
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
 from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.environment_files import is_file, load_data, load_environment, override
 from asyncrl_plugins.evaluation.terminal import Terminal, typed_turns
 
 

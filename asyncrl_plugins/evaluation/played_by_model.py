@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.checks.inputs import known_positions
 from asyncrl.config import yaml_text
-from asyncrl.config.environment import EnvironmentConfig, is_file
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
@@ -18,6 +18,7 @@ from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_folder
 from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.environment_files import is_file
 from asyncrl_plugins.evaluation.held_out import play_row
 from asyncrl_plugins.evaluation.terminal import Terminal
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from PIL import Image
 
-from asyncrl.config.environment import override
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentWorkers, Episode
 from asyncrl.environments.observation import StepResult
 
 
 def run_pool(section: dict[str, Any], scenario: Any) -> Any:
     async def run() -> Any:
-        pool = EnvironmentWorkers(override({"workers": 1, **section}, []))
+        pool = EnvironmentWorkers(EnvironmentConfig.model_validate({"workers": 1, **section}))
         try:
             await pool.start()
             return await asyncio.wait_for(scenario(pool), 120)

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from asyncrl.config.environment import override
+from asyncrl.config import yaml_text
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers, Episode
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
@@ -31,7 +32,11 @@ def run_pool(scenario: Callable[[EnvironmentWorkers], Awaitable[Any]], name: str
 
     async def run() -> Any:
         before = set(psutil.Process().children(recursive=True))
-        pool = EnvironmentWorkers(override({"name": name, "workers": 1, "timeouts": {"step_s": 1.5}}, list(overrides)))
+        section: dict[str, Any] = {"name": name, "workers": 1, "timeouts": {"step_s": 1.5}}
+        for word in overrides:
+            key, _, value = word.partition("=")
+            section = yaml_text.put(section, tuple(key.split(".")), yaml_text.parse(value, word)[0])
+        pool = EnvironmentWorkers(EnvironmentConfig.model_validate(section))
         await pool.start()
         try:
             return await asyncio.wait_for(scenario(pool), 90)
@@ -124,7 +129,7 @@ def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_info_sa
     section = {"name": f"{tmp_path}/screen.py:Screen", "workers": 1}
 
     async def play() -> None:
-        pool = EnvironmentWorkers(override(section, []), ImageRule(unit=14))
+        pool = EnvironmentWorkers(EnvironmentConfig.model_validate(section), ImageRule(unit=14))
         await pool.start()
         try:
             episode = await pool.begin(START)
@@ -224,13 +229,11 @@ if os.path.exists({flag!r}.replace("once", "broken")):
         ({"name": FAULTS.replace(":Faults", ":observe")}, "which is no class. An environment is a class with reset"),
         ({"name": "missing.py:Maze"}, "there is no file"),
         ({}, "there is no environment"),
-        ({"name": FAULTS, "limits": {"turn": 3}}, "unknown key environment.limits.turn. Did you mean 'limits.turns'?"),
-        ({"name": FAULTS, "over_limit": "skip"}, "environment.over_limit is 'skip'"),
     ],
 )
 def test_mistakes_in_the_section_are_said_at_the_start(values: dict[str, Any], problem: str) -> None:
     async def start() -> None:
-        pool = EnvironmentWorkers(override(values | {"workers": 1}, []))
+        pool = EnvironmentWorkers(EnvironmentConfig.model_validate(values | {"workers": 1}))
         await pool.start()
 
     with pytest.raises(UserError) as refused:

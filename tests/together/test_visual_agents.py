@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO
 from asyncrl.environments.image_rule import ImageRule
@@ -30,7 +30,7 @@ def play(agent: str, answer: Any, *turns: str, **config: Any) -> list[StepResult
     """Answers of a recipe's environment to each turn. `config` are settings of its functions."""
     section = load_config(GRPO, [agent]).environment.model_dump()
     section["config"]["settings"].update(config)
-    settings = read_environment(section)
+    settings = EnvironmentConfig.model_validate(section)
 
     async def episode() -> list[StepResult]:
         loaded = await load(settings, source_of(settings), ImageRule())

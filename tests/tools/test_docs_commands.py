@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import _parser
-from asyncrl.config.environment import override
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl_plugins.evaluation.environment_files import override
 from asyncrl_plugins.vllm.rules import device_problem
 from tests.rigs.docs_commands import NEEDS, NOT_RUN, PAGES, ROOT, Block, blocks, prepare, run_pages
 from tests.rigs.tiny import GRPO
@@ -67,7 +67,7 @@ def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
         assert command in COMMANDS, command
         overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
         if command == "env":
-            assert override({"name": "any"}, overrides)
+            assert override({"name": "any.py:Any"}, overrides)
             continue
         for word in overrides:
             name = word.partition("=")[0]

@@ -17,9 +17,10 @@ import torch
 from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.cli import main
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.environment import EnvironmentConfig, override
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.environment_files import override
 from asyncrl_plugins.evaluation.terminal import typed_turns
 from tests.rigs.tiny import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.observation import PastTurn
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History
@@ -21,7 +21,10 @@ def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcesso
     begun = 0
     for _ in range(60):
         settings = {"history": draw.choice(["whole", "strip_thinking"]), "keep_images": int(draw.integers(0, 3))}
-        run, terminal = History(bridge, rule(**settings), pixels=False), PlayedHistory(read_environment(settings))
+        run, terminal = (
+            History(bridge, rule(**settings), pixels=False),
+            PlayedHistory(EnvironmentConfig.model_validate(settings)),
+        )
         for turn in range(4):
             text = str(draw.choice(["answer 1", "<think>a</think>read 2", "a</think>answer 3"]))
             observation = tool("see", *[FIRST, SECOND, THIRD][: draw.integers(0, 4)])

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from asyncrl.cli import main
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.interface import Start
 from asyncrl_plugins.evaluation.play import open_environment
 from asyncrl_plugins.evaluation.play import play as by_itself
@@ -33,7 +33,7 @@ class Where:
 @pytest.mark.parametrize(("images", "end"), [(1, "done"), (0, "limit images")])
 def test_an_opening_is_of_the_user_and_its_images_are_not_of_the_limit(tmp_path: Path, images: int, end: str) -> None:
     (tmp_path / "where.py").write_text(OPENS_WITH_AN_IMAGE)
-    config = read_environment({"name": f"{tmp_path}/where.py:Where", "limits": {"images": images}})
+    config = EnvironmentConfig.model_validate({"name": f"{tmp_path}/where.py:Where", "limits": {"images": images}})
     loaded = open_environment(config, unit=28)
     shown: list[str] = []
     turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: shown.append(kind)))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.config.environment import override
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentWorkers
 from asyncrl.environments.interface import Start
 from asyncrl.errors import UserError
@@ -43,4 +43,4 @@ def test_gymnasiums_frozen_lake_is_played_by_its_pictures() -> None:
 
 
 def test_the_environment_rewards_its_turns() -> None:
-    assert override({"name": "gymnasium"}, []).may_reward
+    assert EnvironmentConfig.model_validate({"name": "gymnasium"}).may_reward

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Start
@@ -46,7 +46,7 @@ def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted
         tools = [f"{__file__}:{name}" for name in ("show", "no_json")]
         config = {"functions": tools, "call_format": "plain"}
         pool = EnvironmentWorkers(
-            read_environment({"name": "tools", "config": config, "workers": 1}), ImageRule(unit=14)
+            EnvironmentConfig.model_validate({"name": "tools", "config": config, "workers": 1}), ImageRule(unit=14)
         )
         await pool.start()
         try:
@@ -84,7 +84,7 @@ def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted
 )
 def test_mistakes_in_the_settings_are_said_at_the_start(config: dict[str, Any], problem: str) -> None:
     async def start() -> None:
-        pool = EnvironmentWorkers(read_environment({"name": "tools", "config": config, "workers": 1}))
+        pool = EnvironmentWorkers(EnvironmentConfig.model_validate({"name": "tools", "config": config, "workers": 1}))
         await pool.start()
 
     with pytest.raises(UserError) as refused:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.environment import override
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers, Episode
 from asyncrl.environments.interface import Start
 from asyncrl.errors import UserError
@@ -73,4 +73,4 @@ def test_an_mcp_server_that_does_not_start_or_lacks_a_tool_is_named() -> None:
 
 
 def test_a_server_only_answers_so_that_a_reward_function_is_needed() -> None:
-    assert not override({"name": "mcp", "config": {"command": ["x"]}}, []).may_reward
+    assert not EnvironmentConfig.model_validate({"name": "mcp", "config": {"command": ["x"]}}).may_reward

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.environment import read_environment
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.environments.interface import PromptTools
 from asyncrl.processing.processor import PromptProcessor, prompt_tools
@@ -84,16 +84,16 @@ def test_what_the_text_asks_for_is_what_the_parser_reads() -> None:
 
 
 def test_the_learner_asks_the_environment_itself() -> None:
-    asked = prompt_tools(read_environment({"name": "tools", "config": {"functions": ["calculator"]}}))
+    asked = prompt_tools(EnvironmentConfig.model_validate({"name": "tools", "config": {"functions": ["calculator"]}}))
     assert asked is not None
     assert [schema["function"]["name"] for schema in asked.schemas] == ["calculator"]
     assert asked.example == '<tool_call>{"name": "calculator", "arguments": {"expression": "text"}}</tool_call>'
     assert PromptTools.from_json(asked.as_json) == asked, "as a replay reads it of the journal"
 
-    assert prompt_tools(read_environment({})) is None
+    assert prompt_tools(EnvironmentConfig.model_validate({})) is None
     off = {"functions": ["calculator"], "show_tools": "off"}
     example = "examples/calc/environment.py:Calc"  # its policy was taught the calls
     for name, config, show in (("tools", off, "off"), (example, {}, "off"), (example, {"show_tools": "text"}, "text")):
-        asked = prompt_tools(read_environment({"name": name, "config": config}))
+        asked = prompt_tools(EnvironmentConfig.model_validate({"name": name, "config": config}))
         assert asked is not None
         assert asked.show == show

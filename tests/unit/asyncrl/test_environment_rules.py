@@ -33,6 +33,14 @@ def test_the_tokens_behind_a_prompt_are_one_number(make_config: MakeConfig) -> N
         make_config(environment={**LAMP, "limits": {"tokens": 600}})
 
 
+def test_a_name_that_nothing_has_is_refused_before_rules_of_environments(make_config: MakeConfig) -> None:
+    with pytest.raises(ValidationError, match=r"environment\.name is 'lamp', which is unknown") as refused:
+        make_config(environment={"name": "lamp", "workers": 1})
+    assert "environment.workers" not in str(refused.value)
+    with pytest.raises(ValidationError, match=r"environment\.workers x environment\.instances_per_worker is 1"):
+        make_config(environment={**LAMP, "workers": 1}, batch={"group_size": 8})
+
+
 def test_messages_have_room_for_images(make_config: MakeConfig) -> None:
     plain, shown = (
         make_config(data={"max_response_length": 600}, batch={"tokens_per_microbatch": 1024}),
