@@ -45,7 +45,7 @@ def with_plugin(pyproject: str, plugin: str) -> str:
         return "\n".join([head, *own, "", ""]) if own else ""
 
     text = ENTRY_POINTS.sub(own_entries, pyproject)
-    data = re.compile(r'^"asyncrl_plugins\.(\w+)" = .*\n', re.MULTILINE)
+    data = re.compile(r'^"asyncrl_plugins\.(\w+)[\w.]*" = .*\n', re.MULTILINE)
     text = data.sub(lambda line: line[0] if line[1] == plugin else "", text)
     return text if plugin else text.replace('"asyncrl_plugins*", ', "")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -30,6 +29,7 @@ from learner.training.reference import Reference
 from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import made_up_batch
+from tests.rigs.prefork import fork_module
 from tests.rigs.waiting import exit_codes
 from tests.rigs.zero import make_small
 
@@ -44,10 +44,14 @@ def run_ranks(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     store = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", f"tests.rigs.{module}", str(folder)]
     shared = {**os.environ, **store, "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, text=True) for rank in range(size)]
-    assert exit_codes(ranks, 600) == [0] * size
+    logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+    ranks = [
+        fork_module(f"tests.rigs.{module}", [str(folder)], log, {**shared, "RANK": str(rank)})
+        for rank, log in enumerate(logs)
+    ]
+    codes = exit_codes(ranks, 600)
+    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import json
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,14 +98,18 @@ def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def test_the_page_explains_itself_and_refuses_what_it_does_not_implement(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def start_page(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, PAGE, *words], capture_output=True, text=True, cwd=ROOT)
+    def end_of(*words: str) -> str | int | None:
+        monkeypatch.setattr(sys, "argv", [str(PAGE), *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(PAGE), run_name="__main__")
+        return ended.value.code
 
-    file = write_config(make_config(algorithm={"policy_loss": "gspo"}), tmp_path)
-    refused, helped = start_page(str(file)), start_page("--help")
-    assert refused.returncode != 0
-    assert re.fullmatch("error: this page needs .* Use `asyncrl train` for all else\n", refused.stderr)
-    assert helped.returncode == 0
-    assert "python recipes/grpo_in_one_file.py runs/demo-1/grpo/config.yaml" in helped.stdout
+    refused = end_of(str(write_config(make_config(algorithm={"policy_loss": "gspo"}), tmp_path)))
+    assert re.fullmatch("error: this page needs .* Use `asyncrl train` for all else", str(refused))
+    assert end_of("--help") is None
+    assert "python recipes/grpo_in_one_file.py runs/demo-1/grpo/config.yaml" in capsys.readouterr().out

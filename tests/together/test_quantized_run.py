@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.plugins import installed
 from tests.rigs.alignment_rig import limit_of
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
+from tests.together.shown_conversations import check_quantization
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,4 @@ def test_a_run_learns_from_fp8_rollouts_and_says_what_they_are(
     assert "it samples with fp8 weights" in log
     (server,) = json.loads((run / "status.json").read_text())["servers"] or [{"quantization": "fp8"}]
     assert server["quantization"] == "fp8"
-    if "inspect" in installed("commands"):
-        from tests.plugins.viewer.shown_conversations import check_quantization
-
-        check_quantization(run, "fp8")
+    check_quantization(run, "fp8")
