@@ -185,8 +185,7 @@ def token_losses(
     return (before - sampled).exp().clamp_max(2.0) * loss
 
 
-async def main(config: str, *overrides: str) -> None:
-    run = Run(load_config(Path(config), overrides))
+async def main(run: Run) -> None:
     async for groups, metrics in run.steps():
         print({"reward": float(np.mean([group.rewards for group in groups])), **metrics})
     run.trainer.export(run.processor.processor, Path(run.config.run_dir) / "export")
@@ -196,6 +195,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv):
         sys.exit(print(__doc__))
     try:
-        asyncio.run(main(*sys.argv[1:]))
+        asyncio.run(main(Run(load_config(Path(sys.argv[1]), sys.argv[2:]))))
     except UserError as error:
         sys.exit(f"error: {error}")
