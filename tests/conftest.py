@@ -31,14 +31,15 @@ __all__ = ["ROOT"]
 install_scripted_engine()
 
 LONGEST = (
-    "test_three_engines test_sglang_engine test_sglang_end_to_end "
+    "test_zero test_zero_memory test_three_engines test_sglang_engine "
     "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
-    "test_vllm_lora test_vllm_agents test_vllm_quantization test_compose_run test_lora_runs "
-    "test_demo test_sync test_resume test_time_and_peers "
-    "test_docs_commands test_sync_kills test_fuzz_wire test_cli_commands test_end_to_end test_ranks test_zero "
-    "test_memory_on_ranks test_sft_on_ranks test_vision_on_ranks test_families_on_ranks test_segments "
-    "test_refusals test_dashboards test_chaos test_finished_run test_replay test_full_disk test_dynamic_sampling "
-    "test_device_channels test_reward_model test_starting_points test_memory_plan test_doctor "
+    "test_vllm_lora test_vllm_agents test_vllm_quantization test_zero_runs test_sglang_end_to_end test_zero_families "
+    "test_demo test_fuzz_wire test_memory_on_ranks test_ranks test_memory_plan_ranks test_sleeping_ranks "
+    "test_families_on_ranks test_end_to_end test_compose_run test_lora_runs test_torchrun test_zero_vision "
+    "test_sync test_resume test_time_and_peers test_docs_commands test_sync_kills test_cli_commands test_killed_runs "
+    "test_sft_on_ranks test_sft_under_zero test_demo_from_scratch test_vision_on_ranks test_segments "
+    "test_refusals test_dashboards test_chaos test_finished_run test_replay test_run_scores test_full_disk "
+    "test_dynamic_sampling test_device_channels test_reward_model test_starting_points test_memory_plan test_doctor "
     "test_algorithm_properties"
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""

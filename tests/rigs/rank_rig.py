@@ -73,6 +73,7 @@ def main(folder: Path) -> None:
             poisoned=name in rig.get("poisoned", []),
             idle=rig.get("idle", False),
             sleeps=name in rig.get("sleeping", []),
+            saves=rig.get("saves", True),
         )
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
@@ -94,11 +95,12 @@ def take_steps(
     poisoned: bool = False,
     idle: bool = False,
     sleeps: bool = False,
+    saves: bool = True,
 ) -> dict[str, Any]:
-    """Metrics and each rank's passes through vision towers, by steps; weights before and after each, and a checkpoint
-    of the last, are in `folder`. `start`: such a folder, of as many steps. `poisoned`: the last rank has gradients that
-    are not finite. `idle`: no step is made. `sleeps`: after each step what is on the device leaves it,
-    and comes back."""
+    """Metrics and each rank's passes through vision towers, by steps. `folder` gets weights before and after each, and
+    a checkpoint of the last, unless `saves` is False. `start`: such a folder, of as many steps. `poisoned`: the last
+    rank has gradients that are not finite. `idle`: no step is made. `sleeps`: after each step what is on the device
+    leaves it, and comes back."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = TorchEngine(config.model_settings, config.learner.optim, steps, ranks)
@@ -143,20 +145,25 @@ def take_steps(
             _save_weights(engine.published_state(), folder / "after.safetensors", ranks)
             return {}
         _save_weights(engine.published_state(), folder / f"{version - first + 1}.safetensors", ranks)
-    if ranks.leads:
-        for role in (critic, reference):
-            if role:
-                (folder / role.role).mkdir()
+    if saves:
+        _save_checkpoint(folder, Roles(engine, critic, reference, ranks), processor)
+    return {"metrics": metrics, "tower passes": towers}
+
+
+def _save_checkpoint(folder: Path, roles: Roles, processor: PromptProcessor) -> None:
+    engine = roles.actor
+    others = [role for role in (roles.critic, roles.own_reference) if role]
+    if roles.ranks.leads:
+        for role in others:
+            (folder / role.role).mkdir()
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")
         engine.files(copies=True)(folder)
-        for role in (critic, reference):
-            if role:
-                role.files(copies=True)(folder / role.role)
+        for role in others:
+            role.files(copies=True)(folder / role.role)
     if engine.adapter is not None:
         engine.export(processor.processor, folder / "model")
-    return {"metrics": metrics, "tower passes": towers}
 
 
 def _count_tower(role: TorchEngine) -> dict[str, int]:

@@ -52,6 +52,17 @@ def engines() -> dict[str, dict[str, Any]]:
     return {"fsdp2": FSDP2}
 
 
+@pytest.fixture(scope="module")
+def sizes() -> tuple[int, ...]:
+    """Numbers of ranks. A plug-in's tests have others."""
+    return 1, 2
+
+
+@pytest.fixture(params=[1, 2])
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(params=["fsdp2"])
 def engine(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -59,7 +70,10 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def found(
-    engines: dict[str, dict[str, Any]], digits_data: Path, tmp_path_factory: pytest.TempPathFactory
+    engines: dict[str, dict[str, Any]],
+    sizes: tuple[int, ...],
+    digits_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[str, Any]]:
     """Folder and metrics of every case."""
     folder = tmp_path_factory.mktemp("families")
@@ -71,18 +85,17 @@ def found(
         for case in (WHOLE, MANY):
             name = f"{family}, {case}"
             config = config_of(family, case, folder / name, digits_data)
-            found[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1)
+            found[name] = take_steps(in_one_process(config), folder / f"{name}, alone", ALONE, 1, saves=False)
             for engine, learner in engines.items():
                 changed = config.learner.model_copy(update=learner)
                 on_ranks[f"{name}, {engine}"] = config.model_copy(update={"learner": changed})
     torch.set_num_threads(threads)
-    for size in (1, 2):
-        results = run_ranks(folder / str(size), on_ranks, steps=1, size=size)
+    for size in sizes:
+        results = run_ranks(folder / str(size), on_ranks, steps=1, size=size, saves=False)
         found |= {f"{size}/{name}": result for name, result in results.items()}
     return folder, found
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", [WHOLE, MANY])
 @pytest.mark.parametrize("family", TESTED)
 def test_a_step_on_ranks_is_that_of_one_process(

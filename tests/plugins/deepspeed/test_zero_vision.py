@@ -1,4 +1,4 @@
-"""Features of images are kept under ZeRO as they are with FSDP2."""
+"""Features of images are kept under ZeRO as they are with FSDP2. Stage 1 has the passes of stage 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.rigs.zero import HAS_ZERO, zero
 from tests.system import test_vision_on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_ZERO, reason="deepspeed is not installed")]
-ZERO: dict[str, dict[str, Any]] = {f"ZeRO-{stage}": zero(stage) for stage in (1, 2, 3)}
+ZERO: dict[str, dict[str, Any]] = {f"ZeRO-{stage}": zero(stage) for stage in (2, 3)}
 
 
 @pytest.fixture(scope="module")
