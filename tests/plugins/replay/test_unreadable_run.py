@@ -21,7 +21,7 @@ def test_a_folder_that_cannot_be_looked_into_may_hold_a_run(
     run.mkdir(parents=True)
     close_off(tmp_path / closed)
     assert replay.main([str(run), "--step", "1"]) == 2
-    check_told(capsys.readouterr().err, run / "config.yaml")
+    check_told(capsys.readouterr().err, run / "journal.sqlite")
 
 
 def test_where_there_is_no_run_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
