@@ -12,7 +12,7 @@ from tests.rigs.prefork import fork_module
 
 
 @pytest.mark.parametrize(
-    ("messages", "arguments"), [(1000, ("--seed", "1")), (400, ("--seed", "2", "--curve"))], ids=["plain", "curve"]
+    ("messages", "arguments"), [(1000, ("--seed", "1")), (500, ("--seed", "2", "--curve"))], ids=["plain", "curve"]
 )
 def test_both_ends_survive_hostile_peers(messages: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
     output, share = tmp_path / "output", messages / 1000
