@@ -34,7 +34,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import GroupProducer
-from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from tests.rigs.made_up_batch import KeepGradients
 from tests.rigs.policies import CPU, fresh_logits, picture
 from tests.rigs.tiny import ROOT
 
@@ -154,31 +154,3 @@ def test_half_of_a_group_of_any_size_sees_noise_and_a_clean_one_is_always_left(
         make_config(algorithm={"noisy_rollout": {"share": 1.0}})
     with pytest.raises(ValueError, match=r"share is 0.1, which is none of the 4 completions of a group"):
         make_config(algorithm={"noisy_rollout": {"share": 0.1}})
-    with pytest.raises(ValueError, match=r"share is 0.3, which is none of the 3 completions of a group"):
-        make_config(algorithm={"policy_loss": "luffy", "noisy_rollout": {"share": 0.3}})
-
-
-def test_a_group_may_have_noise_and_a_demonstration(make_config: MakeConfig) -> None:
-    """The demonstration is nobody's sample: it sees no image, and the noisy ones stand before it."""
-    config = make_config(
-        **NOISY | {"algorithm": {"policy_loss": "luffy", "noisy_rollout": {"share": 0.7, "steps": 900}}}
-    )
-    processor = PromptProcessor(config.model)
-    writer = TicketWriter(config.ticket_settings, processor, (1,))
-    requests = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.requests
-    assert [bool(order.images) for order in requests] == [False, True, True, False]
-    assert [bool(order.prefix) for order in requests] == [False, False, False, True]
-    batch = made_up_batch(config, processor)
-    assert batch.provenance.saw_other_images.tolist() == [False, True, True, False] * 2
-    assert not (batch.trained_provenance.lacks_behaviour & batch.trained_provenance.is_inserted).any()
-    actor = KeepGradients(config.model_settings, config.learner.optim, 1)
-    actor.prepare()
-    results: list[dict[str, float]] = []
-    for shift in (0.0, 3.0):
-        moved = batch.behaviour_logprobs.clone()
-        moved[batch.trained.flat[batch.trained_provenance.lacks_behaviour | batch.trained_provenance.is_inserted]] -= (
-            shift
-        )
-        results.append(LearnerStep(Roles(actor), config.step_settings)(replace(batch, behaviour_logprobs=moved), 0))
-    assert results[0] == results[1]
-    assert results[0]["inserted/tokens"] > 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,21 +13,20 @@ from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.system.test_ranks import RANKS, STEPS, TOLERANCE, check_weights
 
-NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "engine",
-    [{"engine": "fsdp2"}, pytest.param({"engine": "deepspeed"}, marks=NEEDS_DEEPSPEED)],
-    ids=["fsdp2", "deepspeed"],
-)
 def test_steps_with_masked_images_on_two_ranks_are_the_steps_of_one(
-    make_config: Callable[..., RunConfig], tmp_path: Path, engine: dict[str, Any]
+    make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
+    check_two_ranks(make_config, tmp_path, "fsdp2")
+
+
+def check_two_ranks(make_config: Callable[..., RunConfig], tmp_path: Path, engine: str) -> None:
     config = make_config(
-        algorithm={"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1}, reference={"ema": 0.9}, learner={**RANKS, **engine}
+        algorithm={"papo": {"kl_coef": 0.01}, "kl_loss_coef": 0.1},
+        reference={"ema": 0.9},
+        learner={**RANKS, "engine": engine},
     )
     found = run_ranks(tmp_path / "two", {"papo": config}, steps=STEPS)["papo"]["metrics"]
     alone = in_one_process(config)
