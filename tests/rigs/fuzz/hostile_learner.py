@@ -137,7 +137,7 @@ class _HostileLearner:
             names = {"version": self.counts["transfers"], "publication": "p"}
             manifest = WeightManifest(**names, tensors=(whole,), total_bytes=TRANSFER_BYTES, shm_path="")
             target = bytearray(TRANSFER_BYTES)
-            fetching = fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)
+            fetching = fetch(socket, manifest, target, timeout_s=2.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)
             transfer = asyncio.create_task(fetching)
             while not transfer.done():
                 self._answer_chunk_requests(weights)
@@ -159,7 +159,7 @@ class _HostileLearner:
             assert isinstance(request, ChunkRequest)
             data = memoryview(weights)[request.offset : request.offset + request.nbytes]
             chunk = Chunk(version=request.version, offset=request.offset, data=data)
-            is_damaged = self._rng.random() < 0.7
+            is_damaged = self._rng.random() < 0.5
             self.counts["damaged chunks to the transfer" if is_damaged else "chunks left whole"] += 1
             answer = mutate(self._rng, chunk) if is_damaged else frames_of(chunk)
             self.weights.send_multipart([identity, *answer])
