@@ -32,9 +32,9 @@ from asyncrl_plugins.relays.puller import RelayPuller
 from asyncrl_plugins.relays.tree import WeightTree
 from benchmarks.staleness.workload import Workload
 from benchmarks.weights_throughput import learner_process, make_tensors, receive_plainly
+from protocol.download import answer_chunk_request
 from protocol.messages import Chunk, ChunkRequest, SourceRequest, WeightManifest, WeightsFromLearner, WeightsFromServer
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
 
 LONGEST_S = 300.0

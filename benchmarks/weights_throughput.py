@@ -26,9 +26,9 @@ from statistics import median
 import numpy as np
 import zmq
 
+from protocol.download import answer_chunk_request, fetch
 from protocol.messages import ChunkRequest, WeightManifest, WeightsFromLearner, WeightsFromServer
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import answer_chunk_request, fetch
 from protocol.weight_file import open_shm
 from protocol.weights import Publication, Tensor
 

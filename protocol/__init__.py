@@ -8,7 +8,7 @@ Reading order:
 4. `sockets.py`, `endpoints.py`: the learner's ROUTER, a server's DEALER, their queues and addresses.
 5. `curve.py`: keys, and authentication of connections. `handshake.py`: the answer to a hello, and budgets of
    messages per peer.
-6. `weight_file.py`, `weights.py`, `download.py`, `transfer.py`: one policy version, published in shared
+6. `weight_file.py`, `weights.py`, `download.py`: one policy version, published in shared
    memory, mapped by servers on the same host or pulled in chunks over ZeroMQ.
 7. `device_lock.py`: the lock on a device that learner and server share. `faults.py`: crash points for tests.
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.run_sections import NetworkConfig
+from asyncrl_plugins.relays.download import RelayedDownload, RelayPull, SourceFailed
 from asyncrl_plugins.relays.relay import Relay
 from protocol.codec import MIB, Limits
 from protocol.curve import HandshakeRejected, read_server_keys
-from protocol.download import Download, SourceFailed
+from protocol.download import RETRY_S, Pull
 from protocol.endpoints import BindError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, Error, Source, SourceFailure, SourceRequest, WeightManifest
 from protocol.sockets import BadMessage, ServerSocket
-from protocol.transfer import RETRY_S, pull
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class RelayPuller:
         TimeoutError if nothing arrives from it for network.timeout_s.
         """
         before = dict(self.received_bytes)
-        await self._receive(socket, Download(manifest, into))
+        await self._receive(socket, RelayedDownload(manifest, into))
         learner, server = (self.received_bytes[source] - before[source] for source in ("learner", "server"))
         logger.debug(
             "version %d: bytes from the learner: %d, from other servers: %d", manifest.version, learner, server
         )
 
-    async def _receive(self, socket: ServerSocket, download: Download) -> None:
+    async def _receive(self, socket: ServerSocket, download: RelayedDownload) -> None:
         if not self._asks:
             await self._from_learner(socket, download)
             return
@@ -81,7 +81,7 @@ class RelayPuller:
                 self._asks = False
         return self._relay
 
-    async def _from_any(self, socket: ServerSocket, download: Download) -> None:
+    async def _from_any(self, socket: ServerSocket, download: RelayedDownload) -> None:
         failure: SourceFailure | None = None
         while not download.is_complete:
             source = await self._ask(socket, download, failure)
@@ -97,24 +97,19 @@ class RelayPuller:
                 self.failures[problem.reason] = self.failures.get(problem.reason, 0) + 1
                 failure = SourceFailure(server_id=source.server_id, reason=problem.reason)
 
-    async def _from_learner(self, socket: ServerSocket, download: Download) -> None:
+    async def _from_learner(self, socket: ServerSocket, download: RelayedDownload) -> None:
         before = download.received_bytes
         try:
-            await pull(download, socket, timeout_s=self._network.timeout_s)
+            await Pull(download, socket, timeout_s=self._network.timeout_s).run()
         finally:
             self.received_bytes["learner"] += download.received_bytes - before
 
-    async def _from_server(self, source: Source, download: Download) -> None:
+    async def _from_server(self, source: Source, download: RelayedDownload) -> None:
         """Raises SourceFailed."""
         before, socket = download.received_bytes, None
         try:
             socket = self._dial(source)
-            await pull(
-                download,
-                socket,
-                timeout_s=self._network.timeout_s,
-                relay=source.server_id,
-            )
+            await RelayPull(download, socket, timeout_s=self._network.timeout_s, relay=source.server_id).run()
         except (HandshakeRejected, BindError) as problem:
             raise SourceFailed("silent", f"no connection to {source.server_id}: {problem}") from problem
         finally:
@@ -134,7 +129,7 @@ class RelayPuller:
             linger_s=0.0,
         )
 
-    async def _ask(self, socket: ServerSocket, download: Download, failure: SourceFailure | None) -> Source:
+    async def _ask(self, socket: ServerSocket, download: RelayedDownload, failure: SourceFailure | None) -> Source:
         """Next source to fetch from. Raises ProtocolError VERSION_GONE, and TimeoutError without an answer."""
         manifest = download.manifest
         request = SourceRequest(

@@ -18,16 +18,16 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.config.run_sections import NetworkConfig
+from asyncrl_plugins.relays.download import RelayedDownload
 from protocol.codec import MIB, Limits
 from protocol.curve import CurveAuthenticator, read_server_keys
-from protocol.download import Download
+from protocol.download import check_size
 from protocol.endpoints import BindError, address_towards, endpoint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.handshake import PeerLimits
 from protocol.messages import Chunk, ChunkRequest, Error
 from protocol.sockets import CHUNK_QUEUES, TURN_MESSAGES, Delivery, LearnerSocket, Received
-from protocol.transfer import check_size
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Relay:
         self.sent_bytes = 0
         """Bytes of weights that others have fetched here."""
         self._pollable: zmq.asyncio.Socket = zmq.asyncio.Socket.shadow(self._socket.socket.underlying)
-        self._offers: list[Download] = []
+        self._offers: list[RelayedDownload] = []
         """The newest version, and the one before while somebody fetches it."""
         self._read_at = -KEPT_S
         """Time of the last request for the version before the newest."""
@@ -97,13 +97,13 @@ class Relay:
         if self._keys is not None:
             self._keys.peers = frozenset(key.encode() for key in peer_keys)
 
-    def offer(self, download: Download) -> None:
+    def offer(self, download: RelayedDownload) -> None:
         """Send this version on from now on, as it arrives. The one before goes as soon as nobody fetches it."""
         self._offers = [download, *self._offers[:1]]
         self._read_at = time.monotonic()
         download.on_verified = self._work
 
-    def withdraw(self, download: Download) -> None:
+    def withdraw(self, download: RelayedDownload) -> None:
         """Send no more of a version that will not be complete."""
         if download in self._offers:
             self._offers.remove(download)

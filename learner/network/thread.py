@@ -33,6 +33,7 @@ from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import EvaluationSender, TicketSender
 from learner.tickets.ledger import TicketLedger
+from protocol.download import answer_chunk_request
 from protocol.errors import ErrorCode
 from protocol.handshake import Muted
 from protocol.messages import (
@@ -54,7 +55,6 @@ from protocol.messages import (
     WeightsLoaded,
 )
 from protocol.sockets import BadMessage, Delivery, Received
-from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ class Puller(Protocol):
 
     async def receive(self, socket: ServerSocket, manifest: WeightManifest, into: memoryview) -> None:
         """Fill `into` with a version; `socket` goes to the learner's weights endpoint. Raises as
-        `protocol.transfer.pull` does where the learner sends."""
+        `protocol.download.Pull.run` does where the learner sends."""
         ...
 
     def close(self) -> None: ...

@@ -14,10 +14,10 @@ from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import fingerprint_of
 from protocol.codec import MIB
+from protocol.download import fetch
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, Source, TransferStart, WeightManifest, WeightsLoaded
 from protocol.sockets import ServerSocket
-from protocol.transfer import fetch
 from protocol.weight_file import check_manifest, open_shm
 from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import InferenceEngine

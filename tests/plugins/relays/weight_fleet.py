@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.relays.puller import RelayPuller
-from protocol.download import CHUNK_BYTES
+from protocol.download import CHUNK_BYTES, answer_chunk_request
 from protocol.messages import (
     Chunk,
     ChunkRequest,
@@ -27,7 +27,6 @@ from protocol.messages import (
     WeightsFromServer,
 )
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication, Tensor
 
 LONGEST_S = 20.0

@@ -14,6 +14,7 @@ import zmq
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from protocol.codec import Limits, decode
+from protocol.download import fetch
 from protocol.errors import ProtocolError
 from protocol.messages import (
     Chunk,
@@ -25,7 +26,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.sockets import ServerSocket
-from protocol.transfer import fetch
 from protocol.weight_file import PublicationError, check_manifest, open_shm
 from rollout_server.link import LearnerLink
 from tests.rigs.fuzz import content

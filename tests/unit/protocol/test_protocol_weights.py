@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from protocol import weights
-from protocol.download import MAX_CHUNK_BYTES
+from protocol.download import MAX_CHUNK_BYTES, answer_chunk_request, fetch
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     Chunk,
@@ -30,7 +30,6 @@ from protocol.messages import (
     WeightsFromServer,
 )
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import answer_chunk_request, fetch
 from protocol.weight_file import (
     ALIGNMENT,
     ITEMSIZE,
