@@ -109,9 +109,10 @@ def is_method(word: str) -> bool:
 
 
 def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield each key that an overlay gives, with its value: a mapping that is itself a setting, and a list, whole."""
+    """Yield each key that an overlay gives, with its value: a mapping that is itself a setting, a list, and a section
+    without keys, whole."""
     is_key = ".".join(map(str, place)) in all_keys()
-    if isinstance(value, dict) and not is_key:
+    if isinstance(value, dict) and value and not is_key:
         for name, inner in value.items():
             yield from leaves(inner, (*place, name))
     elif value is not None or is_key:  # an empty section changes nothing
@@ -204,6 +205,9 @@ class _Draft:
         self._overlays += 1
         names_method = is_method(word)
         for place, value in leaves(data):
+            is_key = ".".join(map(str, place)) in all_keys()
+            if value == {} and not is_key and yaml_text.look_up(self.data, place):  # a section that is there stays
+                continue
             origin = f"{path} line {yaml_text.line_of(node, place)}"
             try:
                 self._put(place, value, origin, self._overlays, of_method=names_method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.load import dump_config, load_config, shipped_overlays
@@ -34,6 +35,8 @@ def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) 
     config = over_the_demo(name, name)
     others = [chosen.name for chosen in config.algorithm.chosen_methods]
     assert config.algorithm.adv_estimator in others
+    given = yaml.safe_load(OVERLAYS[name].read_text())["algorithm"]
+    assert [key for key in given if not hasattr(config.algorithm, key)] == [], "sections that choose nothing"
     assert over_the_demo(name, str(OVERLAYS[name])) == config
 
 
