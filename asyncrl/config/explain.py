@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import chosen_hooks
@@ -107,14 +107,6 @@ def method_line(config: AlgorithmConfig) -> str:
         *(f"{key} {_short(value)}" for key, value in changed.items() if key not in named),
     ]
     return ", ".join(parts)
-
-
-def recorded_method_line(section: Any) -> str:
-    """Method line of a run's config.yaml; empty where this version refuses its `algorithm` section."""
-    try:
-        return method_line(AlgorithmConfig.model_validate(section)) if isinstance(section, dict) else ""
-    except (ValidationError, ValueError):
-        return ""
 
 
 def _changed(config: BaseModel, default: BaseModel, above: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.explain import recorded_method_line
 from asyncrl.launch.display import RunProgress
 from asyncrl.telemetry.host_versions import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail
@@ -22,6 +21,7 @@ from asyncrl_plugins.viewer.recorded_run.run import (
     number,
     process_clock,
     read_configuration,
+    recorded_method_line,
 )
 
 JUDGED_STEPS = 10

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.explain import method_line
 from asyncrl.launch.display import ENDED
 from asyncrl.run_folder.failure import Failure
 
@@ -23,6 +25,14 @@ NOT_THERE, DAMAGED = "is not there", "is damaged"
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
 """Steps and values; None where the file holds no number."""
+
+
+def recorded_method_line(section: Any) -> str:
+    """Method line of a run's config.yaml; empty where this version refuses its `algorithm` section."""
+    try:
+        return method_line(AlgorithmConfig.model_validate(section)) if isinstance(section, dict) else ""
+    except ValueError:  # pydantic's errors, too
+        return ""
 
 
 @dataclass(frozen=True)

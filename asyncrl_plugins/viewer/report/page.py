@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from asyncrl.config.explain import recorded_method_line
 from asyncrl_plugins.viewer.numbers import count, duration, figure, moment
 from asyncrl_plugins.viewer.recorded_run.learning import courses
-from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
+from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number, recorded_method_line
 from asyncrl_plugins.viewer.report.charts import charts_of_run
 from asyncrl_plugins.viewer.report.markup import render
 from asyncrl_plugins.viewer.report.sample_cards import sample_cards

@@ -11,6 +11,7 @@ from asyncrl import cli
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.viewer.inspect import __main__ as inspect
+from asyncrl_plugins.viewer.recorded_run.run import recorded_method_line
 from asyncrl_plugins.viewer.report.page import page_of
 from asyncrl_plugins.viewer.report.reading import SIGNS, read_run
 from tests.plugins.viewer.made_up_samples import MadeUpStore
@@ -87,3 +88,7 @@ def test_a_report_says_which_files_it_could_not_read(tmp_path: Path) -> None:
         assert any(sentence.startswith(says) for sentence in read.missing)
         assert says in page
         assert f"There is no {name}:" not in page
+
+
+def test_a_section_of_another_version_has_no_line() -> None:
+    assert [recorded_method_line(section) for section in (None, {"no_such_key": 1}, [])] == ["", "", ""]
