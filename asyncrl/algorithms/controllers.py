@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.kl import mean_over_rows
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.method_settings import EntropyControlConfig, KlControlConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlControlConfig
+from asyncrl.config.methods import EntropyControlConfig
 
 LARGEST_MOVE = 0.2
 """The relative distance to the target is cut here before it moves the coefficient."""

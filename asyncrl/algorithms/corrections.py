@@ -21,7 +21,7 @@ from asyncrl.algorithms.ratios import (
     row_mean,
     sequence_ratio,
 )
-from asyncrl.config.method_settings import CorrectionConfig, MaskConfig
+from asyncrl.config.correction import CorrectionConfig, MaskConfig
 
 NOTHING: Mapping[str, torch.Tensor] = {}
 

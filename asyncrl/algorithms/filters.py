@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.method_settings import ZeroVarianceConfig
-from asyncrl.config.methods import ACCURACY
+from asyncrl.config.methods import ACCURACY, ZeroVarianceConfig
 from protocol.messages import Prompt, TrajectoryRecord
 
 SPREAD = 1e-6

@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.algorithms.ratios import ratio
 from asyncrl.algorithms.trajectories import Trajectories
-from asyncrl.config.method_settings import KlEstimator
+from asyncrl.config.algorithm import KlEstimator
 
 LARGEST_KL = 10.0
 """One token's k3 is cut here, so that no single one decides the step."""

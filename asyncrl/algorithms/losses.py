@@ -15,7 +15,7 @@ from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.method_settings import DppoConfig, SapoConfig
+from asyncrl.config.methods import DppoConfig, SapoConfig
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""

@@ -18,7 +18,7 @@ from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.method_settings import M2poConfig, TopEntropyConfig
+from asyncrl.config.methods import M2poConfig, TopEntropyConfig
 from asyncrl.errors import UserError
 
 Selection = Callable[[Trajectories, Credit, AlgorithmConfig], torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.method_settings import GaeConfig
+from asyncrl.config.methods import GaeConfig
 
 
 def gae(t: Trajectories, config: AlgorithmConfig) -> Credit:

@@ -11,7 +11,7 @@ from asyncrl.algorithms.advantages import normalised
 from asyncrl.algorithms.token_advantages import returns_to_come
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.method_settings import GigpoConfig
+from asyncrl.config.methods import GigpoConfig
 
 
 def gigpo(t: Trajectories, config: AlgorithmConfig) -> Credit:

@@ -7,11 +7,26 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.installed_methods import chosen_hooks, chosen_methods, method_of, methods, with_defaults
 from asyncrl.config.method import CHOICE_KEYS, KINDS, NEEDS, Kind, Method
-from asyncrl.config.method_settings import CorrectionConfig, EntropyControlConfig, KlControlConfig, KlEstimator
+from asyncrl.config.methods import EntropyControlConfig
 from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.user_functions import what_it_may_be
+
+KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3_unbiased", "full"]
+
+
+class KlControlConfig(Section):
+    """Movement of `algorithm.kl_loss_coef` and `algorithm.kl_reward_coef` during the run."""
+
+    kind: Literal["fixed", "adaptive", "linear"] = "fixed"
+    """`adaptive`: after each step the coefficients grow or shrink by at most 0.2 * trajectories / horizon, towards a KL
+    of `target`. `linear`: they fall to 0 over the steps of the run."""
+    target: float = Field(default=0.1, gt=0)
+    """KL in nats per token, a mean over trajectories."""
+    horizon: int = Field(default=10000, gt=0)
+    """Trajectories over which `adaptive` moves the coefficients."""
 
 
 class AlgorithmConfig(OpenSection):

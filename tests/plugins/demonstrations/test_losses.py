@@ -14,8 +14,8 @@ from asyncrl.algorithms.losses import PolicyLoss, token_weights, update_weights
 from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig, MaskConfig
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.method_settings import CorrectionConfig, MaskConfig
 from asyncrl_plugins.demonstrations.settings import (
     ChordConfig,
     DemonstrationConfig,

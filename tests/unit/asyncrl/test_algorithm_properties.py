@@ -29,8 +29,8 @@ from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.method_settings import CorrectionConfig
 from tests.rigs.provenance import provenance_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

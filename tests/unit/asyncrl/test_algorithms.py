@@ -27,10 +27,10 @@ from asyncrl.algorithms.ratios import (
 from asyncrl.algorithms.selections import m2po
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.correction import CorrectionConfig
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.method import BY_SECTION, NEEDS
 from asyncrl.config.method import KINDS as METHOD_KINDS
-from asyncrl.config.method_settings import CorrectionConfig
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

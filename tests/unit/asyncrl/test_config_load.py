@@ -13,7 +13,7 @@ import yaml
 
 from asyncrl.config.explain import explain
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.config.method_settings import GaeConfig
+from asyncrl.config.methods import GaeConfig
 from asyncrl.errors import UserError
 
 ROOT = Path(__file__).parents[3]

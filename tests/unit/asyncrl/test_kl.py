@@ -13,9 +13,9 @@ from asyncrl.algorithms.controllers import Coefficients, EntropyController
 from asyncrl.algorithms.kl import LARGEST_KL, mean_over_rows, penalise, reference_kl
 from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlEstimator
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.method_settings import EntropyControlConfig, KlEstimator
+from asyncrl.config.methods import EntropyControlConfig
 from asyncrl.models.sampling_distribution import exact_kl
 from tests.rigs.tiny import ROOT
 
