@@ -23,6 +23,11 @@ REQUIRES = (
     ("trainer.mode=sync", "learner.max_staleness=0", "taking turns, the server has the learner's own version alone"),
     ("trainer.mode=sync", "rollout.servers=1", "the learner shares its device with one server"),
     ("rollout.engine=hf", "rollout.engine_args={}", "the hf engine takes no arguments"),
+    (
+        "reference.reset_optimizer=true",
+        "reference.reset_every_steps>0",
+        "the optimiser is reset with the reference, which never is",
+    ),
     ("reference.ema>0", "model.lora.rank=0", ONLY_ADAPTERS),
     ("reference.reset_every_steps>0", "model.lora.rank=0", ONLY_ADAPTERS),
 )
@@ -55,7 +60,7 @@ def _compare(config: RunSections, condition: str) -> tuple[str, str, bool]:
     """Key and value of `key=value` or `key>number`, and whether it is so."""
     key, sign, wanted = re.split("([=>])", condition, maxsplit=1)
     value: Any = attrgetter(key)(config)
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
     return key, text, text == wanted if sign == "=" else value > float(wanted)
 
 

@@ -146,11 +146,6 @@ class ReferenceConfig(Section):
                 f"reference.reset_every_steps is {self.reset_every_steps} and reference.ema is {self.ema:g}: a "
                 "reference that follows the policy needs no reset. Set one of them to 0"
             )
-        if self.reset_optimizer and not self.reset_every_steps:
-            raise ValueError(
-                "reference.reset_optimizer is true and reference.reset_every_steps is 0: the optimiser is reset with "
-                "the reference, which never is. Set reference.reset_every_steps=100, or leave it out"
-            )
         return self
 
 

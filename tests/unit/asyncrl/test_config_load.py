@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from asyncrl.config.explain import explain
+from asyncrl.config.keys import all_keys
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.methods import GaeConfig
+from asyncrl.config.rules import REQUIRES
 from asyncrl.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -169,6 +171,14 @@ def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
     assert "must be a multiple of algorithm.updates_per_batch (3)" in message
     assert "over batch.tokens_per_microbatch = 100" in message
     assert load_config(minimal, ["reinforce_plus_plus", "batch.group_size=1"]).batch.group_size == 1
+
+
+def test_settings_that_need_each_other_are_keys_of_the_core(minimal: Path) -> None:
+    conditions = [condition for has, needs, _ in REQUIRES for condition in (has, needs)]
+    assert {re.split("[=>]", condition)[0] for condition in conditions} <= all_keys().keys()
+    said = refusal(minimal, "reference.reset_optimizer=true")
+    assert "reference.reset_optimizer is true and reference.reset_every_steps is 0: the optimiser is reset" in said
+    assert "Raise reference.reset_every_steps, or change reference.reset_optimizer" in said
 
 
 def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal: Path) -> None:
