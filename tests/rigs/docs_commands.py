@@ -53,7 +53,7 @@ NOT_RUN = {
     "python -m asyncrl.demo.model --out runs/frozen_lake": "tests/together/test_frozen_lake_recipe.py",
     "asyncrl sft examples/frozen_lake": "tests/together/test_frozen_lake_recipe.py",
     "asyncrl train examples/frozen_lake": "tests/together/test_frozen_lake_recipe.py",
-    "asyncrl env": "tests/plugins/evaluation/test_environment_examples.py",
+    "asyncrl env": "tests/together/test_environment_examples.py",
     "asyncrl doctor --plan": "tests/plugins/doctor/test_plan_table.py",
     "asyncrl doctor": "tests/plugins/doctor/test_doctor.py",
 }
