@@ -82,6 +82,8 @@ class Reward:
     entry, which returns an asyncrl.rewards.process_scorer.ProcessScorer."""
     is_scorer: bool = False
     """True for what scores in processes of its own; functions run in `reward.workers`."""
+    is_group: bool = False
+    """True for a function of all samples of a group, which returns as many numbers. Its entry has `group: true`."""
     check: Callable[[Any], None] = no_check
     """Raise UserError for a mistake in the entry of a scorer. Imports no torch."""
     model: Callable[[Any], tuple[str, str]] = no_model

@@ -1,7 +1,7 @@
 """The rewards that come with asyncrl. Each is an ordinary reward function; copy one to write your own.
 
-All but `format_think` and `regex_match` compare with `sample.answer` and raise ValueError where the row has
-no usable answer: a broken row is an error to be shown, not a wrong completion.
+All but `format_think`, `regex_match` and `soft_overlong` compare with `sample.answer` and raise ValueError where the
+row has no usable answer: a broken row is an error to be shown, not a wrong completion.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.shaping import OF_GROUPS, SHAPING
 
 NUMBER = re.compile(
     r"(?:(?<![\w).])[-+])?"  # a sign, but not the minus of `5-3`
@@ -102,6 +101,20 @@ def regex_match(sample: RewardSample, *, pattern: str, full: bool = False) -> fl
     return float(bool((re.fullmatch if full else re.search)(pattern, sample.completion)))
 
 
+def soft_overlong(sample: RewardSample, *, buffer: int | None = None) -> float:
+    """0 down to -1 over the last `buffer` tokens before the limit of length (DAPO, arXiv 2503.14476, eq. 13).
+
+    `buffer` is a fifth of the limit where it is left out, as in the paper: 4,096 of 20,480 tokens.
+    Example: limit 20480: 16384 tokens -> 0, 18432 -> -0.5, 20480 -> -1
+    """
+    limit = length_limit(sample)
+    buffer = max(1, limit // 5) if buffer is None else buffer
+    if buffer <= 0:
+        raise ValueError(f"buffer is {buffer}: give a number of tokens above 0")
+    over = sample.num_tokens - (limit - buffer)
+    return min(0.0, max(-1.0, -over / buffer))
+
+
 BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "contains": contains,
@@ -110,9 +123,15 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "boxed_match": boxed_match,
     "format_think": format_think,
     "regex_match": regex_match,
-    **SHAPING,
-    **OF_GROUPS,
+    "soft_overlong": soft_overlong,
 }
+
+
+def length_limit(sample: RewardSample) -> int:
+    """Most tokens that the completion could have. Raises ValueError where that is not known."""
+    if sample.max_tokens <= 0:
+        raise ValueError(f"row {sample.row_id}: the limit of length is not known (RewardSample.max_tokens is 0)")
+    return sample.max_tokens
 
 
 def accepted_answers(sample: RewardSample) -> list[str]:

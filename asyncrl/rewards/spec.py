@@ -14,7 +14,6 @@ from asyncrl.errors import UserError, did_you_mean
 from asyncrl.plugins import Reward, description, implementation, installed
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.shaping import OF_GROUPS
 
 if TYPE_CHECKING:
     from asyncrl.config.environment import EnvironmentConfig
@@ -73,15 +72,16 @@ def check_rewards(config: RewardConfig) -> None:
         if scorer is not None:
             scorer.check(component)
             continue
-        if name in OF_GROUPS and not component.group:
-            raise UserError(f"reward {name} compares the completions of a group. Add `group: true` to its entry")
         located = locate(name)
-        if located is None:
-            if component.group and name not in OF_GROUPS:
-                raise UserError(f"reward {name} scores one completion at a time. Remove `group` from its entry")
-            check_call(load_reward(name), name, component.kwargs, shapes=bool(component.shapes))
-        else:
+        if located is not None:
             _check_names(located.path, located.name)
+            continue
+        is_group = name not in BUILTIN_REWARDS and description("rewards", name).is_group
+        if is_group and not component.group:
+            raise UserError(f"reward {name} compares the completions of a group. Add `group: true` to its entry")
+        if component.group and not is_group:
+            raise UserError(f"reward {name} scores one completion at a time. Remove `group` from its entry")
+        check_call(load_reward(name), name, component.kwargs, shapes=bool(component.shapes))
 
 
 def _check_names(path: Path, name: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from asyncrl.rewards.builtin import BUILTIN_REWARDS
+from asyncrl.rewards.builtin import BUILTIN_REWARDS, soft_overlong
 from asyncrl.rewards.sample import RewardSample
+from tests.rigs.tiny import ROOT
 
 
 def score(name: str, completion: str, answer: Any = None, **kwargs: Any) -> float:
@@ -71,3 +73,11 @@ UNUSABLE = [
 def test_a_row_without_a_usable_answer_is_an_error_that_names_the_row(name: str, answer: Any):
     with pytest.raises(ValueError, match="row t:0"):
         score(name, "A", answer)
+
+
+def test_a_completion_near_the_limit_of_length_is_punished_as_in_the_reference() -> None:
+    vectors = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
+    for length, value in vectors["overlong"]["p"].items():
+        sample = RewardSample(completion="", num_tokens=int(length), max_tokens=20480)
+        assert soft_overlong(sample, buffer=4096) == pytest.approx(value, abs=1e-6)
+        assert soft_overlong(sample) == pytest.approx(value, abs=1e-6), "a fifth of the limit"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,11 +62,23 @@ def test_a_group_leaves_when_it_is_finished_whatever_else_runs(make_config: Make
     assert asyncio.run(scenario()) == [ticket.ticket_id for ticket in tickets.tickets]
 
 
-def test_a_groups_rewards_see_all_of_it_and_its_lengths(make_config: MakeConfig) -> None:
+SHAPES = """
+def share(sample, score):
+    return score - sample.num_tokens / sample.max_tokens
+
+def shortest(samples, score):
+    lengths = [sample.num_tokens for sample in samples]
+    return [before + (length == min(lengths)) for before, length in zip(score, lengths)]
+"""
+
+
+def test_a_groups_rewards_see_all_of_it_and_its_lengths(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "shapes.py"
+    file.write_text(SHAPES)
     functions = [
         {"function": "regex_match", "name": "any", "kwargs": {"pattern": ""}},
-        {"function": "cosine_length", "shapes": "any"},
-        {"function": "relative_length", "group": True, "shapes": "cosine_length"},
+        {"function": f"{file}:share", "shapes": "any"},
+        {"function": f"{file}:shortest", "group": True, "shapes": "share"},
     ]
     config = make_config(rollout={"engine": "scripted"}, reward={"functions": functions, "workers": 1})
     processor = PromptProcessor(config.model)
@@ -86,13 +98,10 @@ def test_a_groups_rewards_see_all_of_it_and_its_lengths(make_config: MakeConfig)
     for group in groups:
         assert isinstance(group, Group)
         lengths = group.lengths.tolist()
-        spread = max(lengths) - min(lengths)
         for record, length in zip(group.trajectories, lengths, strict=True):
-            cosine = 0.75 + 0.25 * math.cos(math.pi * length / config.data.max_response_length)
-            added = (0.5 - (length - min(lengths)) / spread) if spread else 0.0
-            added = added if cosine >= 1.0 else min(0.0, added)
-            assert record.rewards["cosine_length"] == pytest.approx(cosine)
-            assert record.reward == pytest.approx(cosine + added)
+            share = 1.0 - length / config.data.max_response_length
+            assert record.rewards["share"] == pytest.approx(share)
+            assert record.reward == pytest.approx(share + (length == min(lengths)))
 
 
 def test_an_engine_that_makes_its_own_pixels_gets_prompts_without(

@@ -9,24 +9,10 @@ has no score.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from asyncrl.rewards.builtin import length_limit
 from asyncrl.rewards.sample import RewardSample
-
-
-def soft_overlong(sample: RewardSample, *, buffer: int | None = None) -> float:
-    """0 down to -1 over the last `buffer` tokens before the limit of length (DAPO, arXiv 2503.14476, eq. 13).
-
-    `buffer` is a fifth of the limit where it is left out, as in the paper: 4,096 of 20,480 tokens.
-    Example: limit 20480: 16384 tokens -> 0, 18432 -> -0.5, 20480 -> -1
-    """
-    limit = _limit(sample)
-    buffer = max(1, limit // 5) if buffer is None else buffer
-    if buffer <= 0:
-        raise ValueError(f"buffer is {buffer}: give a number of tokens above 0")
-    over = sample.num_tokens - (limit - buffer)
-    return min(0.0, max(-1.0, -over / buffer))
 
 
 def ngram_repetition(sample: RewardSample, *, n: int = 3) -> float:
@@ -54,7 +40,7 @@ def cosine_length(
     Example: right, half of the limit -> 0.75; wrong, at the limit -> -0.5
     """
     at_none, at_limit = right if score >= right_from else wrong
-    progress = min(sample.num_tokens / _limit(sample), 1.0)
+    progress = min(sample.num_tokens / length_limit(sample), 1.0)
     return at_limit + 0.5 * (at_none - at_limit) * (1.0 + math.cos(math.pi * progress))
 
 
@@ -101,21 +87,6 @@ def diversity(samples: Sequence[RewardSample], *, n: int = 2) -> list[float]:
         1.0 - sum(_jaccard(mine, theirs) for j, theirs in enumerate(grams) if j != i) / others if others else 0.0
         for i, mine in enumerate(grams)
     ]
-
-
-SHAPING: dict[str, Callable[..., Any]] = {
-    "soft_overlong": soft_overlong,
-    "ngram_repetition": ngram_repetition,
-    "cosine_length": cosine_length,
-    "stop_properly": stop_properly,
-}
-OF_GROUPS: dict[str, Callable[..., Any]] = {"relative_length": relative_length, "diversity": diversity}
-
-
-def _limit(sample: RewardSample) -> int:
-    if sample.max_tokens <= 0:
-        raise ValueError(f"row {sample.row_id}: the limit of length is not known (RewardSample.max_tokens is 0)")
-    return sample.max_tokens
 
 
 def _grams(text: str, n: int) -> set[tuple[str, ...]]:
