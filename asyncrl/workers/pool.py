@@ -154,7 +154,7 @@ class WorkerPool:
     def _count_dropped(self, nbytes: int) -> None:
         if not self.dropped_bytes and self._program is not None:
             logger.warning(
-                "%s printed more than %d bytes for one request: what is beyond is dropped, and counted. Let it write "
+                "%s printed more than %d bytes for one request: what is beyond is dropped. Let it write "
                 "to a file of its own to keep all",
                 self._program.loads,
                 SHOWN_BYTES,
