@@ -14,7 +14,7 @@ from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.processing.processor import PromptProcessor, image_rule
 
 
-class Environment(Protocol):
+class EnvironmentSession(Protocol):
     """One trajectory's side of an environment. What it raises is a failure of the environment: a status, never a 0."""
 
     async def reset(self, start: Start, /) -> Observation | None:
@@ -32,7 +32,7 @@ class Environment(Protocol):
 class Environments:
     """Source of environments for trajectories."""
 
-    make: Callable[[], Environment]
+    make: Callable[[], EnvironmentSession]
     capacity: float = inf
     """Most of them at a time."""
     trajectory_s: float = inf

@@ -14,7 +14,7 @@ from asyncrl.processing.history import Shown
 from asyncrl.rewards.score import Score
 from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion
-from rollout_server.production.environments import Environment
+from rollout_server.production.environments import EnvironmentSession
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Trajectory:
     """One trajectory so far: turns, and the columns of sampled and observed tokens."""
 
     index: int
-    environment: Environment | None
+    environment: EnvironmentSession | None
     """None when it is closed."""
     turns: list[Turn] = field(default_factory=list)
     pieces: list[EncodedPrompt] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Trajectory:
         except Exception as error:
             logger.warning("an environment could not be closed: %s", error)
 
-    def begin_anew(self, environment: Environment) -> None:
+    def begin_anew(self, environment: EnvironmentSession) -> None:
         """Forget all turns, for another try."""
         self.environment, self.failure, self.limit = environment, None, ""
         self.context = 0
