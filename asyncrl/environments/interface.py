@@ -61,14 +61,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Action:
-    """One turn of the policy."""
+    """One turn of the policy, which is whole: one that the limit of length cuts ends the trajectory."""
 
     text: str
     """Sampled text, without special tokens."""
     turn: int = 0
     """Number of the turn, from 0."""
-    finish_reason: str = "stop"
-    """`stop`, `stop_string`, or `length` for a turn that was cut."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class CallReader:
         return cls(call_format, schemas)
 
     def calls(self, action: Action) -> tuple[Call, ...]:
-        return parse_calls(self.call_format, action.text, self.schemas, action.finish_reason)
+        return parse_calls(self.call_format, action.text, self.schemas)
 
 
 class _Malformed(Exception):
@@ -109,10 +109,8 @@ def check_format(call_format: str, schemas: Schemas) -> None:
                     )
 
 
-def parse_calls(call_format: str, text: str, schemas: Schemas, finish_reason: str = "stop") -> tuple[Call, ...]:
+def parse_calls(call_format: str, text: str, schemas: Schemas) -> tuple[Call, ...]:
     """The calls in a turn's text. A Call with an `error` is one that the policy has not written right."""
-    if finish_reason == "length":
-        return ()
     kind, _, name = call_format.partition(":")
     thought = text.rfind("</think>")
     if thought < 0 and "<think>" in text:

@@ -222,7 +222,7 @@ class ToolEnvironment:
 
     def without_call(self, action: Action) -> StepResult:
         """Result of a turn without a call: the end, or once a request for a call where `end` is nudge."""
-        if self.end == "nudge" and not self._nudged and action.finish_reason != "length":
+        if self.end == "nudge" and not self._nudged:
             self._nudged = True
             return StepResult(Observation((Message("user", (NUDGE,)),)))
         return StepResult(None, done=True, info=dict(self.ctx.info))

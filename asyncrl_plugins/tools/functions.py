@@ -51,8 +51,8 @@ class FunctionsEnvironment(ToolEnvironment):
         return await super().prepare(config, image_rule)
 
     def without_call(self, action: Action) -> StepResult:
-        """The answer, unless the turn was cut."""
-        if self.answer is None or action.finish_reason == "length":
+        """The answer, where there is a function for it."""
+        if self.answer is None:
             return super().without_call(action)
         reward = self.answer(action.text, self.ctx)
         return StepResult(None, reward, True, info=dict(self.ctx.info))
