@@ -1,7 +1,8 @@
-"""vLLM in the memory plan beside other plug-ins: device channels, 8-bit weights, the table of the host."""
+"""vLLM in the memory plan beside other plug-ins: device channels, 8-bit weights, the tables of doctor."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,20 @@ import pytest
 import torch
 
 from asyncrl.config.parts import NCCL_BYTES
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
-from asyncrl.memory_plan import GIB
+from asyncrl.memory_plan import GIB, lines
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.models.loading import load_model
+from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items
 from asyncrl_plugins.quantization.grid import quantizable
 from asyncrl_plugins.vllm.memory import GRAPHS_BYTES, memory_utilization
+from benchmarks import random_models
+from benchmarks.random_models import make_model
 from tests.unit.asyncrl.test_memory_plan import MakeConfig, items, planned, small
+from tests.unit.asyncrl.test_memory_plan_ranks import FEW, HEAVY, config_of
 
 __all__ = ["small"]
 
@@ -47,12 +52,12 @@ def test_versions_in_device_memory_are_planned(
         make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm", "auto")
     )
     assert auto.phases == other.phases
-    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
+    found = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
     version = plan.model.published
     wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
     if channel == "nccl":
         wanted |= {"nccl of the learner": servers * NCCL_BYTES, "nccl of the rollout server": servers * NCCL_BYTES}
-    assert {name: lines[name] for name in wanted} == wanted
+    assert {name: found[name] for name in wanted} == wanted
     more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
     assert len(more) == (2 if channel == "nccl" else 1)
     assert sum(more) == sum(wanted.values())
@@ -101,3 +106,22 @@ def test_weights_of_8_bits_are_planned_where_the_engine_holds_them(make_config: 
     assert saved > 0
     assert weights("vllm", "") - weights("vllm", "fp8") == saved
     assert weights("hf", "") == weights("hf", "fp8")
+
+
+def test_ranks_that_take_turns_are_proposed_with_a_server_that_divides_the_models_heads(
+    one_thread: None, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "NCCL_BYTES", 0)
+    monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
+    heavy = make_model(tmp_path / "heavy", "heavy")
+    whole = changed(
+        config_of(make_config, heavy, FEW, {"learner": {"engine": "torch", "num_processes": 1}}),
+        {"trainer.mode": "sync", "rollout.engine": "vllm", "learner.device": "cuda", "rollout.device": "cuda"},
+    )
+    ranks = {"learner.engine": "fsdp2", "learner.num_processes": 4, "rollout.tensor_parallel_size": 2}
+    needed = make_plan(changed(whole, ranks)).peak
+    monkeypatch.setattr("asyncrl_plugins.doctor.advice.attention_heads", lambda _: 6)
+    said = "\n".join(advice(make_plan(changed(whole, {"gpu_memory.budget_gib": (needed + 1) / GIB}))))
+    assert re.search(r"learner\.engine=fsdp2 learner\.num_processes=[24] rollout\.tensor_parallel_size=2 ", said)
+    together = said.partition("Together ")[2]
+    assert "lora" not in together, "what trains fewer weights comes last"

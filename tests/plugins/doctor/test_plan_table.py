@@ -104,22 +104,3 @@ def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
     fits = changed(whole, {**divided, "gpu_memory.budget_gib": tight.budget / GIB})
     assert not make_plan(fits).excess
     assert check_plan(RunConfig.model_validate(fits.model_dump())) is not None, "a budget is accepted of ranks"
-
-
-def test_ranks_that_take_turns_are_proposed_with_a_server_that_divides_the_models_heads(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lines, "NCCL_BYTES", 0)
-    monkeypatch.setitem(random_models.SIZES, "heavy", HEAVY)
-    heavy = make_model(tmp_path / "heavy", "heavy")
-    whole = changed(
-        config_of(make_config, heavy, FEW, {"learner": {"engine": "torch", "num_processes": 1}}),
-        {"trainer.mode": "sync", "rollout.engine": "vllm", "learner.device": "cuda", "rollout.device": "cuda"},
-    )
-    ranks = {"learner.engine": "fsdp2", "learner.num_processes": 4, "rollout.tensor_parallel_size": 2}
-    needed = make_plan(changed(whole, ranks)).peak
-    monkeypatch.setattr("asyncrl_plugins.doctor.advice.attention_heads", lambda _: 6)
-    said = "\n".join(advice(make_plan(changed(whole, {"gpu_memory.budget_gib": (needed + 1) / GIB}))))
-    assert re.search(r"learner\.engine=fsdp2 learner\.num_processes=[24] rollout\.tensor_parallel_size=2 ", said)
-    together = said.partition("Together ")[2]
-    assert "lora" not in together, "what trains fewer weights comes last"
