@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,6 +128,11 @@ class Rig:
         self.run(self.engine.close())
         self.publication.close()
         self.loop.close()
+
+
+def with_images(request: GenerationRequest, *images: bytes) -> GenerationRequest:
+    """The request with other pictures than those that its prompt was measured with."""
+    return replace(request, prompt=replace(request.prompt, images=images))
 
 
 def gap_to(

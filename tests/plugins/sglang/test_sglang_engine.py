@@ -31,7 +31,7 @@ from tests.rigs.engine_checks import (
     check_requests,
     check_stop_id,
 )
-from tests.rigs.engine_rig import FP32, QUESTION, gap_to
+from tests.rigs.engine_rig import FP32, QUESTION, gap_to, with_images
 from tests.rigs.policies import complete_all, encoded_prompt, gaps, moved, picture
 
 pytestmark = NEEDS_SGLANG
@@ -124,7 +124,7 @@ def test_what_it_cannot_honour_is_refused_with_the_reason_and_alone(sglang: SGLa
 
 def test_a_prompt_that_sglang_expands_otherwise_names_its_row(sglang: SGLangRig) -> None:
     request = sglang.request(QUESTION, picture(1), picture(2), tokens=2)
-    square = dataclasses.replace(request, images=(picture(1), picture(2, 28, 28)))
+    square = with_images(request, picture(1), picture(2, 28, 28))
     with pytest.raises(UserError, match=rf"{request.prompt.row_id}: SGLang and the processor make .* at position"):
         sglang.sample(square)
 

@@ -91,11 +91,6 @@ def test_a_missing_environment_is_named_and_what_is_in_one_is_read(make_config: 
         ({"model": {"lora": {"rank": 4}}}, "model.lora.rank is 4, and adapters have not been run with sglang"),
         ({"rollout": {"weight_update": "keep"}}, "cached prefixes are of old weights"),
         ({"rollout": {"top_p": 0.9}}, "log-probs are of the distribution before it is cut off"),
-        ({"rollout": {"weights_channel": "nccl"}}, "takes new weights from host memory"),
-        (
-            {"rollout": {"quantization": "fp8"}},
-            r"sglang, whose fp8 layers would take .* Set rollout.engine=hf or rollout.engine=vllm",
-        ),
         ({"rollout": {"tensor_parallel_size": 2}}, "the sglang engine runs on one device"),
         ({"model": {"float32_head": True, "dtype": "bfloat16"}}, "sglang computes logits in model.dtype"),
         ({"gpu_memory": {"budget_gib": 4.0}}, "nothing is known of sglang's memory"),
@@ -161,7 +156,7 @@ def test_an_answer_becomes_columns_and_one_that_is_not_whole_is_refused() -> Non
     ):
         with pytest.raises(error, match=message):
             to_completion(request(stops=stops), 0, answer(**changed), 3)
-    with pytest.raises(UserError, match=r"row fixed tokens: .* 2 and 2 tokens, another one at position 1"):
+    with pytest.raises(UserError, match=r"row a turn: .* 2 and 2 tokens, another one at position 1"):
         to_completion(request(), 0, {**answer(), "prompt_token_ids": [1, 3]}, 3)
 
 

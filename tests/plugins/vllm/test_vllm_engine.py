@@ -25,7 +25,7 @@ from tests.rigs.engine_checks import (
     check_requests,
     check_stop_id,
 )
-from tests.rigs.engine_rig import FP32, QUESTION, Rig, gap_to
+from tests.rigs.engine_rig import FP32, QUESTION, Rig, gap_to, with_images
 from tests.rigs.policies import complete_all, gaps, moved, picture
 
 pytestmark = NEEDS_VLLM
@@ -144,10 +144,10 @@ def test_a_ticket_with_other_bans_or_over_the_length_is_refused(rig: Rig) -> Non
 
 def test_a_prompt_that_vllm_expands_otherwise_names_its_row(rig: Rig) -> None:
     request = rig.request(QUESTION, picture(1), picture(2))
-    square = dataclasses.replace(request, images=(picture(1), picture(2, 28, 28)))
+    square = with_images(request, picture(1), picture(2, 28, 28))
     with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM and the processor make .* at position"):
         rig.sample(square)
-    turned = dataclasses.replace(request, images=(picture(1), picture(2, 28, 56)))
+    turned = with_images(request, picture(1), picture(2, 28, 56))
     with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM .* patches of the images"):
         rig.sample(turned)
 

@@ -1,4 +1,4 @@
-"""Settings of vLLM that other plug-ins bring: 8-bit weights, versions over device channels, composed models."""
+"""Settings of engines that other plug-ins bring: 8-bit weights, versions over device channels, composed models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,23 @@ from tests.plugins.compose.tiny_composed import COMPOSED, compose, parts
 
 __all__ = ["parts"]
 MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "problem"),
+    [
+        ({"weights_channel": "nccl"}, "takes new weights from host memory"),
+        (
+            {"quantization": "fp8"},
+            r"sglang, whose fp8 layers would take .* Set rollout.engine=hf or rollout.engine=vllm",
+        ),
+    ],
+)
+def test_sglang_refuses_device_channels_and_8_bits(
+    make_config: MakeConfig, rollout: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        make_config(rollout={"engine": "sglang", "device": "cpu", **rollout})
 
 
 def test_cuda_ipc_to_two_gpus_is_refused(make_config: MakeConfig) -> None:
