@@ -48,6 +48,7 @@ from protocol.messages import (
 from rollout_server.engines.base import EngineUsage
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
+from tests.system.test_bad_input import check_busy_port
 from tests.unit.learner.test_step import one_step
 from tests.unit.learner.test_tickets import issue, prepared, received
 
@@ -484,3 +485,7 @@ def test_turns_on_a_shared_device(server: PrometheusServer) -> None:
     expected |= {"sleep_seconds": 0.25, "sleep_bytes": 7}
     assert {name: values[name, ""] for name in expected} == expected
     assert values["errors_total", "kind=ticket"] == 1
+
+
+def test_a_learner_whose_port_of_metrics_is_busy_gives_everything_back(make_config: Callable[..., RunConfig]) -> None:
+    check_busy_port(make_config, "telemetry.learner_port")

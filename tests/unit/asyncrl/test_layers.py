@@ -80,6 +80,18 @@ def test_layers(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_tests_of_the_core_import_no_plug_in() -> None:
+    """They run on a wheel that has none."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for folder in ("unit", "system", "gpu")
+        for file in sorted((ROOT / "tests" / folder).rglob("*.py"))
+        for name, line in imported(ast.parse(file.read_text()))
+        if name.startswith((PLUGINS, "tests.plugins", "tests.together"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_file_imports_itself_through_others() -> None:
     found = cycles(import_graph(ROOT))
     assert not found, "\n".join(" <-> ".join(group) for group in found)
