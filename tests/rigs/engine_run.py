@@ -23,8 +23,8 @@ from tests.system.test_end_to_end import lines
 def check_digits_run(
     make_config: Callable[..., RunConfig], folder: Path, engine: str, *, processes: int, timeout_s: float
 ) -> None:
-    """The reward rises, every group is consumed, the engine's own metrics are served where an exporter is installed, and
-    at the end none of the run's processes is left; while it runs there are at least `processes`."""
+    """The reward rises, every group is consumed, the engine's metrics are served where an exporter is installed, and at
+    the end none of the run's processes is left; while it runs there are at least `processes`."""
     run = folder / "run"
     config = with_ports(
         make_config(

@@ -248,7 +248,7 @@ def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(rig
         await asyncio.sleep(0.3)
         asleep = waiting.done()
         await rig.engine.wake()
-        await asyncio.sleep(0.3)
+        await asyncio.wait({waiting}, timeout=30 if level == 1 else 0.3)
         awake = waiting.done()
         await rig.update(new)
         (done,) = (await waiting).values()
