@@ -9,9 +9,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.images import content_hash
-from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import ticket_seed
-from asyncrl.data.survey.row_survey import RowSurvey, measure_row, overlong_opening, survey_rows
+from asyncrl.data.survey.row_survey import PromptRows, RowSurvey, overlong_opening
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import UserError
@@ -33,21 +33,22 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     if no row is usable, or one is bad under `data.on_bad_row: stop`, for a chat template that cannot take the turns of
     the run's environment, and for an environment that does not open.
     """
-    processor, renderer = prompt_processor(config.model, config.environment), PromptRenderer(config.data)
+    processor = prompt_processor(config.model, config.environment)
     bridge: TurnBridge | None = None
     if config.environment.is_used:
         bridge = TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
-    train, limit = open_train(config.data), config.data.max_prompt_length
-    surveys = [
-        survey_rows(rows, renderer, processor, config.data, source, config.network.max_message_mib, sample=SAMPLE)
-        for rows, source in ((train, "training"), (open_validation(config.data), "held-out"))
+    limit = config.data.max_prompt_length
+    sources = [
+        PromptRows(rows, config.data, processor, config.network.max_message_mib, source)
+        for rows, source in ((open_train(config.data), "training"), (open_validation(config.data), "held-out"))
         if rows is not None
     ]
+    surveys = [source.survey(SAMPLE) for source in sources]
     found = [_describe(survey, config.data) for survey in surveys]
     usable = surveys[0].usable
     if "target" in config.algorithm.needs and (without := surveys[0].num_without_target):
         found.append(f"of {len(usable):,} usable training rows {without:,} have no text in data.target_key")
-    rendered, encoded = measure_row(train, usable[0], renderer, processor, config.network.max_message_mib)
+    rendered, encoded = sources[0].measure(usable[0])
     prompt, told = rendered.prompt, ""
     if bridge:
         prompt, encoded, told = _with_opening(
@@ -68,8 +69,8 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
         lines.append(f"  {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
     first = "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
-    complete = surveys[0].num_looked_at == len(train)
-    return "\n".join([*found, first]), len(usable) if complete else len(train)
+    num_rows = len(sources[0].rows)
+    return "\n".join([*found, first]), len(usable) if surveys[0].num_looked_at == num_rows else num_rows
 
 
 def _with_opening(

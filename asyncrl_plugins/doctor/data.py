@@ -14,7 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig, component_name
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
-from asyncrl.data.survey.row_survey import RowSurvey, survey_rows
+from asyncrl.data.survey.row_survey import PromptRows, RowSurvey
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import size
 from asyncrl.model_files.folder import model_folder, weight_files
@@ -33,7 +33,7 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
     processor, data = prompt_processor(config.model, config.environment), config.data
-    survey = survey_rows(rows, renderer, processor, data, purpose, config.network.max_message_mib)
+    survey = PromptRows(rows, data, processor, config.network.max_message_mib, purpose).survey()
     took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
     columns = ", ".join(rows.columns)
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")
@@ -102,7 +102,7 @@ def _judge_lengths(survey: RowSurvey, config: DataConfig, counted: str, *, left_
     over = survey.overlong
     if not over:
         return Finding("prompt lengths", value)
-    value = f"{len(over):,} of {counted} are longer (such as {survey.row_ids(over[0])}): {value}"
+    value = f"{len(over):,} of {counted} are longer (such as {survey.row_ids(next(iter(over)))}): {value}"
     if left_out:
         return Finding("prompt lengths", f"{value}; they are left out", "note")
     leave = ", or data.on_bad_row=skip to leave such rows out" if survey.usable else ""

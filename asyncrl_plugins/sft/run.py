@@ -23,11 +23,10 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompt_sources import DataOrder
-from asyncrl.data.prompts import PromptRenderer
-from asyncrl.data.survey.row_survey import usable_rows
+from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.memory_plan.plan import check_plan
@@ -142,18 +141,15 @@ class SupervisedRun:
 
     def __init__(self, config: RunConfig, leader: Leader | None = None):
         self.config = config
-        self.rows = open_train(config.data, "sft")
-        self.renderer = PromptRenderer(config.data)
         self.processor = prompt_processor(config.model, config.environment, cache_mib=CACHE_MIB)
-        survey = usable_rows(
-            self.rows,
-            self.renderer,
-            self.processor,
+        self.rows = PromptRows(
+            open_train(config.data, "sft"),
             config.data,
-            "training",
+            self.processor,
             config.network.max_message_mib,
-            self._target_ids,
+            check=self._target_ids,
         )
+        survey = self.rows.usable()
         bad_rows = [vars(row) for row in survey.bad]
         self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
@@ -181,18 +177,19 @@ class SupervisedRun:
         logger.info("finished: the model is in %s", self.config.run_path / "export")
 
     def _demonstration(self, index: int) -> Demonstration:
-        row, row_id = self.rows[index], self.rows.row_id(index)
-        rendered = self.renderer.render(row, row_id)
-        return Demonstration(rendered.prompt, rendered.blobs, self._target_ids(row, row_id))
+        rendered = self.rows.render(index)
+        return Demonstration(rendered.prompt, rendered.blobs, self._target_ids(rendered))
 
-    def _target_ids(self, row: Mapping[str, Any], row_id: str) -> list[int]:
+    def _target_ids(self, rendered: RenderedPrompt) -> list[int]:
         """Token ids of the demonstration. Raises UserError where there is none, or it is too long."""
-        text = row_target(row, self.config.data, row_id)
-        ids = self.processor.tokenize_completion(text)
-        if len(ids) > self.config.data.max_response_length:
+        data, row_id = self.config.data, rendered.prompt.row_id
+        if not rendered.target:
+            raise UserError(f"row {row_id}: column {data.target_key!r} (data.target_key) must be a non-empty string")
+        ids = self.processor.tokenize_completion(rendered.target)
+        if len(ids) > data.max_response_length:
             raise UserError(
                 f"row {row_id}: the target has {len(ids)} tokens, over data.max_response_length = "
-                f"{self.config.data.max_response_length}. Raise it or shorten the target"
+                f"{data.max_response_length}. Raise it or shorten the target"
             )
         return ids
 
@@ -228,16 +225,6 @@ def _following(
         calls[order.kind]()
 
     yield obey
-
-
-def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
-    """Text that supervised training imitates for a row."""
-    target = row.get(config.target_key)
-    if not isinstance(target, str) or not target:
-        raise UserError(
-            f"row {row_id}: column {config.target_key!r} (data.target_key) must be a non-empty string, it is {target!r}"
-        )
-    return target
 
 
 def main(config: RunConfig, start: Start) -> None:

@@ -13,12 +13,12 @@ import xxhash
 
 from asyncrl.config.part_settings import TicketSettings
 from asyncrl.config.sections import CurriculumConfig
-from asyncrl.data.dataset import RowSource, open_train, open_validation
+from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.images import content_hash
 from asyncrl.data.prompt_sources import DataOrder
-from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
-from asyncrl.data.survey.row_survey import BadRow, RowSurvey, check_message, measure_row, overlong, usable_rows
+from asyncrl.data.survey.row_survey import BadRow, PromptRows, check_message
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
@@ -44,19 +44,14 @@ class TicketWriter:
     def __init__(self, settings: TicketSettings, processor: PromptProcessor, stop_token_ids: tuple[int, ...]):
         self.settings = settings
         self.processor = processor
-        self.renderer = PromptRenderer(settings.data)
-        self.train = open_train(settings.data)
-        self.held_out = open_validation(settings.data)
         self._stop_token_ids = stop_token_ids
         self._bridge = TurnBridge(processor, stop_token_ids) if settings.environment.is_used else None
-        self.train_survey = usable_rows(
-            self.train, self.renderer, processor, settings.data, "training", settings.max_message_mib
-        )
-        self.held_out_survey: RowSurvey | None = None
-        if self.held_out is not None:
-            self.held_out_survey = usable_rows(
-                self.held_out, self.renderer, processor, settings.data, "held-out", settings.max_message_mib
-            )
+        data, most_mib = settings.data, settings.max_message_mib
+        self.train = PromptRows(open_train(data), data, processor, most_mib)
+        self.train_survey = self.train.usable()
+        held_out = open_validation(data)
+        self.held_out = PromptRows(held_out, data, processor, most_mib, "held-out") if held_out else None
+        self.held_out_survey = self.held_out.usable() if self.held_out else None
         context = TicketContext(settings.data, processor, stop_token_ids, self.train_survey)
         self._hooks = ticket_hooks(settings.algorithm, context)
         self._train_rows = self.train_survey.usable
@@ -70,13 +65,13 @@ class TicketWriter:
 
     def _numbers(self, curriculum: CurriculumConfig) -> list[float]:
         """The number of each usable row by which they are ordered. Raises UserError naming a row that has none."""
-        column = self.train.column(curriculum.order_by)
+        column = self.train.rows.column(curriculum.order_by)
         numbers: list[float] = []
         for row in self._train_rows:
             number = column[row]
             if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
                 raise UserError(
-                    f"row {self.train.row_id(row)}: {number!r} in column {curriculum.order_by!r} "
+                    f"row {self.train.rows.row_id(row)}: {number!r} in column {curriculum.order_by!r} "
                     "(data.curriculum.order_by) is no number. Give every row one, or leave the row out"
                 )
             numbers.append(-number if curriculum.descending else number)
@@ -95,17 +90,12 @@ class TicketWriter:
         """Rows of both sources that are left out."""
         return [*self.train_survey.bad, *(self.held_out_survey.bad if self.held_out_survey else [])]
 
-    def _measure(self, rows: RowSource, index: int) -> tuple[RenderedPrompt, EncodedPrompt]:
+    def _measure(self, rows: PromptRows, index: int) -> tuple[RenderedPrompt, EncodedPrompt]:
         """Make a usable row a prompt. Raises UserError if it is not usable any more."""
-        row_id, limit = rows.row_id(index), self.settings.data.max_prompt_length
         try:
-            rendered, measured = measure_row(rows, index, self.renderer, self.processor, self.settings.max_message_mib)
-            if len(measured.token_ids) > limit:
-                tools = self.processor.shown_tools is not None
-                raise UserError(overlong(row_id, measured, limit, shows_tools=tools))
+            return rows.measure(index)
         except UserError as error:
             raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
-        return rendered, measured
 
     def data_fingerprint(self) -> str:
         """Equal for two sources whose order and prompts are the same, as far as FINGERPRINTED_ROWS rows tell."""
@@ -199,7 +189,7 @@ class TicketWriter:
         seen: Counter[tuple[bool, ...]] = Counter()
         order: list[tuple[bool, int, int, int]] = []
         for row in candidates:
-            kinds = tuple(_has_media(self.train[row].get(key)) for key in keys)
+            kinds = tuple(_has_media(self.train.rows[row].get(key)) for key in keys)
             order.append((not any(kinds), seen[kinds], -sum(kinds), row))
             seen[kinds] += 1
         return [row for *_, row in sorted(order)]

@@ -84,9 +84,8 @@ def video_config(make_config: MakeConfig, model: Path, folder: Path, **data: Any
 
 
 def rendered_rows(config: RunConfig) -> list[RenderedPrompt]:
-    rows = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,)).train
-    renderer = PromptRenderer(config.data)
-    return [renderer.render(rows[i], rows.row_id(i)) for i in range(len(rows))]
+    train = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,)).train
+    return [train.render(index) for index in range(len(train.rows))]
 
 
 # --- both sides -----------------------------------------------------------------------------------

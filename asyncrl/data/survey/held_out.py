@@ -11,8 +11,8 @@ from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
 from asyncrl.config.run_sections import EvaluationConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_validation
-from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
-from asyncrl.data.survey.row_survey import usable_rows
+from asyncrl.data.prompts import RenderedPrompt
+from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ConversationLimits, Prompt, Sampling, Ticket, TicketKind
@@ -25,12 +25,12 @@ def held_out_prompts(
     data: DataConfig, processor: PromptProcessor, max_message_mib: int
 ) -> tuple[int, Iterator[RenderedPrompt]]:
     """Number of usable held-out rows, and their prompts, each made when it is asked for. Raises UserError."""
-    rows = open_validation(data)
-    if rows is None:
+    held_out = open_validation(data)
+    if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
-    renderer = PromptRenderer(data)
-    usable = usable_rows(rows, renderer, processor, data, "held-out", max_message_mib).usable
-    return len(usable), (renderer.render(rows[index], rows.row_id(index)) for index in usable)
+    rows = PromptRows(held_out, data, processor, max_message_mib, "held-out")
+    usable = rows.usable().usable
+    return len(usable), map(rows.render, usable)
 
 
 def evaluation_ticket(

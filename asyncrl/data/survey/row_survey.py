@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import xxhash
@@ -40,8 +41,8 @@ PROGRESS_S = 10.0
 KEEP_EVERY_S = 60.0
 MOST_NAMED = 5
 """Bad rows in one message; bad_rows.jsonl has all of them."""
-RowCheck = Callable[[Mapping[str, Any], str], object]
-"""Called with a row and its id; raises UserError where the row has no target that can be used."""
+RowCheck = Callable[[RenderedPrompt], object]
+"""Raises UserError where the row has no target that can be used."""
 _SAMPLING_BYTES = 4096
 """Header bytes kept for a ticket's stop ids and banned ids, which a survey does not know."""
 
@@ -66,19 +67,14 @@ class RowSurvey:
     """Facts of each row; None for one that was refused, or not looked at."""
     refused: Mapping[int, str]
     """Errors by index of row, of those that cannot be used whatever the limit is."""
-    max_prompt_length: int
+    overlong: Mapping[int, str]
+    """Errors by index of row, of those over data.max_prompt_length."""
     seconds: float
     """Time that it took; 0 where all of it was remembered."""
-    shows_tools: bool = False
-    """Whether each prompt has the schemas of an environment's tools."""
 
     @property
     def usable(self) -> list[int]:
-        return [i for i, facts in enumerate(self.facts) if facts and facts.tokens <= self.max_prompt_length]
-
-    @property
-    def overlong(self) -> list[int]:
-        return [i for i, facts in enumerate(self.facts) if facts and facts.tokens > self.max_prompt_length]
+        return [i for i, facts in enumerate(self.facts) if facts and i not in self.overlong]
 
     @property
     def num_without_target(self) -> int:
@@ -109,28 +105,8 @@ class RowSurvey:
     @property
     def bad(self) -> list[BadRow]:
         """Bad rows in their order."""
-        limit, tools = self.max_prompt_length, self.shows_tools
-        reasons = {i: overlong(self.row_ids(i), self.facts[i], limit, shows_tools=tools) for i in self.overlong}
-        return [
-            BadRow(self.source, self.row_ids(i), reason) for i, reason in sorted({**self.refused, **reasons}.items())
-        ]
-
-
-def overlong(row_id: str, prompt: RowFacts | EncodedPrompt | None, limit: int, *, shows_tools: bool) -> str:
-    """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
-    assert prompt is not None
-    tokens = prompt.tokens if isinstance(prompt, RowFacts) else len(prompt.token_ids)
-    fixes = ["Raise the limit"]
-    if prompt.media_tokens:
-        fixes.append("lower model.max_pixels for smaller images")
-    if shows_tools:
-        fixes.append("give the environment fewer tools or shorter docstrings, whose schemas are in each prompt")
-    if len(fixes) == 1:
-        fixes.append("shorten the text")
-    return (
-        f"row {row_id}: the prompt has {tokens} tokens ({prompt.media_tokens} of them for images and videos), over "
-        f"data.max_prompt_length = {limit}. {', or '.join(fixes)}"
-    )
+        reasons = sorted({**self.refused, **self.overlong}.items())
+        return [BadRow(self.source, self.row_ids(i), reason) for i, reason in reasons]
 
 
 def overlong_opening(prompt: EncodedPrompt, limit: float) -> str:
@@ -154,18 +130,6 @@ def named_errors(row_id: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno:
             raise BadStateError(f"row {row_id} cannot be read: {what}. The disk fails, not the row") from error
         raise UserError(f"row {row_id}: it cannot be made a prompt ({what}). Mend the row or leave it out") from error
-
-
-def measure_row(
-    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor, max_message_mib: int
-) -> tuple[RenderedPrompt, EncodedPrompt]:
-    """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
-    row_id = rows.row_id(index)
-    with named_errors(row_id):
-        rendered = renderer.render(rows[index], row_id)
-        measured = processor.measure(rendered.prompt, rendered.blobs)
-        check_message(rendered, max_message_mib)
-        return rendered, measured
 
 
 def check_message(rendered: RenderedPrompt, most_mib: int) -> None:
@@ -205,130 +169,151 @@ def check_message(rendered: RenderedPrompt, most_mib: int) -> None:
         ) from problem
 
 
-def usable_rows(
-    rows: RowSource,
-    renderer: PromptRenderer,
-    processor: PromptProcessor,
-    data: DataConfig,
-    source: str,
-    max_message_mib: int,
-    check: RowCheck | None = None,
-) -> RowSurvey:
-    """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
-    survey = survey_rows(rows, renderer, processor, data, source, max_message_mib, check)
-    if problem := survey.describe_bad():
-        if not survey.leaves_out(data):
-            raise UserError(problem)
-        logger.warning("left out (data.on_bad_row=skip): %s", problem)
-    return survey
+class PromptRows:
+    """Rows of one source, and the prompts that a run makes of them."""
 
+    def __init__(
+        self,
+        rows: RowSource,
+        data: DataConfig,
+        processor: PromptProcessor,
+        max_message_mib: int,
+        source: str = "training",
+        check: RowCheck | None = None,
+    ):
+        """`source` is `training` or `held-out`. `check` is given for supervised training, where rows need targets, but
+        no answers, and are sent to nobody."""
+        self.rows = rows
+        self.source = source
+        self._data = data
+        self._processor = processor
+        self._max_message_mib = max_message_mib
+        self._check = check
+        self._renderer = PromptRenderer(data)
+        self._reading = Lock()
 
-def survey_rows(
-    rows: RowSource,
-    renderer: PromptRenderer,
-    processor: PromptProcessor,
-    data: DataConfig,
-    source: str,
-    max_message_mib: int,
-    check: RowCheck | None = None,
-    *,
-    sample: int = 0,
-) -> RowSurvey:
-    """Look at every row, several at a time, or take what is remembered of an earlier survey.
+    def render(self, index: int) -> RenderedPrompt:
+        """Raises UserError as `PromptRenderer.render` does."""
+        return self._renderer.render(self.rows[index], self.rows.row_id(index))
 
-    `source` is `training` or `held-out`. `check` is given for supervised training, where rows need targets, but
-    no answers, and are sent to nobody. With a `sample`, where not all is remembered, look at so many of the other rows
-    alone, spread evenly. What is found is kept now and then: a survey that is broken off goes on where it was.
-    Rows that were refused are looked at again each time: what is wrong may be a file that lies elsewhere. Their images
-    are decoded, so that a damaged one is found here and not by a rollout server.
-    """
-    began = time.monotonic()
-    cache = SurveyCache.of(rows, processor, data, max_message_mib if check is None else None)
-    facts: list[RowFacts | None] = cache.load() or [None] * len(rows)
-    missing = [index for index, known in enumerate(facts) if known is None]
-    is_sample = sample > 0 and not cache.is_complete
-    if is_sample:
-        missing = missing[:: max(1, -(-len(missing) // sample))]  # none, where a survey was broken off at its end
-    refused: dict[int, str] = {}
+    def measure(self, index: int) -> tuple[RenderedPrompt, EncodedPrompt]:
+        """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
+        row_id = self.rows.row_id(index)
+        with named_errors(row_id):
+            rendered = self.render(index)
+            measured = self._processor.measure(rendered.prompt, rendered.blobs)
+            check_message(rendered, self._max_message_mib)
+        if len(measured.token_ids) > self._data.max_prompt_length:
+            raise UserError(self._overlong(row_id, len(measured.token_ids), measured.media_tokens))
+        return rendered, measured
 
-    def examine(item: tuple[int, Mapping[str, Any] | UserError]) -> RowFacts | UserError:
-        index, row = item
+    def usable(self) -> RowSurvey:
+        """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
+        survey = self.survey()
+        if problem := survey.describe_bad():
+            if not survey.leaves_out(self._data):
+                raise UserError(problem)
+            logger.warning("left out (data.on_bad_row=skip): %s", problem)
+        return survey
+
+    def survey(self, sample: int = 0) -> RowSurvey:
+        """Look at every row, several at a time, or take what is remembered of an earlier survey.
+
+        With a `sample`, look at so many of the rows that are not remembered, spread evenly. What is found is kept now
+        and then: a survey that is broken off goes on where it was. Rows that were refused are looked at again each
+        time: what is wrong may be a file that lies elsewhere. Images are decoded, so that a damaged one is found here
+        and not by a rollout server.
+        """
+        began = time.monotonic()
+        checked_mib = self._max_message_mib if self._check is None else None
+        cache = SurveyCache.of(self.rows, self._processor, self._data, checked_mib)
+        facts: list[RowFacts | None] = cache.load() or [None] * len(self.rows)
+        missing = [index for index, known in enumerate(facts) if known is None]
+        if sample:
+            missing = missing[:: max(1, -(-len(missing) // sample))]  # none, where a survey was broken off at its end
+        refused: dict[int, str] = {}
+        reported = kept = began
+        with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "survey") as pool:
+            for first in range(0, len(missing), ROWS_AT_ONCE):
+                indices = missing[first : first + ROWS_AT_ONCE]
+                for index, (row, found) in zip(indices, pool.map(self._look_at, indices), strict=True):
+                    if isinstance(found, UserError):
+                        refused[index] = str(found)
+                    else:
+                        facts[index] = found
+                        cache.note_files(row)
+                if time.monotonic() - reported > PROGRESS_S:
+                    reported = time.monotonic()
+                    done = first + len(indices)
+                    left = (reported - began) / done * (len(missing) - done)
+                    logger.info("%d of %d rows are measured, about %.0f s are left", done, len(missing), left)
+                if time.monotonic() - kept > KEEP_EVERY_S:
+                    kept = time.monotonic()
+                    cache.save(facts, kept - began)
+        seconds = time.monotonic() - began if missing else 0.0
+        cache.save(facts, seconds)
+        return self._judged(facts, refused, seconds)
+
+    def _look_at(self, index: int) -> tuple[Mapping[str, Any], RowFacts | UserError]:
+        """Read and examine a row; several threads do it at once."""
+        row: Mapping[str, Any] = {}
+        row_id = self.rows.row_id(index)
         try:
-            return _examine(row, rows.row_id(index), renderer, processor, max_message_mib, check)
+            with named_errors(row_id):
+                with self._reading:
+                    row = self.rows[index]
+                return row, self._examine(row, row_id)
         except UserError as error:
-            return error
+            return row, error
 
-    reported = kept = began
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "survey") as pool:
-        for first in range(0, len(missing), ROWS_AT_ONCE):
-            indices = missing[first : first + ROWS_AT_ONCE]
-            read = [_read(rows, index) for index in indices]
-            for index, row, found in zip(
-                indices, read, pool.map(examine, zip(indices, read, strict=True)), strict=True
-            ):
-                if isinstance(found, UserError):
-                    refused[index] = str(found)
-                else:
-                    facts[index] = found
-                    cache.note_files(row)
-            if time.monotonic() - reported > PROGRESS_S:
-                reported = time.monotonic()
-                done = first + len(indices)
-                left = (reported - began) / done * (len(missing) - done)
-                logger.info("%d of %d rows are measured, about %.0f s are left", done, len(missing), left)
-            if time.monotonic() - kept > KEEP_EVERY_S:
-                kept = time.monotonic()
-                cache.save(facts, kept - began, is_complete=False)
-    seconds = time.monotonic() - began if missing else 0.0
-    cache.save(facts, seconds, is_complete=not is_sample)
-    if check is None and any(known and known.has_answer for known in facts):
-        for index, known in enumerate(facts):
-            if known and not known.has_answer:
-                refused[index], facts[index] = _unanswered(rows.row_id(index), data), None
-    limit, shows_tools = data.max_prompt_length, processor.shown_tools is not None
-    return RowSurvey(source, rows.row_id, facts, refused, limit, seconds, shows_tools)
-
-
-def _unanswered(row_id: str, config: DataConfig) -> str:
-    return (
-        f"row {row_id}: there is no answer in column {config.answer_key!r} (data.answer_key), and other rows have one. "
-        "Give it one or leave it out"
-    )
-
-
-def _read(rows: RowSource, index: int) -> Mapping[str, Any] | UserError:
-    try:
-        with named_errors(rows.row_id(index)):
-            return rows[index]
-    except UserError as error:
-        return error
-
-
-def _examine(
-    row: Mapping[str, Any] | UserError,
-    row_id: str,
-    renderer: PromptRenderer,
-    processor: PromptProcessor,
-    max_message_mib: int,
-    check: RowCheck | None,
-) -> RowFacts:
-    if isinstance(row, UserError):
-        raise row
-    with named_errors(row_id):
-        rendered = renderer.render(row, row_id)
-        measured = processor.measure(rendered.prompt, rendered.blobs)
+    def _examine(self, row: Mapping[str, Any], row_id: str) -> RowFacts:
+        rendered = self._renderer.render(row, row_id)
+        measured = self._processor.measure(rendered.prompt, rendered.blobs)
         for number, digest in enumerate(rendered.prompt.image_hashes):
             decode_image(rendered.blobs[digest], f"row {row_id}, image {number}")
-        if check is None:
-            check_message(rendered, max_message_mib)
+        if self._check is None:
+            check_message(rendered, self._max_message_mib)
         else:
-            check(row, row_id)
-    seen = xxhash.xxh3_64(measured.token_ids.tobytes())
-    seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
-    return RowFacts(
-        len(measured.token_ids),
-        measured.media_tokens,
-        seen.hexdigest(),
-        has_answer=rendered.prompt.answer is not None,
-        has_target=bool(rendered.target),
-    )
+            self._check(rendered)
+        seen = xxhash.xxh3_64(measured.token_ids.tobytes())
+        seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
+        return RowFacts(
+            len(measured.token_ids),
+            measured.media_tokens,
+            seen.hexdigest(),
+            has_answer=rendered.prompt.answer is not None,
+            has_target=bool(rendered.target),
+        )
+
+    def _judged(self, facts: list[RowFacts | None], refused: dict[int, str], seconds: float) -> RowSurvey:
+        """Judge what is known of all rows: rows without an answer beside others that have one, and overlong ones."""
+        if self._check is None and any(known and known.has_answer for known in facts):
+            for index, known in enumerate(facts):
+                if known and not known.has_answer:
+                    refused[index], facts[index] = self._unanswered(self.rows.row_id(index)), None
+        overlong = {
+            index: self._overlong(self.rows.row_id(index), known.tokens, known.media_tokens)
+            for index, known in enumerate(facts)
+            if known and known.tokens > self._data.max_prompt_length
+        }
+        return RowSurvey(self.source, self.rows.row_id, facts, refused, overlong, seconds)
+
+    def _unanswered(self, row_id: str) -> str:
+        return (
+            f"row {row_id}: there is no answer in column {self._data.answer_key!r} (data.answer_key), and other rows "
+            "have one. Give it one or leave it out"
+        )
+
+    def _overlong(self, row_id: str, tokens: int, media_tokens: int) -> str:
+        """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
+        fixes = ["Raise the limit"]
+        if media_tokens:
+            fixes.append("lower model.max_pixels for smaller images")
+        if self._processor.shown_tools is not None:
+            fixes.append("give the environment fewer tools or shorter docstrings, whose schemas are in each prompt")
+        if len(fixes) == 1:
+            fixes.append("shorten the text")
+        return (
+            f"row {row_id}: the prompt has {tokens} tokens ({media_tokens} of them for images and videos), over "
+            f"data.max_prompt_length = {self._data.max_prompt_length}. {', or '.join(fixes)}"
+        )

@@ -56,8 +56,6 @@ class SurveyCache:
     media_keys: tuple[str, str] = ("images", "videos")
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size in bytes and time of change in ns of the image files that rows name."""
-    is_complete: bool = False
-    """True where what was loaded is of a survey that looked at every row."""
 
     @classmethod
     def of(
@@ -92,7 +90,6 @@ class SurveyCache:
             kept = json.loads(self.file.read_bytes())
             self.files = {path: (size, changed) for path, (size, changed) in kept["files"].items()}
             facts = [None if row is None else RowFacts(*row) for row in kept["rows"]]
-            is_complete = bool(kept["is_complete"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s cannot be used (%s): the rows are measured again", self.file, error)
             self.files = {}
@@ -101,8 +98,7 @@ class SurveyCache:
             logger.info("image files have changed since the rows were measured: they are measured again")
             self.files = {}
             return None
-        self.is_complete = is_complete
-        logger.info("%s rows were measured before: %s", "the" if is_complete else "some of the", self.file)
+        logger.info("%d of %d rows were measured before: %s", len(facts) - facts.count(None), len(facts), self.file)
         return facts
 
     def note_files(self, row: Any) -> None:
@@ -114,11 +110,11 @@ class SurveyCache:
                 if path not in self.files and (state := _state(path)) is not None:
                     self.files[path] = state
 
-    def save(self, facts: Sequence[RowFacts | None], seconds: float, *, is_complete: bool) -> None:
+    def save(self, facts: Sequence[RowFacts | None], seconds: float) -> None:
         """Remember a survey that took so long. A folder that cannot be written costs the next start that time."""
         if self.file is None or seconds < WORTHWHILE_S:
             return
-        kept = {"is_complete": is_complete, "files": self.files, "rows": facts}
+        kept = {"files": self.files, "rows": facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, json.dumps(kept).encode(), durable=False)

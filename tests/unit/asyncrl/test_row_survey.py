@@ -13,9 +13,8 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train
-from asyncrl.data.prompts import PromptRenderer
 from asyncrl.data.survey import row_survey, survey_cache
-from asyncrl.data.survey.row_survey import RowSurvey, survey_rows, usable_rows
+from asyncrl.data.survey.row_survey import PromptRows, RowSurvey
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
@@ -33,13 +32,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of the rows that surveys look at."""
     seen: list[str] = []
-    original = row_survey._examine
+    original = PromptRows._look_at
 
-    def examine(row: Any, row_id: str, *rest: Any) -> Any:
-        seen.append(row_id)
-        return original(row, row_id, *rest)
+    def look_at(self: PromptRows, index: int) -> Any:
+        seen.append(self.rows.row_id(index))
+        return original(self, index)
 
-    monkeypatch.setattr(row_survey, "_examine", examine)
+    monkeypatch.setattr(PromptRows, "_look_at", look_at)
     return seen
 
 
@@ -55,16 +54,12 @@ def configured(make_config: MakeConfig, folder: Path, rows: int = 6, **data: Any
 
 
 def survey(config: RunConfig, sample: int = 0) -> RowSurvey:
-    rows, renderer = open_train(config.data), PromptRenderer(config.data)
-    return survey_rows(
-        rows,
-        renderer,
-        PromptProcessor(config.model),
-        config.data,
-        "training",
-        config.network.max_message_mib,
-        sample=sample,
-    )
+    return rows_of(config).survey(sample)
+
+
+def rows_of(config: RunConfig) -> PromptRows:
+    processor = PromptProcessor(config.model)
+    return PromptRows(open_train(config.data), config.data, processor, config.network.max_message_mib)
 
 
 def test_rows_are_looked_at_once_and_bad_ones_again(
@@ -86,13 +81,13 @@ def test_rows_are_looked_at_once_and_bad_ones_again(
 def test_several_rows_are_looked_at_at_once(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, both, examine = configured(make_config, tmp_path), threading.Barrier(2), row_survey._examine
+    config, both, examine = configured(make_config, tmp_path), threading.Barrier(2), PromptRows._look_at
 
     def examine_with_another(*row: Any) -> Any:
         both.wait(timeout=5)
         return examine(*row)
 
-    monkeypatch.setattr(row_survey, "_examine", examine_with_another)
+    monkeypatch.setattr(PromptRows, "_look_at", examine_with_another)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert survey(config).num_looked_at == 6
 
@@ -200,18 +195,10 @@ def test_a_survey_that_is_broken_off_goes_on_where_it_was(
 
 def test_nothing_usable_stops_with_the_reasons(make_config: MakeConfig, tmp_path: Path) -> None:
     config = configured(make_config, tmp_path, image_dir=str(tmp_path / "elsewhere"))
-    rows, renderer = open_train(config.data), PromptRenderer(config.data)
     with pytest.raises(
         UserError, match=r"^none of 6 training rows can be used:\n- row rows.jsonl:0, image 0: there is no"
     ):
-        usable_rows(
-            rows,
-            renderer,
-            PromptProcessor(config.model),
-            config.data,
-            "training",
-            config.network.max_message_mib,
-        )
+        rows_of(config).usable()
 
 
 def test_a_disk_that_fails_is_no_bad_row(
