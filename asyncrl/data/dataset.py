@@ -89,7 +89,8 @@ class RowSource:
         """The column's value in each row; None where a row has none. Raises UserError where no row has it."""
         if name not in self.columns:
             raise UserError(f"no row has a column {name!r}. Columns: {', '.join(self.columns)}")
-        return [value for table in self._tables for value in table.column(name)][: self._length]
+        columns = (table.column(name) if name in table.columns else [None] * len(table) for table in self._tables)
+        return [value for column in columns for value in column][: self._length]
 
     def row_id(self, index: int) -> str:
         """`<file or data set>:<index in it>`"""

@@ -37,7 +37,7 @@ class Table:
         raise NotImplementedError
 
     def column(self, name: str) -> list[Any]:
-        """The column's value in each row; None where a row has none."""
+        """Values of one of `columns` in each row; None where a row has none."""
         return [self.read(index).get(name) for index in range(len(self))]
 
     @property
@@ -72,8 +72,6 @@ class ParquetTable(Table):
         return table.slice(index - (self._ends[group - 1] if group else 0), 1).to_pylist()[0]
 
     def column(self, name: str) -> list[Any]:
-        if name not in self.columns:
-            return [None] * len(self)
         return self._file.read(columns=[name], use_threads=False).column(0).to_pylist()
 
     @property
@@ -138,8 +136,6 @@ class HubTable(Table):
         return self._dataset[index : index + 1].to_pylist()[0]
 
     def column(self, name: str) -> list[Any]:
-        if name not in self.columns:
-            return [None] * len(self)
         return self._dataset.select_columns([name])[:].column(0).to_pylist()
 
     @property
@@ -213,13 +209,11 @@ def images_below(folder: Path) -> Iterator[Path]:
 
 def _metadata(folder: Path) -> dict[str, dict[str, Any]]:
     """Rows of metadata.jsonl, else of metadata.csv, by the image's path below the folder."""
-    file = folder / "metadata.jsonl"
-    rows: list[dict[str, Any]] = []
-    if file.exists():
-        table = read_json(file)
-        rows = [table.read(index) for index in range(len(table))]
-    elif (file := folder / "metadata.csv").exists():
-        rows = list(csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(keepends=True)))
+    file = next((folder / name for name in ("metadata.jsonl", "metadata.csv") if (folder / name).exists()), None)
+    if file is None:
+        return {}
+    table = read_csv(file) if file.suffix == ".csv" else read_json(file)
+    rows = [table.read(index) for index in range(len(table))]
     metadata = {Path(str(row.pop("file_name", ""))).as_posix(): row for row in rows}
     if len(metadata) < len(rows):
         raise UserError(f"{file} has a row without file_name, or two rows with the same one")
