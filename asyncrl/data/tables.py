@@ -214,7 +214,7 @@ def _metadata(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     table = read_csv(file) if file.suffix == ".csv" else read_json(file)
     rows = [table.read(index) for index in range(len(table))]
-    metadata = {Path(str(row.pop("file_name", ""))).as_posix(): row for row in rows}
+    metadata = {Path(str(row.pop("file_name", None) or "")).as_posix(): row for row in rows}
     if len(metadata) < len(rows):
         raise UserError(f"{file} has a row without file_name, or two rows with the same one")
     return metadata
