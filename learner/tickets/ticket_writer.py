@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -117,10 +117,8 @@ class TicketWriter:
         if other_images:
             rendered = replace(rendered, blobs={**rendered.blobs, **other_images})
             check_message(rendered, self.settings.max_message_mib)
-        size = self.settings.trajectories_per_group
-        return self._prepare(
-            (rendered, measured), slot, slot.ticket_id, TicketKind.TRAIN, size, self._distribution, requests=requests
-        )
+        size, most_tokens = self.settings.trajectories_per_group, self.settings.data.max_response_length
+        return self._prepare((rendered, measured), slot, TicketKind.TRAIN, size, most_tokens, requests)
 
     def _requests(
         self, rendered: RenderedPrompt, slot: TicketSlot
@@ -169,18 +167,13 @@ class TicketWriter:
 
     def write_parity(self) -> list[PreparedTicket]:
         """Write tickets of a few training rows, those with images or videos first; the same every time."""
-        chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])
+        chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])[: self.settings.parity_rows]
+        slots = [TicketSlot(PARITY_IDS + number, number, version=0, bound=0) for number in range(len(chosen))]
+        size = min(2, self.settings.batch.group_size)
+        most_tokens = min(PARITY_TOKENS, self.settings.data.max_response_length)
         return [
-            self._prepare(
-                self._measure(self.train, row),
-                TicketSlot(PARITY_IDS + number, number, version=0, bound=0),
-                PARITY_IDS + number,
-                TicketKind.PARITY,
-                min(2, self.settings.batch.group_size),
-                self._distribution,
-                max_new_tokens=min(PARITY_TOKENS, self.settings.data.max_response_length),
-            )
-            for number, row in enumerate(chosen[: self.settings.parity_rows])
+            self._prepare(self._measure(self.train, row), slot, TicketKind.PARITY, size, most_tokens)
+            for row, slot in zip(chosen, slots, strict=True)
         ]
 
     def _most_telling(self, candidates: Sequence[int]) -> list[int]:
@@ -194,40 +187,37 @@ class TicketWriter:
             seen[kinds] += 1
         return [row for *_, row in sorted(order)]
 
-    @property
-    def _distribution(self) -> dict[str, Any]:
-        """Sampling settings of training."""
-        return {name: getattr(self.settings.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-
     def _prepare(
         self,
         prompt: tuple[RenderedPrompt, EncodedPrompt],
         slot: TicketSlot,
-        seed: int,
         kind: TicketKind,
         size: int,
-        distribution: Mapping[str, Any],
-        max_new_tokens: int | None = None,
+        max_new_tokens: int,
         requests: tuple[TrajectoryRequest, ...] = (),
     ) -> PreparedTicket:
         rendered, measured = prompt
+        settings = self.settings
         ticket = Ticket(
             ticket_id=slot.ticket_id,
             kind=kind,
             prompt=rendered.prompt,
             group_size=size,
-            seed=ticket_seed(self.settings.seed, seed),
+            seed=ticket_seed(settings.seed, slot.ticket_id),
             min_version=slot.version,
             sampling=Sampling(
-                **distribution,
-                max_new_tokens=max_new_tokens or self.settings.data.max_response_length,
+                temperature=settings.rollout.temperature,
+                top_p=settings.rollout.top_p,
+                top_k=settings.rollout.top_k,
+                min_p=settings.rollout.min_p,
+                max_new_tokens=max_new_tokens,
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
             ),
             requests=requests,
             conversation=None
             if kind is TicketKind.PARITY
-            else conversation_limits(self.settings.environment, self.settings.environment.limits),
+            else conversation_limits(settings.environment, settings.environment.limits),
         )
         bridge = self._bridge if ticket.conversation else None
         return PreparedTicket(ticket, rendered.blobs, slot, measured, bridge)
