@@ -14,6 +14,7 @@ import json
 import sys
 from itertools import islice
 
+sys.path.pop(0)  # the folder of this file, where `mcp` is another module
 sys.path.insert(0, "")  # tasksets of the working directory
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]

@@ -115,4 +115,4 @@ def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatc
     child.write_text(Path(sandbox.CHILD).read_text().replace("platform.machine()", "'sparc'"))
     monkeypatch.setattr(sandbox, "CHILD", str(child))
     with pytest.raises(UserError, match=r"`python` cannot run here: .*no filter of system calls is written for sparc"):
-        asyncio.run(sandbox.check_sandbox())
+        asyncio.run(sandbox.check_sandbox({}))
