@@ -22,6 +22,7 @@ from asyncrl.environments.interface import Action, Start, png_bytes
 from asyncrl.environments.loading import load, source_of
 from asyncrl.environments.observation import StepResult
 from asyncrl.errors import UserError
+from tests.plugins.tasks.test_visual_agents import AGENTS
 
 PICTURE = png_bytes(Image.linear_gradient("L").resize((280, 140)).convert("RGB"))
 
@@ -151,3 +152,10 @@ def test_code_sees_the_picture_and_shows_what_it_made() -> None:
 def test_settings_that_there_are_not_are_refused_at_the_start() -> None:
     with pytest.raises(UserError, match=r"unknown key environment\.config\.settings\.bonsu\. Did you mean 'bonus'\?"):
         play("deepeyes", "red", "red", bonsu=1)
+
+
+def test_each_agent_is_a_word_over_a_file_that_names_a_model() -> None:
+    for name in AGENTS:
+        config = load_config(GRPO, [name])
+        assert config.environment.is_used, name
+        assert config.environment.limits.turns == 5

@@ -1,4 +1,4 @@
-"""Agents of several turns that ship with their recipes: their answers, and the words of the command line."""
+"""Agents of several turns that ship with their recipes: scores of their answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import load_config
-from asyncrl.demo.prepare import GRPO
 from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.tasks.visual_agents import answer_f1
 
@@ -28,10 +26,3 @@ AGENTS = ("deepeyes", "mat_search_turns", "mat_code_turns")
 )
 def test_answers_are_scored_by_their_words(completion: str, answer: Any, expected: float) -> None:
     assert answer_f1(RewardSample(completion, answer=answer))["answer"] == pytest.approx(expected)
-
-
-def test_each_agent_is_a_word_over_a_file_that_names_a_model() -> None:
-    for name in AGENTS:
-        config = load_config(GRPO, [name])
-        assert config.environment.is_used, name
-        assert config.environment.limits.turns == 5

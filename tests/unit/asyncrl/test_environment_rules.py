@@ -38,7 +38,11 @@ def test_a_name_that_nothing_has_is_refused_before_rules_of_environments(make_co
         make_config(environment={"name": "lamp", "workers": 1})
     assert "environment.workers" not in str(refused.value)
     with pytest.raises(ValidationError, match=r"environment\.workers x environment\.instances_per_worker is 1"):
-        make_config(environment={**LAMP, "workers": 1}, batch={"group_size": 8})
+        make_config(
+            environment={**LAMP, "workers": 1},
+            data={"max_response_length": 600},
+            batch={"group_size": 8, "tokens_per_microbatch": 1024},
+        )
 
 
 def test_messages_have_room_for_images(make_config: MakeConfig) -> None:
