@@ -15,8 +15,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.import_config.table import FRAMEWORKS, table_of
 from tests.plugins.import_config.test_import_config import EXPORTED, FILES
 
-OPEN = "rollout.engine_args."
-"""Arguments of the engine, whose names the schema leaves open."""
+OPEN = ("rollout.engine_args.", "environment.config.")
+"""Arguments of the engine and settings of the environment, whose names the schema leaves open."""
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
