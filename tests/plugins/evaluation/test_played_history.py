@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import PastTurn
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History
@@ -13,6 +14,10 @@ from asyncrl_plugins.evaluation.played_history import PlayedHistory
 from tests.unit.asyncrl.test_history import FIRST, SECOND, THIRD, joined_ids, processor, rule, sampled, tool
 
 __all__ = ["processor"]
+
+
+def shown_images(run: History) -> list[str]:
+    return [image_hash for piece in run.pieces for image_hash in piece.image_hashes]
 
 
 def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcessor) -> None:
@@ -31,15 +36,15 @@ def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcesso
             edited = [PastTurn(None, "read 4", tool("left"))] if turn and draw.random() < 0.3 else []
             edited += [PastTurn(turn)] if edited or draw.random() < 0.2 else []
             run.add_turn(sampled(processor, text))
-            before = list(run.images)
+            before = shown_images(run)
             shown = run.after(observation, edited)
             run.show(observation, shown)
             rewritten = terminal.follow(text, observation, edited)
             assert bool(rewritten) == shown.begins_segment
             begun += bool(rewritten)
             if rewritten:
-                before = [image for _, each in rewritten for image in each.images]
-            assert [*before, *observation.images] == run.images
+                before = [content_hash(image) for _, each in rewritten for image in each.images]
+            assert [*before, *map(content_hash, observation.images)] == shown_images(run)
             said, place = processor.tokenizer.decode(joined_ids(run)), 0
             for past in (past for past, _ in rewritten):
                 place = said.index(f"{past}{processor.tokenizer.eos_token}", place)
