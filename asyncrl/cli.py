@@ -32,7 +32,7 @@ DRY_RUN = "check and print what would be run, and one rendered prompt; use docto
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to mend, 3 bad state,
+    """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to fix, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
     parser = _parser()
     names = _command_names(parser)

@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
     CRASHED = 1
     """Anything unforeseen; another attempt may succeed, and the launcher makes it."""
     USER_ERROR = 2
-    """The user can mend it: the log's last `error:` line says how."""
+    """The user can fix it: the log's last `error:` line says how."""
     BAD_STATE = 3
     """The log's last `error:` line says why, and failure.json where the run ended with it. Another attempt would meet
     the same, unless a wait ran out."""

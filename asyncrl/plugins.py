@@ -168,7 +168,7 @@ def description(group: Group, name: str) -> Any:
     except Exception as error:
         raise UserError(
             f"the plug-in {entry.value} of asyncrl.{group} cannot be loaded: {type(error).__name__}: {error}. "
-            "Mend or uninstall its package"
+            "Fix or uninstall its package"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Start a service: arguments, configuration, logging, and its exit code.
 
-0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it, 3 bad state (not started again),
+0 finished, 1 crashed (the launcher starts the service again), 2 the user can fix it, 3 bad state (not started again),
 4 a rollout server whose learner left before the end, 130 interrupted. Of 2 and 3 the last line says why.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class StartMode:
     """The way a service is started, beside its configuration."""
 
     resume: bool = False
@@ -37,7 +37,7 @@ class Start:
     """Started by a machine, which starts it again after failures."""
 
 
-Main = Callable[[RunConfig, Start], None]
+Main = Callable[[RunConfig, StartMode], None]
 
 
 def run_service(name: str, main: Main) -> NoReturn:
@@ -64,7 +64,7 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
         config = resolved(config)
-        return _run(name, main, config, Start(arguments.resume, arguments.unattended), arguments.failure_file)
+        return _run(name, main, config, StartMode(arguments.resume, arguments.unattended), arguments.failure_file)
     except UserError as error:
         _print_error(error)
         return ExitCode.USER_ERROR
@@ -89,7 +89,7 @@ def resolved(config: RunConfig) -> RunConfig:
     return decided
 
 
-def _run(name: str, main: Main, config: RunConfig, start: Start, failure_file: Path | None) -> int:
+def _run(name: str, main: Main, config: RunConfig, start: StartMode, failure_file: Path | None) -> int:
     """Run `main` until it ends, well or in bad state. Any other exception is a crash, with its traceback in the log."""
     with ExitStack() as resources:
         reserved: ReservedFailureFile | None = None

@@ -95,7 +95,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
     )
     from learner.ranks.group import Ranks
     from learner.training.engine import TorchEngine
-    from learner.training.packing import Completion, TrainGroup
+    from learner.training.packing import PackedTrajectory, TrainGroup
 
     torch.set_num_threads(1)
     model, ranks, beside = words.model[0], words.ranks, words.beside
@@ -127,7 +127,7 @@ def rank_side(words: argparse.Namespace) -> dict[str, float]:
             engine.prepare()
         processor = PromptProcessor(config.model).processor
         ids = np.random.default_rng(0).integers(5, 200, TOKENS)
-        completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
+        completion = PackedTrajectory(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
         group = TrainGroup(EncodedPrompt.of_text(ids), (completion,))
 
         def step() -> float:

@@ -3,7 +3,7 @@
     python -m benchmarks.digit_errors --data eval.parquet [--by kind] MODEL [MODEL ...]
 
 Each model folder is decoded greedily with plain transformers, its first word forced to be `read`. The rows that a model
-reads right are its own, and those that training adds may be harder to reckon with: the last column is over rows that
+reads right are its own, and those that training adds may be harder to compute with: the last column is over rows that
 it and the first model both read right, as a difference of the two. `--by` names a column: a line for each of its
 values, too. Errors are standard errors over rows. Prints a Markdown table.
 """

@@ -26,8 +26,7 @@ from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion as TrainCompletion
-from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_batch, plan_micro_batches
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
@@ -216,7 +215,7 @@ def train_groups(prompts: Sequence[EncodedPrompt], groups: Sequence[Sequence[Com
     return [
         TrainGroup(
             prompt,
-            tuple(TrainCompletion(next(numbers), c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
+            tuple(PackedTrajectory(next(numbers), c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
         )
         for prompt, group in zip(prompts, groups, strict=True)
     ]

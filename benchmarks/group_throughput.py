@@ -46,7 +46,7 @@ from group_traffic import IMAGE_BYTES, client_process, group
 import asyncrl.journal.writer
 import learner.network.group_receiver
 import protocol.sockets
-from asyncrl.journal.segments import Segments
+from asyncrl.journal.data_files import DataFiles
 from learner.network.thread import NetworkThread
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
@@ -155,7 +155,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (protocol.sockets, "decode", "decode"),
         (learner.network.group_receiver.GroupReceiver, "accept", "verify"),
         (journal, "pack_frames", "pack"),
-        (Segments, "append", "checksum, write to the segment"),
+        (DataFiles, "append", "checksum, write to the segment"),
         (journal.Journal, "_write_groups", "insert into SQLite"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
         (learner.network.group_receiver.GroupReceiver, "keep", "acknowledge"),

@@ -24,7 +24,7 @@ from benchmarks.gpu_cycle import TINY, WHOLE, cycle_config, make_prompts
 from benchmarks.gpu_report import settings
 from benchmarks.random_models import SIZES, make_model
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_batch, plan_micro_batches
 
 
 def update(learner: TorchEngine, groups: Sequence[TrainGroup], tokens: int) -> dict[str, float]:
@@ -84,7 +84,9 @@ def main() -> None:
             TrainGroup(
                 prompt.encoded,
                 tuple(
-                    Completion(next(rows), random.integers(5, 300, length).astype(np.int32), np.ones(length, np.int32))
+                    PackedTrajectory(
+                        next(rows), random.integers(5, 300, length).astype(np.int32), np.ones(length, np.int32)
+                    )
                     for _ in range(config.batch.group_size)
                 ),
             )

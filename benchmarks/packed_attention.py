@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, segments
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, spans
 from asyncrl.attention.shared_prefix import SeparateAttention, SharedPrefixLayout, make_layout, shared_prefix_attention
 from asyncrl.memory_plan.live_bytes import LiveBytes
 
@@ -54,8 +54,8 @@ def prepare_mask(groups: Groups, dtype: torch.dtype) -> Attend:
     start = 0
     for prompt, completions in groups:
         length = prompt + sum(completions)
-        segment = torch.repeat_interleave(torch.arange(len(completions) + 1), torch.tensor([prompt, *completions]))
-        seen = ((segment[None] == 0) | (segment[None] == segment[:, None])).tril_()
+        span = torch.repeat_interleave(torch.arange(len(completions) + 1), torch.tensor([prompt, *completions]))
+        seen = ((span[None] == 0) | (span[None] == span[:, None])).tril_()
         biases.append(
             (slice(start, start + length), torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf))
         )
@@ -84,7 +84,7 @@ def scores(form: str, groups: Groups) -> int:
         return sum((prompt + sum(completions)) ** 2 for prompt, completions in groups)
     if form == "separate":
         return sum((prompt + length) * (prompt + length + 1) // 2 for prompt, all_ in groups for length in all_)
-    own, behind = segments(groups)
+    own, behind = spans(groups)
     return sum(n * (n + 1) // 2 for _, n in own) + sum(queries * keys for _, keys, _, queries in behind)
 
 

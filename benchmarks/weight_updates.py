@@ -35,10 +35,9 @@ from asyncrl.models.published import load_published
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_batch, plan_micro_batches
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion as Sampled
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import Completion, GenerationRequest
 
 Weights = dict[str, torch.Tensor]
 MODES = ("recompute", "keep", "drain")
@@ -50,7 +49,7 @@ POLL_S = 0.003
 class Run:
     """One pass over all requests."""
 
-    completions: list[Sampled]
+    completions: list[Completion]
     seconds: float
     cpu_s: float
     """Processor seconds of this process, all threads."""
@@ -109,14 +108,14 @@ async def sample(
     return Run(completions, seconds, cpu_s, len(until_in_place), pause_s, until_in_place)
 
 
-def train_groups(requests: Sequence[GenerationRequest], completions: Sequence[Sampled]) -> list[TrainGroup]:
+def train_groups(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> list[TrainGroup]:
     """Rows are numbered request by request."""
     sampled = {(c.request_id, c.index): c.token_ids for c in completions}
     groups: list[TrainGroup] = []
     row = 0
     for request in requests:
         columns = [sampled[request.request_id, index] for index in range(request.group_size)]
-        rows = [Completion(row + i, ids, np.ones(len(ids), np.uint8)) for i, ids in enumerate(columns)]
+        rows = [PackedTrajectory(row + i, ids, np.ones(len(ids), np.uint8)) for i, ids in enumerate(columns)]
         groups.append(TrainGroup(request.prompt, tuple(rows)))
         row += request.group_size
     return groups

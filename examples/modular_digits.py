@@ -1,4 +1,4 @@
-"""A vision-language model of two random parts learns to reckon with handwritten digits, on a CPU.
+"""A vision-language model of two random parts learns to compute with handwritten digits, on a CPU.
 
     python examples/modular_digits.py FOLDER [--seed 1] [--engine vllm] [--quick]
 

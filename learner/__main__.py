@@ -6,14 +6,14 @@ import gc
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.service_entry import Start, require_fixed_ports, run_service
-from learner.ranks.environment import rank_of_service, with_given_ranks
+from asyncrl.service_entry import StartMode, require_fixed_ports, run_service
+from learner.ranks.rank_variables import rank_of_service, with_given_ranks
 
 if TYPE_CHECKING:
     from learner.service import Learner
 
 
-def main(config: RunConfig, start: Start) -> None:
+def main(config: RunConfig, start: StartMode) -> None:
     config = with_given_ranks(config)
     if rank_of_service() > 0:
         _follow(config)
@@ -23,7 +23,7 @@ def main(config: RunConfig, start: Start) -> None:
     learner.run()
 
 
-def prepare(config: RunConfig, start: Start) -> Learner:
+def prepare(config: RunConfig, start: StartMode) -> Learner:
     """Create the learner. Raises UserError for everything that can be wrong with a configuration."""
     from asyncrl.devices.device import set_up_training
     from learner.service import Learner

@@ -40,9 +40,9 @@ from learner.network.device_lease import LearnerLease, take_first_lease
 from learner.network.publication import open_device_sender, open_publication, publish, source_opener
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.ranks.environment import rank_environment
 from learner.ranks.group import ALONE, Ranks
 from learner.ranks.processes import leading, telling_given_ranks
+from learner.ranks.rank_variables import rank_variables
 from learner.reporting.exporter import open_exporter
 from learner.reporting.reporter import Reporter
 from learner.tickets.group_judge import make_judge
@@ -67,7 +67,7 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
         self.config = config
         self._goodbye: str | None = COULD_NOT_START
-        environment = rank_environment(config.learner, config.trainer.mode)
+        environment = rank_variables(config.learner, config.trainer.mode)
         with ExitStack() as self._resources:
             given = self._resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
             check_device_channel(config.rollout, "learner.device", config.learner.device)

@@ -40,10 +40,9 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import sample_of
 from asyncrl.rewards.spec import load_reward
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, MicroBatch, TrainGroup, plan_micro_batches
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, plan_micro_batches
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import Completion as Sampled
-from rollout_server.engines.base import FailedRequest, GenerationRequest
+from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 
 
@@ -52,7 +51,7 @@ class Group:
     """A prompt (token ids, pixels) and completions of it: token ids, and the log-probs that they were sampled with."""
 
     prompt: EncodedPrompt
-    completions: Sequence[Sampled]
+    completions: Sequence[Completion]
     rewards: Sequence[float]
 
 
@@ -111,7 +110,7 @@ class Run:
             # This seed, the completion's index and the token's place draw a token: no order of work changes it.
             seed = np.random.SeedSequence((config.trainer.seed, position)).generate_state(1, np.uint64)[0] >> 1
             requests.append(GenerationRequest(position, prompt, config.batch.group_size, int(seed), sampling))
-        sampled: dict[tuple[int, int], Sampled] = {}
+        sampled: dict[tuple[int, int], Completion] = {}
         async for item in self.engine.generate(requests):
             if isinstance(item, FailedRequest):
                 raise item.error
@@ -123,7 +122,7 @@ class Run:
             groups.append(Group(request.encoded_prompt(0), completions, rewards))
         return groups
 
-    def reward(self, row: RenderedPrompt, completion: Sampled) -> float:
+    def reward(self, row: RenderedPrompt, completion: Completion) -> float:
         """The weighted sum of the reward functions."""
         ids, text = completion.token_ids, self.processor.decode(completion.token_ids)
         limit = self.config.data.max_response_length
@@ -142,7 +141,7 @@ class Run:
         packed: list[TrainGroup] = []
         for number, group in enumerate(groups):  # each token of each completion is trained
             rows = [(number * size + c.index, c.token_ids) for c in group.completions]
-            packed.append(TrainGroup(group.prompt, tuple(Completion(row, ids, ids >= 0) for row, ids in rows)))
+            packed.append(TrainGroup(group.prompt, tuple(PackedTrajectory(row, ids, ids >= 0) for row, ids in rows)))
         with torch.no_grad():
             for batch in self.micro_batches(packed):
                 before[start[batch.row] + batch.column] = self.trainer.forward(batch).logprobs.cpu()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.run_folder.lock import is_over
-from asyncrl.service_entry import Start, require_fixed_ports, run_service
+from asyncrl.service_entry import StartMode, require_fixed_ports, run_service
 from rollout_server.link import OVER
 
 logger = logging.getLogger(__name__)
 
 
-def main(config: RunConfig, start: Start) -> None:
+def main(config: RunConfig, start: StartMode) -> None:
     import torch
 
     require_fixed_ports(config.network)
@@ -28,11 +28,11 @@ def main(config: RunConfig, start: Start) -> None:
     asyncio.run(_serve_until_signalled(config, start))
 
 
-def _is_over(run_path: Path, start: Start) -> bool:
+def _is_over(run_path: Path, start: StartMode) -> bool:
     return start.unattended and is_over(run_path)
 
 
-async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
+async def _serve_until_signalled(config: RunConfig, start: StartMode) -> None:
     from rollout_server.service import RolloutServer
 
     server = RolloutServer(config, partial(_is_over, config.run_path, start))

@@ -45,7 +45,7 @@ WORST = (
     "nothing of it may count",
     "was to blame",
     "is in no column",
-    "what the engine has parked",
+    "what the engine has suspended",
     "what the policy makes of masked images alone",
     "of which no token is trained",
     "by the version whose differences they are",

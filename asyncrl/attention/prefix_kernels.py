@@ -1,10 +1,10 @@
 """Attention over a shared prefix by flash-attention calls that are merged by their log-sum-exp.
 
-One part is causal attention within each segment: a prompt, or a completion. The other has all completions of a group
+One part is causal attention within each span: a prompt, or a completion. The other has all completions of a group
 as queries and its prompt's keys, without a mask. A softmax over both sets of keys is the mean of the two outputs,
 weighted by exp of their log-sum-exps (Rabe and Staats 2021, arXiv 2112.05682); the backward pass of each part takes the
 merged output and log-sum-exp, as in ring attention (Liu et al. 2023, arXiv 2310.01889). A group with one completion is
-one segment.
+one span.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WASTE = 1.3
 SLACK = 8
 """Tokens added to a length where lengths are compared: many calls cost more than short padding."""
 LONG = 256
-"""Tokens from which a CPU's call takes a segment as it lies in memory: to copy it beside others costs more."""
+"""Tokens from which a CPU's call takes a span as it lies in memory: to copy it beside others costs more."""
 FLASH_ALIGNMENT = 8
 """Head sizes that CUDA's flash attention takes are multiples of it."""
 
 
-def segments(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
-    """Causal segments (start, length) of a packed sequence, in its order; and for groups with several completions where
+def spans(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
+    """Causal spans (start, length) of a packed sequence, in its order; and for groups with several completions where
     the prompt is and where what sees it: (start, length, start, length)."""
     own: list[tuple[int, int]] = []
     behind: list[tuple[int, int, int, int]] = []
@@ -141,13 +141,13 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: t
 
 @dataclass(frozen=True)
 class _Batch:
-    """Segments that are attended to in one call: one as it lies in memory, or several, padded at their end."""
+    """Spans that are attended to in one call: one as it lies in memory, or several, padded at their end."""
 
     shape: tuple[int, int]
     span: slice | None
-    """Slice of a single segment."""
+    """Slice of a single span."""
     gather: torch.Tensor
-    """[S * L] the packed place of each padded token; padding points at its segment's first."""
+    """[S * L] the packed place of each padded token; padding points at its span's first."""
     real: torch.Tensor
     """[R] which of these are no padding."""
     tokens: torch.Tensor
@@ -163,7 +163,7 @@ class CpuFlash:
     _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def prepare(self, groups: Sequence[Group], device: torch.device) -> None:
-        own, behind = segments(groups)
+        own, behind = spans(groups)
         long = [(start, length) for start, length in own if length >= LONG]
         short = [(start, length) for start, length in own if 0 < length < LONG]
         self._own = [_batch([one]) for one in long]
@@ -256,7 +256,7 @@ class VarlenFlash:
     def prepare(self, groups: Sequence[Group], device: torch.device) -> None:
         import torch.nn.attention.varlen  # registers torch_attn's operations
 
-        own, behind = segments(groups)
+        own, behind = spans(groups)
         lengths = [length for _, length in own if length]
         self._own = _bounds(lengths, lengths, device)
         self._behind = _bounds([m for *_, m in behind], [n for _, n, *_ in behind], device) if behind else None

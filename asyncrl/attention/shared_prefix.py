@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl.attention.masked_attention import MaskedAttention, Spans
-from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, segments, similar
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, similar, spans
 from asyncrl.errors import UserError
 
 SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
@@ -135,7 +135,7 @@ def make_layout(
 
 def shared_cost(groups: Sequence[Group]) -> int:
     """Scores of one head in the shared form, what its calls take, and its merged tokens."""
-    own, behind = segments(groups)
+    own, behind = spans(groups)
     lengths = [length for _, length in own]
     scores = sum(length * length // 2 for length in lengths) + sum(queries * keys for _, keys, _, queries in behind)
     merged = sum(queries for *_, queries in behind)

@@ -113,7 +113,7 @@ async def _opening(
     except EnvironmentFailed as failed:
         raise UserError(
             f"row {rendered.prompt.row_id}: the environment opens no episode: {failed.kind}: {failed}. Give it what it "
-            "needs (a service, a file, a column of the row), or mend its reset()"
+            "needs (a service, a file, a column of the row), or fix its reset()"
         ) from failed
     finally:
         await workers.close()

@@ -49,7 +49,7 @@ def decode_image(data: bytes, where: str, otherwise: str = LEAVE_OUT) -> Image.I
     """RGB pixels, upright (EXIF) and on white where transparent; the first frame of an animation.
 
     `where` names the row and image in the UserError about data that is no image, damaged or too large; `otherwise` is
-    what its author can do but mend it.
+    what its author can do but fix it.
     """
     with _opened(data, where, otherwise) as image:
         image.load()

@@ -1,4 +1,4 @@
-"""The demo: `asyncrl demo`. A small vision-language model learns to reckon with handwritten digits.
+"""The demo: `asyncrl demo`. A small vision-language model learns to compute with handwritten digits.
 
 Reading order: `data` (images, questions, answers) -> `model` (a small Qwen2-VL) -> `reward` (of a completion)
 -> `prepare` (data and warm start, each a command) -> `baselines` (what the warm start scores) -> `command` (all of

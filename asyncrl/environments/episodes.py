@@ -75,7 +75,7 @@ class EnvironmentWorkers:
         """Failures of the environment so far by kind."""
         self.live = 0
         """Episodes that have begun and are not closed."""
-        self.parked = 0
+        self.suspended = 0
         """Episodes that wait for an answer of their process."""
         self._answers: deque[tuple[str, float]] = deque(maxlen=MOST_ANSWERS)
 
@@ -131,7 +131,7 @@ class EnvironmentWorkers:
 
         A cancelled caller's request is cancelled in the process, too.
         """
-        self.parked += 1
+        self.suspended += 1
         began, do = time.monotonic(), message["do"]
         try:
             answer = await self._answer(worker, message)
@@ -144,7 +144,7 @@ class EnvironmentWorkers:
             logger.log(level, "%s: %s", failed.kind, failed)
             raise
         finally:
-            self.parked -= 1
+            self.suspended -= 1
 
     async def _answer(self, worker: WorkerProcess, message: dict[str, Any]) -> dict[str, Any]:
         do, step_s = message["do"], self.config.timeouts.step_s

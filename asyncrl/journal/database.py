@@ -11,8 +11,8 @@ from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
+from asyncrl.journal.data_files import PLACE, Place, data_file_path, read_place, unpack_group
 from asyncrl.journal.full_disk import find_no_room, is_disk_full
-from asyncrl.journal.segments import PLACE, Place, read_place, segment_path, unpack_group
 from protocol.messages import PROTOCOL_MAJOR, Group
 
 SCHEMA = 7
@@ -36,7 +36,7 @@ CREATE TABLE ledger (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWI
 CREATE TABLE tickets (
     ticket_id INTEGER PRIMARY KEY, position INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL);
 CREATE TABLE groups (
-    ticket_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    ticket_id INTEGER PRIMARY KEY, data_file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
     checksum BLOB NOT NULL);
 CREATE TABLE consumption (
     position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL,
@@ -169,16 +169,16 @@ class JournalView:
             return None
         place = Place(*rows[0])
         try:
-            with segment_path(self.path, place.segment).open("rb") as segment:
-                payload = read_place(segment.fileno(), place)
+            with data_file_path(self.path, place.data_file).open("rb") as data_file:
+                payload = read_place(data_file.fileno(), place)
         except FileNotFoundError:  # forgotten since
             return None
         return None if payload is None else unpack_group(payload)
 
     def lost_in(self, ticket_id: int) -> Path | None:
-        """Return the segment file of a group that `find_group` did not find; None if the journal names none for it."""
-        rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
-        return segment_path(self.path, rows[0][0]) if rows else None
+        """Return the data file of a group that `find_group` did not find; None if the journal names none for it."""
+        rows = self._rows("SELECT data_file FROM groups WHERE ticket_id = ?", (ticket_id,))
+        return data_file_path(self.path, rows[0][0]) if rows else None
 
     def kept(self) -> dict[int, int]:
         """Ticket -> step of the kept groups that a step has taken."""

@@ -17,14 +17,14 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.errors import BadStateError
+from asyncrl.journal.data_files import PLACE, Place, data_file_path, read_place
 from asyncrl.journal.database import DROPPED, STALE, WAY_OUT, schema_problem
-from asyncrl.journal.segments import PLACE, Place, read_place, segment_path
 
 _DIGESTED = {
     "meta": "SELECT key, value FROM meta",
     "ledger": "SELECT name, count FROM ledger WHERE count != 0",
     "tickets": "SELECT ticket_id, position, version, bound FROM tickets",
-    "groups": "SELECT ticket_id, segment, offset, length, checksum FROM groups",
+    "groups": "SELECT ticket_id, data_file, offset, length, checksum FROM groups",
     "consumption": "SELECT position, ticket_id, version, bound, step FROM consumption",
     "replayed": "SELECT step, ticket_id FROM replayed",
     "again": "SELECT position FROM again",
@@ -145,17 +145,17 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
 def _payload_problem(db: sqlite3.Connection, path: Path, saved_step: int) -> str | None:
     """Groups that are missing or not as they were written."""
     saved = "SELECT 1 FROM consumption WHERE consumption.ticket_id = groups.ticket_id AND step <= ?"
-    query = f"SELECT ticket_id, {PLACE} FROM groups WHERE NOT EXISTS ({saved}) ORDER BY segment, offset"
+    query = f"SELECT ticket_id, {PLACE} FROM groups WHERE NOT EXISTS ({saved}) ORDER BY data_file, offset"
     for number, rows in groupby(db.execute(query, (saved_step,)), key=itemgetter(1)):
         try:
-            segment = segment_path(path, number).open("rb")
+            data_file = data_file_path(path, number).open("rb")
         except FileNotFoundError as missing:
             return f"is damaged: {missing.filename} with its groups is missing"
-        with segment:
+        with data_file:
             for ticket_id, *place in rows:
-                if read_place(segment.fileno(), Place(*place)) is None:
+                if read_place(data_file.fileno(), Place(*place)) is None:
                     return (
-                        f"is damaged: the group of ticket {ticket_id} in {segment.name} does not have its checksum. If "
+                        f"is damaged: the group of ticket {ticket_id} in {data_file.name} does not have its checksum. If "
                         "the machine lost power under trainer.durability=process, the groups that were acknowledged "
                         f"last are missing; to accept their loss, remove {path}-wal and {path}.commits"
                     )

@@ -1,6 +1,6 @@
 """The journal writer: persists every training ticket before it is sent, and its group before it is acknowledged.
 
-One SQLite file in WAL mode, and the groups' bytes in files beside it (segments.py). A transaction holds the
+One SQLite file in WAL mode, and the groups' bytes in files beside it (data_files.py). A transaction holds the
 ticket, group or consumption rows *and* the ledger's counters, and commits after the bytes of its groups were written:
 a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
 position in the data order: the database itself refuses to train a prompt twice. That a step has trained a consumed
@@ -20,6 +20,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
+from asyncrl.journal.data_files import PLACE, DataFiles, Place, pack_frames
 from asyncrl.journal.database import (
     LOG_BYTES,
     TRANSACTION_BYTES,
@@ -30,7 +31,6 @@ from asyncrl.journal.database import (
     open_database,
 )
 from asyncrl.journal.integrity import CommitMark, ContentDigest, check_journal
-from asyncrl.journal.segments import PLACE, Place, Segments, pack_frames
 from protocol.codec import Frame
 from protocol.faults import crash_point
 from protocol.messages import Group
@@ -39,9 +39,9 @@ from protocol.messages import Group
 class WalCheckpointer:
     """Copies in the background. `copy_soon` never waits; an error is raised by the next `check`."""
 
-    def __init__(self, journal: Path, segments: Segments):
+    def __init__(self, journal: Path, files: DataFiles):
         self._journal = journal
-        self._segments = segments
+        self._files = files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal-log")
         self._copies: deque[Future[None]] = deque()
 
@@ -64,15 +64,15 @@ class WalCheckpointer:
 
     def _copy(self, mode: str) -> None:
         """Copy as far as the log reaches now. It starts again from its beginning once all of it is copied."""
-        obsolete = list(self._segments.obsolete)  # by transactions that are in the log by now
-        self._segments.sync()  # what the rows name: the file without its log is whole, too
+        obsolete = list(self._files.obsolete)  # by transactions that are in the log by now
+        self._files.sync()  # what the rows name: the file without its log is whole, too
         with closing(sqlite3.connect(self._journal, isolation_level=None)) as db:
             busy, pages, copied = db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         if busy or copied < pages:  # a reader of the log holds it up
             return
         for path in obsolete:
             path.unlink(missing_ok=True)
-            self._segments.obsolete.remove(path)
+            self._files.obsolete.remove(path)
 
 
 class Journal(JournalView):
@@ -96,11 +96,11 @@ class Journal(JournalView):
                 self._db = open_database(path, durability, begun=check_journal(path, self._mark, saved_step))
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
-                self._segments = Segments(path, (Place(*row) for row in self._rows(f"SELECT {PLACE} FROM groups")))
-                self._copier = WalCheckpointer(path, self._segments)
+                self._files = DataFiles(path, (Place(*row) for row in self._rows(f"SELECT {PLACE} FROM groups")))
+                self._copier = WalCheckpointer(path, self._files)
                 self._saved_step = saved_step
                 self._saved_bytes = sum(size for _, size in self._sizes_of_saved_steps())
-            if self._segments.obsolete:
+            if self._files.obsolete:
                 self.flush()  # a process that was killed left them: the transaction that forgot them must stay
         except BaseException:
             self._mark.close()
@@ -127,11 +127,11 @@ class Journal(JournalView):
                 self._arrived, self._forgotten = [], []
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                self._segments.cut()
+                self._files.cut()
                 raise
         self._commits += 1
         self._mark.write(self._commits)
-        is_obsolete = self._segments.settle(places, self._forgotten)
+        is_obsolete = self._files.settle(places, self._forgotten)
         self._arrived, self._forgotten = [], []
         self._uncopied_bytes += TRANSACTION_BYTES
         if is_obsolete or self._uncopied_bytes >= LOG_BYTES:
@@ -140,10 +140,10 @@ class Journal(JournalView):
 
     def _write_groups(self) -> list[Place]:
         """Write the bytes first, then the rows that name them."""
-        places = self._segments.append([pieces for _, pieces in self._arrived])
+        places = self._files.append([pieces for _, pieces in self._arrived])
         if self._syncs_groups:
-            self._segments.sync()
-        crash_point("journal.segment_written")
+            self._files.sync()
+        crash_point("journal.data_file_written")
         rows = [(ticket_id, *place) for (ticket_id, _), place in zip(self._arrived, places, strict=True)]
         self._insert("groups", rows)
         return places
@@ -252,7 +252,7 @@ class Journal(JournalView):
     def sync_groups(self) -> None:
         """Bring the groups' bytes to the disk. May run beside all other methods: there may be much to write."""
         with explain_errors("flushing", self.path):
-            self._segments.sync()
+            self._files.sync()
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and it and the groups to the disk."""
@@ -262,7 +262,7 @@ class Journal(JournalView):
     @property
     def payload_bytes(self) -> int:
         """Size of all kept groups."""
-        return self._segments.live_bytes
+        return self._files.live_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -273,7 +273,7 @@ class Journal(JournalView):
     def file_bytes(self) -> int:
         """Size of the file, its write-ahead log and the files of groups."""
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return self._segments.file_bytes + sum(file.stat().st_size for file in files if file.exists())
+        return self._files.file_bytes + sum(file.stat().st_size for file in files if file.exists())
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -295,8 +295,8 @@ class Journal(JournalView):
     def close(self) -> None:
         self._copier.close()
         self._db.close()  # which copies what is left of the log
-        self._segments.close()
-        for path in self._segments.obsolete:
+        self._files.close()
+        for path in self._files.obsolete:
             path.unlink(missing_ok=True)
         self._mark.close()
 

@@ -11,7 +11,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.command import become
-from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
+from learner.ranks.rank_variables import rank_of_service, rank_variables, with_given_ranks
 
 
 def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: bool) -> None:
@@ -45,7 +45,7 @@ def telling_ranks(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        environment = rank_environment(config.learner, config.trainer.mode)
+        environment = rank_variables(config.learner, config.trainer.mode)
         if not environment.is_given:
             raise
         from learner.ranks.processes import telling_given_ranks

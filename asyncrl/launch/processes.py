@@ -36,7 +36,7 @@ _ERROR_LINE = re.compile(
 
 
 @dataclass
-class Service:
+class ServiceProcess:
     """One child process and its log."""
 
     name: str
@@ -149,7 +149,7 @@ class Service:
         return b"".join(ends).decode(errors="replace").splitlines()
 
 
-def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus: Sequence[str] = ()) -> Service:
+def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus: Sequence[str] = ()) -> ServiceProcess:
     """Describe `python -m learner`. After a crash it resumes, unless it crashed before it had written anything.
 
     `gpus` are all that the launcher sees.
@@ -159,18 +159,18 @@ def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus:
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
 
     command = [sys.executable, "-m", "learner", "--config", str(config_file), *(["--resume"] if resume else [])]
-    ranks, taking_turns = config.learner.num_processes, config.trainer.mode == "sync"
-    environment = service_environment(config.learner.cpu_threads, sharing=ranks, taking_turns=taking_turns)
+    ranks, sharing_device = config.learner.num_processes, config.trainer.mode == "sync"
+    environment = service_variables(config.learner.cpu_threads, sharing=ranks, sharing_device=sharing_device)
     environment |= gpu_environment(config.learner.device, assign_gpus(config, len(gpus)).learner, gpus)
-    return Service("learner", command, config.run_path / "logs" / "learner.log", environment, resume_flag)
+    return ServiceProcess("learner", command, config.run_path / "logs" / "learner.log", environment, resume_flag)
 
 
-def server_services(config: RunConfig, config_file: Path, *, gpus: Sequence[str] = ()) -> list[Service]:
+def server_services(config: RunConfig, config_file: Path, *, gpus: Sequence[str] = ()) -> list[ServiceProcess]:
     """Describe `python -m rollout_server`, rollout.servers times, each with its own log, metrics port and GPUs."""
     count = config.rollout.servers
     command = [sys.executable, "-m", "rollout_server", "--config", str(config_file)]
-    taking_turns = config.trainer.mode == "sync"
-    environment = service_environment(config.rollout.cpu_threads, sharing=count, taking_turns=taking_turns)
+    sharing_device = config.trainer.mode == "sync"
+    environment = service_variables(config.rollout.cpu_threads, sharing=count, sharing_device=sharing_device)
     services = []
     for number, numbers in enumerate(assign_gpus(config, len(gpus)).servers):
         name = "rollout_server" if count == 1 else f"rollout_server-{number + 1}"
@@ -178,16 +178,16 @@ def server_services(config: RunConfig, config_file: Path, *, gpus: Sequence[str]
         port = [f"telemetry.rollout_port={config.telemetry.rollout_port + number}"] if number else []
         arguments = ["--failure-file", str(failure), *port]
         visible = gpu_environment(config.rollout.device, numbers, gpus)
-        services.append(Service(name, [*command, *arguments], log, {**environment, **visible}, failure=failure))
+        services.append(ServiceProcess(name, [*command, *arguments], log, {**environment, **visible}, failure=failure))
     return services
 
 
-def service_environment(threads: int, sharing: int = 1, *, taking_turns: bool = False) -> dict[str, str]:
+def service_variables(threads: int, sharing: int = 1, *, sharing_device: bool = False) -> dict[str, str]:
     """Give half of the cores to `sharing` services, or all to one that takes turns, unless `threads` says.
 
     Idle threads sleep, because spinning ones stall the other side.
     """
-    cores = available_cores() if taking_turns else available_cores() // 2
+    cores = available_cores() if sharing_device else available_cores() // 2
     return {
         "OMP_NUM_THREADS": str(threads or max(1, cores // sharing)),
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncrl.errors import ExitCode
-from asyncrl.launch.processes import Service
+from asyncrl.launch.processes import ServiceProcess
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ DEFAULT_POLICY = RestartPolicy()
 class Outcome:
     code: int
     """Exit code of the whole run: 0, 1, 2, 3 or 130."""
-    failed: Service | None = None
+    failed: ServiceProcess | None = None
     """The side that ended the run."""
     gave_up: bool = False
     """True after more crashes than the policy allows."""
@@ -61,8 +61,8 @@ class Supervisor:
 
     def __init__(
         self,
-        learner: Service,
-        *servers: Service,
+        learner: ServiceProcess,
+        *servers: ServiceProcess,
         policy: RestartPolicy = DEFAULT_POLICY,
         stop_s: float = STOP_S,
         notify: Callable[[str], None] = logger.warning,
@@ -115,7 +115,7 @@ class Supervisor:
                     return Outcome(ExitCode.FINISHED) if was_ending else outcome
             time.sleep(POLL_S)
 
-    def _look_after(self, service: Service) -> Outcome | None:
+    def _look_after(self, service: ServiceProcess) -> Outcome | None:
         """Restart a service when due; return an outcome if the run must end."""
         code = service.code
         if code is None:
@@ -140,7 +140,7 @@ class Supervisor:
         recently = self.restarts[self.learner.name] > 0 and self.learner.age_s < self._stop_s
         return recently or self.learner.name in self._due
 
-    def _end_of_run(self, service: Service) -> Outcome | None:
+    def _end_of_run(self, service: ServiceProcess) -> Outcome | None:
         """Choose the service whose failure ended the run: the learner, unless it crashed; None if it has finished."""
         if service is not self.learner:
             deadline = time.monotonic() + 2 * POLL_S
@@ -152,7 +152,7 @@ class Supervisor:
         assert service.code is not None
         return Outcome(_FATAL[service.code], failed=service)
 
-    def _after_crash(self, service: Service) -> Outcome | None:
+    def _after_crash(self, service: ServiceProcess) -> Outcome | None:
         if service.age_s >= self._policy.healthy_s:
             self._crashes[service.name] = 0
         self._crashes[service.name] += 1
@@ -167,13 +167,13 @@ class Supervisor:
         self._notify(f"{service.ending()}{why}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
         return None
 
-    def _wait_or_stop(self, *services: Service) -> None:
+    def _wait_or_stop(self, *services: ServiceProcess) -> None:
         deadline = time.monotonic() + self._stop_s
         while any(s.code is None for s in services) and time.monotonic() < deadline and not self._interrupts:
             time.sleep(POLL_S / 4)
         self._stop(*services)
 
-    def _stop(self, *services: Service) -> None:
+    def _stop(self, *services: ServiceProcess) -> None:
         """Send SIGTERM, and after a deadline SIGKILL; a further interrupt does not wait for the deadline."""
         running = [service for service in services if service.process and service.code is None]
         for service in running:

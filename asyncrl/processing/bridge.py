@@ -183,7 +183,7 @@ class TurnBridge:
     def _refused(self, reason: str) -> UserError:
         return UserError(
             f"the chat template of this model cannot carry a conversation of several turns: {reason}. Use a model "
-            "whose template can, or mend chat_template.jinja in the model folder"
+            "whose template can, or fix chat_template.jinja in the model folder"
         )
 
 

@@ -49,7 +49,7 @@ class ToolPrompt:
         told = self.text or shown.as_json
         if reserved := next((each for each in placeholders if each in told), None):
             raise UserError(
-                f"a tool's description contains {reserved!r}, which the model reserves for images. Mend its docstring"
+                f"a tool's description contains {reserved!r}, which the model reserves for images. Fix its docstring"
             )
         if self.text and self.text not in template(self.added([_message("user", "asyncrl-asks")])):
             raise UserError(

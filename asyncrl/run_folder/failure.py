@@ -137,7 +137,7 @@ def refuse_bad_state(run_dir: Path) -> None:
     if failure is not None and failure.kind == "bad_state":
         at = f" at step {failure.step}" if failure.step is not None else ""
         raise BadStateError(
-            f"the run in {run_dir} stopped in bad state{at}: {failure.reason}. When the cause is mended, continue by "
+            f"the run in {run_dir} stopped in bad state{at}: {failure.reason}. When the cause is fixed, continue by "
             f"hand with `asyncrl learn CONFIG --resume`, or remove {file}"
         )
 

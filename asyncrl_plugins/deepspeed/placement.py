@@ -21,7 +21,7 @@ from asyncrl_plugins.deepspeed.updates import ZeroUpdates, even_part, shape_of
 from learner.ranks.group import Ranks
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
-from learner.training.sharded_state import Part, Stored
+from learner.training.sharded_state import Stored, TensorPart
 from learner.training.updates import Updates
 
 T = TypeVar("T")
@@ -71,18 +71,18 @@ class ZeroWhole(ShardedFiles):
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self._model)
 
-    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | TensorPart:
         """Part of a published weight; a weight that was rounded here is returned as it was loaded."""
         if self._updates is not None and self.dtypes.get(name, tensor.dtype) != tensor.dtype:
             return self._updates.part(tensor)
         return self.divided(self.local(tensor), tensor) if isinstance(tensor, nn.Parameter) else tensor
 
-    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Part:
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> TensorPart:
         """The part that this rank writes of something that it has as `local` has it of a parameter."""
         flat = local.detach().reshape(-1)
         size = -(-flat.numel() // self._ranks.size)
         first = min(self._ranks.rank * size, flat.numel())
-        return Part(flat[first : first + size], first, parameter.shape)
+        return TensorPart(flat[first : first + size], first, parameter.shape)
 
     @torch.no_grad()
     def set_local(self, local: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor | Stored) -> None:
@@ -157,7 +157,7 @@ class ZeroParted(ZeroWhole):
         for name, whole in fitting(outlines, tensors):
             self._set(parts[name], whole)
 
-    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Part:
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> TensorPart:
         return even_part(local.detach(), self._ranks.rank, shape_of(parameter))
 
     def set_local(self, local: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor | Stored) -> None:

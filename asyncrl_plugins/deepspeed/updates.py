@@ -22,7 +22,7 @@ from learner.ranks.group import Ranks
 from learner.training.master_weights import check_masters
 from learner.training.optimizers import check_same_groups, check_same_moments, parameter_groups
 from learner.training.sharded_files import ShardedFiles, Write
-from learner.training.sharded_state import Part
+from learner.training.sharded_state import TensorPart
 from learner.training.updates import make_schedule, schedule_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -153,7 +153,7 @@ class ZeroUpdates:
         for state in self._optimizer.state.values():
             yield from state.values()
 
-    def part(self, parameter: Any, moment: str | None = None) -> Part:
+    def part(self, parameter: Any, moment: str | None = None) -> TensorPart:
         """Part on this rank of the fp32 master of a trained parameter, or of one of its moments: a view."""
         if self._is_parted:
             read = self._zero._get_fp32_opt_state_partition
@@ -161,8 +161,10 @@ class ZeroUpdates:
             return even_part(flat.detach(), self._ranks.rank, parameter.ds_shape)
         fragment = parameter._hp_mapping
         if fragment is None:  # other ranks have all of it
-            return Part(torch.empty(0), 0, parameter.shape)
-        return Part(fragment.get_hp_fragment(moment).detach(), fragment.lp_fragment_address.start, parameter.shape)
+            return TensorPart(torch.empty(0), 0, parameter.shape)
+        return TensorPart(
+            fragment.get_hp_fragment(moment).detach(), fragment.lp_fragment_address.start, parameter.shape
+        )
 
     def files(self, name: str, *, copies: bool) -> Write:
         return self._files.state_files(self._state(), name, copies=copies)
@@ -219,11 +221,11 @@ class _InFile:
     param_groups: list[dict[str, Any]]
 
 
-def even_part(elements: torch.Tensor, rank: int, shape: torch.Size) -> Part:
+def even_part(elements: torch.Tensor, rank: int, shape: torch.Size) -> TensorPart:
     """The part of a tensor that is divided into ranges of one length, `elements`'; those behind the tensor's last are
     padding."""
     first = min(rank * elements.numel(), shape.numel())
-    return Part(elements[: shape.numel() - first], first, shape)
+    return TensorPart(elements[: shape.numel() - first], first, shape)
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:

@@ -29,10 +29,10 @@ ONE_ROW = {"demonstrations": {"rows": 1}}
 def problems(config: RunConfig) -> Iterator[str]:
     """Name what does not go with demonstrations, each with its fix."""
     algorithm, settings = config.algorithm, config.algorithm.settings_of(DemonstrationConfig)
-    if not settings.rows and not settings.hints.segments:
+    if not settings.rows and not settings.hints.parts:
         yield (
-            "algorithm.demonstrations.rows and algorithm.demonstrations.hints.segments are 0: groups have neither "
-            "demonstrations nor hints. Set rows=1, or segments=5 for policy_loss uft"
+            "algorithm.demonstrations.rows and algorithm.demonstrations.hints.parts are 0: groups have neither "
+            "demonstrations nor hints. Set rows=1, or parts=5 for policy_loss uft"
         )
     loss, left = method_of("policy_loss", algorithm.policy_loss), config.sampled_per_group
     least = 1 if loss and loss.credits_inserted else 2
@@ -54,10 +54,10 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 def hint_notes(config: RunConfig, total_steps: int) -> Iterator[str]:
     hints = config.algorithm.settings_of(DemonstrationConfig).hints
-    if hints.segments and hints.steps >= total_steps:
+    if hints.parts and hints.steps >= total_steps:
         yield (
             f"algorithm.demonstrations.hints.steps is {hints.steps} and the run has {total_steps} steps: completions "
-            "have hints to the end, each segment with probability "
+            "have hints to the end, each part with probability "
             f"{hints.probability(total_steps - 1):.2g} in the last one"
         )
 
@@ -113,7 +113,7 @@ POLICY_LOSSES = {
         paper="2505.16984",
         needs={"inserted"},
         settings=UftConfig,
-        defaults={"demonstrations": {"hints": {"segments": 5}}},
+        defaults={"demonstrations": {"hints": {"parts": 5}}},
     ),
     "hpt": Method(
         "asyncrl_plugins.demonstrations.losses:hpt",
@@ -150,7 +150,7 @@ TICKET_HOOKS = {
     "demonstrations": Method(
         "asyncrl_plugins.demonstrations.tickets:Demonstrations",
         formula="`rows` completions of a group are its row's demonstration, or completions begin with j of its L "
-        "segments, j ~ Binomial(L, p)",
+        "parts, j ~ Binomial(L, p)",
         needs={"target"},
         settings=DemonstrationConfig,
         problems=problems,

@@ -15,20 +15,20 @@ from asyncrl.config.sections import Section
 
 
 class HintConfig(Section):
-    """Hints: completions that begin with the first segments of their row's demonstration (UFT, arXiv 2505.16984)."""
+    """Hints: completions that begin with the first parts of their row's demonstration (UFT, arXiv 2505.16984)."""
 
-    segments: int = Field(default=0, ge=0)
-    """Most segments that a demonstration is cut into: at its sentences and lines, or between words where it has one
+    parts: int = Field(default=0, ge=0)
+    """Most parts that a demonstration is cut into: at its sentences and lines, or between words where it has one
     sentence. A completion begins with the first j of L of them, j binomial. 0 gives no hints."""
     high: float = Field(default=0.95, ge=0, le=1)
-    """Probability of each segment in the first step."""
+    """Probability of each part in the first step."""
     low: float = Field(default=0.05, ge=0, le=1)
-    """Probability of each segment when hints end."""
+    """Probability of each part when hints end."""
     steps: int = Field(default=300, gt=0)
     """Steps in which the probability falls from high to low, along half a cosine; afterwards there are no hints."""
 
     def probability(self, version: int) -> float:
-        """Probability of each segment in the tickets of a policy version."""
+        """Probability of each part in the tickets of a policy version."""
         if version > self.steps:
             return 0.0
         return self.low + (self.high - self.low) * (1 + cos(pi * version / self.steps)) / 2

@@ -28,7 +28,7 @@ _SEED = 0x4445
 
 
 class Demonstrations:
-    """Hook of tickets: gives the last trajectories of a group whole, or others their first segments."""
+    """Hook of tickets: gives the last trajectories of a group whole, or others their first parts."""
 
     def __init__(self, settings: DemonstrationConfig, context: TicketContext):
         """Raises UserError where no row has a demonstration; a warning counts the rows without."""
@@ -65,12 +65,12 @@ class Demonstrations:
         return None
 
     def _hints(self, row: TicketRow, demonstration: tuple[int, ...], rng: np.random.Generator) -> list[tuple[int, ...]]:
-        """Hints of j of the L segments, j ~ Binomial(L, p): one draw for each sampled trajectory (UFT, arXiv
+        """Hints of j of the L parts, j ~ Binomial(L, p): one draw for each sampled trajectory (UFT, arXiv
         2505.16984)."""
-        most, p = self._settings.hints.segments, self._settings.hints.probability(row.version)
+        most, p = self._settings.hints.parts, self._settings.hints.probability(row.version)
         if not most or not p:
             return [()] * row.trajectories
-        ends = segment_ends(row.target, most)
+        ends = part_ends(row.target, most)
         starts = np.asarray(self._processor.starts_of_tokens(row.target))
         drawn = rng.binomial(len(ends), p, size=row.trajectories).tolist()
         lengths = [int((starts < ends[j - 1]).sum()) if j else 0 for j in drawn]
@@ -89,8 +89,8 @@ def _check_targets(survey: RowSurvey, key: str) -> None:
         logger.warning(said + "alone", without, usable, key)
 
 
-def segment_ends(text: str, most: int) -> list[int]:
-    """Places in the text where its segments end, at most so many, of about as many sentences or words each."""
+def part_ends(text: str, most: int) -> list[int]:
+    """Places in the text where its parts end, at most so many, of about as many sentences or words each."""
     for boundary in (SENTENCE_END, WORD_END):
         found = [match.start() for match in boundary.finditer(text) if match.start()]
         ends = [*(end for end in found if text[end:].strip()), len(text)]

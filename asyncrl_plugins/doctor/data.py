@@ -42,7 +42,7 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
     for refused in _alike(survey):
         reason, fix = split_fix(refused[0][1])
         value = f"{len(refused):,} of {counted} cannot be used (such as {refused[0][0]}): {reason}"
-        fix = fix or "mend these rows or leave them out"
+        fix = fix or "fix these rows or leave them out"
         if left_out:
             yield Finding("bad rows", f"{value}; they are left out (data.on_bad_row=skip)", "warning", fix)
         else:
@@ -133,7 +133,7 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
     failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
     for name, score in failed:
         value = f"{score.error_kind} on {name}: {score.error_message}"
-        fix = "mend the function: a trajectory that it fails on is left out of training, never scored 0"
+        fix = "fix the function: a trajectory that it fails on is left out of training, never scored 0"
         yield Finding("reward", value, "problem", fix)
         return  # the others are of the same function
     if not scored:
@@ -149,7 +149,7 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
     worthless = weighted.pop(NOTHING)
     if not config.environment.is_used and all(values == worthless for values in weighted.values()):
         value = f"the weighted sum does not tell {' or '.join(weighted)} from {NOTHING}"
-        fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, mend it"
+        fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, fix it"
         yield Finding("reward", value, "warning", fix)
 
 

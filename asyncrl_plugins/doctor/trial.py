@@ -163,7 +163,7 @@ def _completions(steps: list[Record], samples: list[Record]) -> Finding:
     value += next((f": {error}" for error in errors if error), "")
     lost = sum(count for step in steps for key, count in step.items() if key.startswith("env/errors/"))
     names = [name for name, count in (("environment", lost), ("reward", sum(others) - lost)) if count > 0]
-    fix = f"mend the {' and the '.join(names)}: what fails is not trained on"
+    fix = f"fix the {' and the '.join(names)}: what fails is not trained on"
     return Finding("completions", value, "problem", fix)
 
 

@@ -237,7 +237,7 @@ METRICS = (
     _gauge(
         "lease_fence",
         "turns",
-        "Fence number of the learner's newest device turn (trainer.mode=sync).",
+        "Fence number of the learner's newest device lease (trainer.mode=sync).",
         "rises by two a step",
     ),
     _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),

@@ -109,7 +109,7 @@ class PrometheusServer(ServerExporter):
             for do, seconds in environments.take_answers():
                 m["environment_answer_seconds"].labels(do=do).observe(seconds)
             m["environment_trajectories"].labels(state="live").set(environments.live)
-            m["environment_trajectories"].labels(state="parked").set(environments.parked)
+            m["environment_trajectories"].labels(state="suspended").set(environments.suspended)
 
     def ticket_failed(self, kind: str) -> None:
         self.metrics["errors_total"].labels(kind=kind).inc()

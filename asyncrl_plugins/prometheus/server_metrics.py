@@ -85,8 +85,8 @@ ENVIRONMENT = (
     _gauge(
         "environment_trajectories",
         "trajectories",
-        "Trajectories with an environment: live, and those of them parked until it answers.",
-        "parked well below live",
+        "Trajectories with an environment: live, and those of them suspended until it answers.",
+        "suspended well below live",
         "state",
     ),
     _counter("environment_restarts", "processes", "Processes of the environment started in place of lost ones.", "0"),
@@ -135,7 +135,7 @@ DEVICE_TURNS = (
     _gauge(
         "lease_fence",
         "turns",
-        "Fence number of the server's newest device turn (trainer.mode=sync).",
+        "Fence number of the server's newest device lease (trainer.mode=sync).",
         "rises with every step",
     ),
     _counter(

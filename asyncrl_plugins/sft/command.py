@@ -9,7 +9,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.command import become
 from asyncrl.launch.one_service import telling_ranks
-from learner.ranks.environment import rank_of_service
+from learner.ranks.rank_variables import rank_of_service
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:

@@ -33,18 +33,18 @@ from asyncrl.memory_plan.plan import check_plan
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
-from asyncrl.service_entry import Start, run_service
+from asyncrl.service_entry import StartMode, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
 from learner.loop.resume import refuse_taken
 from learner.loop.trainer import check_room, with_token_budget
-from learner.ranks.environment import rank_environment, rank_of_service, with_given_ranks
+from learner.ranks.commands import RankCommand
 from learner.ranks.group import ALONE, Ranks
-from learner.ranks.orders import Order
 from learner.ranks.processes import Leader, leading, telling_given_ranks
+from learner.ranks.rank_variables import rank_of_service, rank_variables, with_given_ranks
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, TrainGroup
+from learner.training.packing import PackedTrajectory, TrainGroup
 from learner.training.roles import Roles
 from learner.training.token_budget import TokenBudget
 from protocol.messages import Prompt
@@ -107,7 +107,7 @@ class SupervisedTrainer:
         """The prompt with its one completion; several ranks compute the pixels of their shares alone."""
         encode = partial(self.processor.encode, shown.prompt, shown.blobs)
         ids = np.asarray(shown.target, np.int32)
-        completion = Completion(row, ids, np.ones(len(ids), np.uint8))
+        completion = PackedTrajectory(row, ids, np.ones(len(ids), np.uint8))
         if self.ranks.size == 1:
             return TrainGroup(encode(), (completion,))
         measured = self.processor.measure(shown.prompt, shown.blobs)
@@ -217,7 +217,7 @@ def _following(
     """The trainer of another rank."""
     trainer = SupervisedTrainer(config, processor, values["steps"], ranks)
 
-    def obey(order: Order) -> None:
+    def obey(order: RankCommand) -> None:
         calls: dict[str, Callable[[], object]] = {
             "learn": lambda: trainer.learn(order.values["step"], _unpack(ranks.broadcast(b""))),
             **engine_calls(trainer.engine, processor, order),
@@ -227,7 +227,7 @@ def _following(
     yield obey
 
 
-def main(config: RunConfig, start: Start) -> None:
+def main(config: RunConfig, start: StartMode) -> None:
     config = with_given_ranks(config)
     set_up_training(config.learner, config.trainer)
     if rank_of_service() > 0:
@@ -235,7 +235,7 @@ def main(config: RunConfig, start: Start) -> None:
         return
     if start.resume:
         raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
-    environment = rank_environment(config.learner, config.trainer.mode)
+    environment = rank_variables(config.learner, config.trainer.mode)
     with ExitStack() as resources:
         given = resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
         held = resources.enter_context(LearnerLock(config.run_path, SERVICE))

@@ -90,7 +90,7 @@ def argument_problems(config: RunConfig) -> list[str]:
 
 
 def installation_problems(config: RunConfig, *, cuda: bool) -> list[str]:
-    """A missing or other SGLang, with the command that mends it."""
+    """A missing or other SGLang, with the command that fixes it."""
     python = python_of(config.rollout.settings_of(SGLangConfig))
     found = look_into(python)
     if found is None:

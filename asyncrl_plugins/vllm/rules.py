@@ -140,7 +140,7 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
 
 
 def installation_problems(*, cuda: bool) -> list[str]:
-    """A missing or other vLLM, with the command that mends it. Looks at metadata only: nothing is imported."""
+    """A missing or other vLLM, with the command that fixes it. Looks at metadata only: nothing is imported."""
     package = PACKAGES[cuda]
     if installed_version(package) is None:
         place = "a machine with CUDA" if cuda else "a CPU"

@@ -333,7 +333,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (rate(f"{R}environment_restarts_total", window=STEPS), "restarts per second"),
                 ),
                 chart("Answer of the environment", "s", *quantiles(f"{R}environment_answer_seconds", 0.5, 0.95)),
-                chart("Live and parked", "short", (f"sum by (state) ({R}environment_trajectories)", "{{state}}")),
+                chart("Live and suspended", "short", (f"sum by (state) ({R}environment_trajectories)", "{{state}}")),
                 chart(
                     "Waiting for it, at a time",
                     "short",

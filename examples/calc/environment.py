@@ -1,4 +1,4 @@
-"""Read, let a tool reckon, answer: a picture shows two numbers and an operator.
+"""Read, let a tool compute, answer: a picture shows two numbers and an operator.
 
     asyncrl env try examples/calc/environment.py:Calc --unit 14
     asyncrl env baseline examples/calc/environment.py:Calc --policy random

@@ -17,24 +17,24 @@ from learner.groups.ticket import ReceivedGroup
 from learner.loop.checkpoint import BackgroundWrite, LearnerState
 from learner.loop.logprob_parity import compare
 from learner.loop.trainer import Trainer
-from learner.ranks.environment import STORE_PORT, RankEnvironment, rank_environment
+from learner.ranks.commands import REASONS, CommandChannel, RankCommand, Reasons, unpack_groups
 from learner.ranks.group import Ranks
-from learner.ranks.orders import REASONS, Order, Orders, Reasons, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join, leave_after_rank_0
+from learner.ranks.rank_variables import STORE_PORT, RankVariables, rank_variables
 from learner.training.engine import TorchEngine
 from protocol.device_lock import read_tenure, use_device_for
 
 logger = logging.getLogger(__name__)
 
 
-Obey = Callable[[Order], object]
+Obey = Callable[[RankCommand], object]
 Begin = Callable[[RunConfig, PromptProcessor, Ranks, Mapping[str, Any]], AbstractContextManager[Obey]]
 """Loads what rank 0 loads, by the values of its first order, and returns what each further order does."""
 
 
 def follow(config: RunConfig, begin: Begin) -> None:
     """Run to the end. Raises what another rank has said of its end, or BadStateError when rank 0 has gone."""
-    environment = rank_environment(config.learner, config.trainer.mode)
+    environment = rank_variables(config.learner, config.trainer.mode)
     if STORE_PORT not in os.environ:
         leave_after_rank_0()
     store = given_store(config.learner.wait_timeout_s)
@@ -52,13 +52,13 @@ def follow(config: RunConfig, begin: Begin) -> None:
         raise
 
 
-def _follow(config: RunConfig, begin: Begin, environment: RankEnvironment, store: Store, reasons: Reasons) -> None:
+def _follow(config: RunConfig, begin: Begin, environment: RankVariables, store: Store, reasons: Reasons) -> None:
     def check() -> None:
         if said := reasons.of(0):
             raise said
 
     network = config.network
-    orders = Orders(
+    orders = CommandChannel(
         PrefixStore("orders", store),
         leads=False,
         every_s=network.heartbeat_s,
@@ -94,7 +94,7 @@ def trainer(
     training.step.budget.keep_in_run(config.run_path, config.batch, config.learner)
     saving: BackgroundWrite | None = None
 
-    def obey(order: Order) -> None:
+    def obey(order: RankCommand) -> None:
         nonlocal saving
         if order.kind == "snapshot":
             if saving:
@@ -110,14 +110,14 @@ def trainer(
         saving.wait(config.learner.wait_timeout_s)
 
 
-def _save(training: Trainer, order: Order) -> BackgroundWrite:
+def _save(training: Trainer, order: RankCommand) -> BackgroundWrite:
     """Begin to write this rank's parts of a checkpoint. What goes wrong is known to rank 0, too, which ends the run."""
     building = Path(order.values["folder"])
     snapshot = training.snapshot("", building, copies=order.values["copies"])
     return BackgroundWrite(lambda: snapshot.write_files(building))
 
 
-def _obey(training: Trainer, order: Order) -> None:
+def _obey(training: Trainer, order: RankCommand) -> None:
     ranks, engine = training.ranks, training.roles[order.values.get("role", "actor")]
 
     def sent() -> list[ReceivedGroup]:
@@ -133,7 +133,9 @@ def _obey(training: Trainer, order: Order) -> None:
     calls[order.kind]()
 
 
-def engine_calls(engine: TorchEngine, processor: PromptProcessor, order: Order) -> dict[str, Callable[[], object]]:
+def engine_calls(
+    engine: TorchEngine, processor: PromptProcessor, order: RankCommand
+) -> dict[str, Callable[[], object]]:
     """Calls that an engine of rank 0 broadcasts by itself."""
     return {
         "published_state": lambda: sum(1 for _ in engine.published_state()),

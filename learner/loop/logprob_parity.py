@@ -17,8 +17,8 @@ from asyncrl.devices.device import max_mean_logprob_difference
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
+from learner.ranks.commands import pack_groups
 from learner.ranks.group import ALONE, Ranks
-from learner.ranks.orders import pack_groups
 from learner.reporting.reporter import Reporter
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine

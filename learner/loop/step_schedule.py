@@ -1,4 +1,4 @@
-"""Work between steps: device turns, parity checks of servers that join, evaluation, tickets.
+"""Work between steps: device leases, parity checks of servers that join, evaluation, tickets.
 
 The weights do not move here, so everything that is compared belongs to `progress.version`.
 

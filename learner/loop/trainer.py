@@ -28,8 +28,8 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, restore_engines
+from learner.ranks.commands import pack_groups
 from learner.ranks.group import ALONE, Ranks
-from learner.ranks.orders import pack_groups
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.engine import TorchEngine
 from learner.training.reference import FOLDER as REFERENCE_FOLDER

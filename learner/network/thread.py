@@ -226,7 +226,7 @@ class NetworkThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._take_turns()
+            self._loop()
         except Exception as error:  # raised again by the main thread's next wait, which then says goodbye
             logger.error("the network thread stops: %s", error)
             if isinstance(error, BadStateError | UserError):  # from a crash, a learner comes back
@@ -237,7 +237,7 @@ class NetworkThread(threading.Thread):
         if self._goodbye is not None:
             self._part(self._goodbye)
 
-    def _take_turns(self) -> None:
+    def _loop(self) -> None:
         poller = zmq.Poller()
         for socket in (self.control.socket, self.weights.socket, self._mailbox.wakeup):
             poller.register(socket, zmq.POLLIN)

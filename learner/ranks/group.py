@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:  # a part of a learner without ranks imports this, too
-    from learner.ranks.orders import Orders
+    from learner.ranks.commands import CommandChannel
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     """Index on the machine, which chooses the GPU."""
-    orders: Orders | None = None
+    orders: CommandChannel | None = None
     """Orders of rank 0; None where all ranks do the same anyway."""
 
     @property

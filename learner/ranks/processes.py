@@ -36,9 +36,9 @@ from asyncrl.devices.device import resolve_device
 from asyncrl.errors import BadStateError, ExitCode, UserError, WaitTimeoutError
 from asyncrl.process_end import die_with_parent
 from asyncrl.run_folder.failure import read_failure
-from learner.ranks.environment import ADDRESS, STORE_PORT, RankEnvironment
+from learner.ranks.commands import REASONS, CommandChannel, Reasons
 from learner.ranks.group import Ranks
-from learner.ranks.orders import REASONS, Orders, Reasons
+from learner.ranks.rank_variables import ADDRESS, STORE_PORT, RankVariables
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,9 @@ class RankProcesses:
 class Leader:
     """Rank 0's side: it starts the others, joins them, and gives orders."""
 
-    def __init__(self, learner: LearnerConfig, processes: RankProcesses, orders: Orders, store: Store, size: int):
+    def __init__(
+        self, learner: LearnerConfig, processes: RankProcesses, orders: CommandChannel, store: Store, size: int
+    ):
         self.processes = processes
         self.orders = orders
         self._learner, self._store, self._size = learner, store, size
@@ -152,7 +154,7 @@ class Leader:
     def begin(self, **values: object) -> Ranks:
         """Tell the ranks what they are to load, and join them."""
         self.orders.give("begin", **values)
-        environment = RankEnvironment(0, self._size, 0)
+        environment = RankVariables(0, self._size, 0)
         ranks = join(self._learner, self._store, environment, self.orders, self._check)
         if not self.processes.processes:
             self.processes.given = _ranks_here(self._store, self._size)
@@ -173,7 +175,7 @@ class Leader:
 
 
 @contextmanager
-def telling_given_ranks(environment: RankEnvironment, wait_timeout_s: float) -> Iterator[Store | None]:
+def telling_given_ranks(environment: RankVariables, wait_timeout_s: float) -> Iterator[Store | None]:
     """The store of ranks that torchrun has started, who hear there what ends rank 0, also before it leads them. None
     where it is to start them itself."""
     if not environment.is_given:
@@ -191,7 +193,7 @@ def telling_given_ranks(environment: RankEnvironment, wait_timeout_s: float) -> 
 def leading(
     learner: LearnerConfig,
     network: NetworkConfig,
-    environment: RankEnvironment,
+    environment: RankVariables,
     given: Store | None,
     module: str = "learner",
 ) -> Iterator[Leader]:
@@ -210,7 +212,7 @@ def leading(
             for rank in range(1, environment.size):
                 processes.processes[rank] = _start(module, rank, environment.size, port, processes.folder)
             threading.Thread(target=processes.watch, name="ranks", daemon=True).start()
-        orders = Orders(
+        orders = CommandChannel(
             PrefixStore("orders", store),
             leads=True,
             every_s=network.heartbeat_s,
@@ -286,8 +288,8 @@ def given_store(wait_timeout_s: float) -> Store:
 def join(
     learner: LearnerConfig,
     store: Store,
-    environment: RankEnvironment,
-    orders: Orders,
+    environment: RankVariables,
+    orders: CommandChannel,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
     """Join the process group. Every collective has learner.wait_timeout_s: then it raises on all ranks.
@@ -309,9 +311,7 @@ def join(
     return Ranks(environment.rank, environment.size, environment.local_rank, orders)
 
 
-def _wait_for_all(
-    present: Store, environment: RankEnvironment, wait_timeout_s: float, check: Callable[[], None]
-) -> None:
+def _wait_for_all(present: Store, environment: RankVariables, wait_timeout_s: float, check: Callable[[], None]) -> None:
     keys, began = [str(rank) for rank in range(environment.size)], time.monotonic()
     try:
         present.set(keys[environment.rank], f"{socket.gethostname()} {os.getpid()}")

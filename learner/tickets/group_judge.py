@@ -118,7 +118,7 @@ class GroupJudge:
             raise BadStateError(
                 f"no trajectory of {self._without_score} groups in a row has a score: there is nothing to learn from. "
                 f"The last group says {last.error_kind}: {last.error_message}. Bring back what the {what} needs (a "
-                f"service, a file, memory) or mend it (asyncrl {how}), then continue with --resume"
+                f"service, a file, memory) or fix it (asyncrl {how}), then continue with --resume"
             )
 
     def _reason(self, group: SampledGroup) -> str | None:

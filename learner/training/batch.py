@@ -18,7 +18,7 @@ from asyncrl.environments.recording import describe_conversations, history_of, i
 from asyncrl.processing.history import History
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
-from learner.training.packing import Completion, Segment, TrainGroup, flat_rows
+from learner.training.packing import PackedTrajectory, Segment, TrainGroup, flat_rows
 from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
@@ -194,7 +194,7 @@ def make_batch(
     group_of_row: list[int] = []
     for number, item in enumerate(received):
         group = item.group
-        completions: list[Completion] = []
+        completions: list[PackedTrajectory] = []
         is_trained = group.is_sampled | item.provenance.is_inserted if inserted else group.is_sampled
         left_out = item.provenance.is_baseline | item.lacks_baseline
         bounds = [0, *group.lengths.cumsum().tolist()]
@@ -203,7 +203,7 @@ def make_batch(
         for index, (record, is_out, (start, end), (before, after)) in enumerate(rows):
             if after > before and not is_out and record.status.is_scored:
                 token_ids, mask = group.token_ids[start:end], is_trained[start:end]
-                completions.append(Completion(len(scores), token_ids, mask, segments_of(item, index)))
+                completions.append(PackedTrajectory(len(scores), token_ids, mask, segments_of(item, index)))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:

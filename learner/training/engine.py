@@ -31,7 +31,7 @@ from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
-from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch
 from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
 
@@ -305,7 +305,7 @@ class TorchEngine:
 
     def _fixed_micro_batch(self, device: torch.device | None = None) -> MicroBatch:
         ids = self._fixed_tokens
-        completion = Completion(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
+        completion = PackedTrajectory(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
         return build_micro_batch(
             self.model, [TrainGroup(EncodedPrompt.of_text(ids), (completion,))], device or self.device
         )

@@ -33,7 +33,7 @@ from asyncrl.models.published import load_published, published_parts, published_
 from learner.ranks.group import Ranks
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
-from learner.training.sharded_state import Part, Stored
+from learner.training.sharded_state import Stored, TensorPart
 from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class FullySharded(ShardedFiles):
     def part(self, whole: torch.Tensor | Stored, like: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(like)
         assert isinstance(made, DTensor)
-        Part.rows(made).fill(whole)
+        TensorPart.rows(made).fill(whole)
         return made
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class FullySharded(ShardedFiles):
 
     def _set(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
         if isinstance(tensor, DTensor):
-            Part.rows(tensor).fill(given)
+            TensorPart.rows(tensor).fill(given)
         else:  # a buffer
             tensor.copy_(cast(torch.Tensor, given))
 

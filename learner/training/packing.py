@@ -34,7 +34,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PackedTrajectory:
     """One trajectory to train on. Columns are [T]."""
 
     row: int
@@ -66,7 +66,7 @@ class TrainGroup:
     """A prompt and its completions."""
 
     prompt: EncodedPrompt
-    completions: tuple[Completion, ...]
+    completions: tuple[PackedTrajectory, ...]
     encode: Callable[[], EncodedPrompt] | None = field(default=None, compare=False)
     """Computes the prompt with its pixels, where `prompt` has none: for the rank that packs it."""
 
@@ -129,7 +129,7 @@ def split_group(group: TrainGroup, budget: int) -> list[TrainGroup]:
     """Parts within the budget where possible, at least one completion each."""
     if group.num_tokens <= budget:
         return [group]
-    parts: list[list[Completion]] = []
+    parts: list[list[PackedTrajectory]] = []
     tokens = 0
     for completion in group.completions:
         inputs = completion.num_inputs

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.ranks.group import Ranks
-from learner.training.packing import Completion, MicroBatch, TrainGroup, plan_micro_batches, split_group
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, plan_micro_batches, split_group
 
 BALANCED = 1.1
 """Tokens of the heaviest micro-batch, as a multiple of the mean, below which groups are not split for balance."""
@@ -129,7 +129,7 @@ def _untrained(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> Trai
     if shown(group.prompt):
         first = group.completions[0]
         ids = first.token_ids[:1]
-        return replace(group, completions=(Completion(first.row, ids, np.zeros_like(ids)),))
+        return replace(group, completions=(PackedTrajectory(first.row, ids, np.zeros_like(ids)),))
     showing = min((c for c in group.completions if any(map(shown, c.observed))), key=lambda c: len(c.token_ids))
     return replace(group, completions=(replace(showing, is_trained=np.zeros_like(showing.is_trained)),))
 

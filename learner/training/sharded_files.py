@@ -17,8 +17,8 @@ from asyncrl.models.parts import is_adapted
 from asyncrl.models.published import published_parts
 from learner.ranks.group import Ranks
 from learner.training.sharded_state import (
-    Part,
     Stored,
+    TensorPart,
     joined_tensors,
     kept,
     stored_tensors,
@@ -44,7 +44,7 @@ class ShardedFiles:
         self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not self.is_adapted else None
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # for the threads that write
 
-    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | TensorPart:
         """Part of a weight or a buffer that this rank saves."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class ShardedFiles:
     def weights_files(self, name: str, *, copies: bool) -> Write:
         return self._write_state(self._weights(copies=copies), name)
 
-    def _weights(self, *, copies: bool) -> dict[str, torch.Tensor | Part]:
+    def _weights(self, *, copies: bool) -> dict[str, torch.Tensor | TensorPart]:
         """Weights, or this rank's parts of them, by their published names."""
         self.changed()
         return {n: kept(self.part_of(n, tensor), copies=copies) for n, tensor in published_parts(self._model)}
@@ -91,7 +91,7 @@ class ShardedFiles:
             self._set(own[name], given)
 
     def state_files(self, state: Any, name: str, *, copies: bool) -> Write:
-        mine = tree_map_only((torch.Tensor, Part), lambda value: kept(value, copies=copies), state)
+        mine = tree_map_only((torch.Tensor, TensorPart), lambda value: kept(value, copies=copies), state)
         return self._write_state(mine, name)
 
     def _write_state(self, state: Any, name: str) -> Write:
@@ -113,10 +113,10 @@ class ShardedFiles:
         return put_parts(state, stored_tensors(file.with_suffix(""), missing)) if missing else state
 
 
-def _take_parts(state: Any) -> tuple[Any, dict[str, Part]]:
+def _take_parts(state: Any) -> tuple[Any, dict[str, TensorPart]]:
     """The state without its parts, as `state_file` has it, and these by their names."""
-    parts = {name: value for name, value in named_values(state) if isinstance(value, Part)}
-    outlines = tree_map_only(Part, lambda p: torch.empty(p.shape, dtype=p.elements.dtype, device="meta"), state)
+    parts = {name: value for name, value in named_values(state) if isinstance(value, TensorPart)}
+    outlines = tree_map_only(TensorPart, lambda p: torch.empty(p.shape, dtype=p.elements.dtype, device="meta"), state)
     return outlines, parts
 
 

@@ -32,7 +32,7 @@ FILE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Part of a tensor on one rank."""
 
     elements: torch.Tensor
@@ -43,12 +43,12 @@ class Part:
     """Shape of the whole tensor."""
 
     @staticmethod
-    def rows(tensor: DTensor) -> Part:
+    def rows(tensor: DTensor) -> TensorPart:
         """The part of a tensor whose rows FSDP has divided: as many for each rank, for the last ones what is left."""
         mesh, shape = tensor.device_mesh, tensor.shape
         rows = -(-shape[0] // mesh.size())
         first = min(mesh.get_local_rank() * rows, shape[0])
-        return Part(cast(Any, tensor.detach()).to_local().view(-1), first * shape[1:].numel(), shape)
+        return TensorPart(cast(Any, tensor.detach()).to_local().view(-1), first * shape[1:].numel(), shape)
 
     @torch.no_grad()
     def fill(self, given: torch.Tensor | Stored) -> None:
@@ -84,19 +84,19 @@ class Stored:
         return self.range(0, self.shape.numel()).view(self.shape)
 
 
-def kept(value: torch.Tensor | Part, *, copies: bool) -> torch.Tensor | Part:
+def kept(value: torch.Tensor | TensorPart, *, copies: bool) -> torch.Tensor | TensorPart:
     """A tensor, or this rank's part of it, for `write_parts`: in host memory as it is now, and not only until the next
     step where `copies`."""
     if isinstance(value, DTensor):
-        value = Part.rows(value)
-    if isinstance(value, Part):
+        value = TensorPart.rows(value)
+    if isinstance(value, TensorPart):
         elements = value.elements.detach()
         return replace(value, elements=host_copy(elements) if copies else to_host(elements))
     return host_copy(value) if copies else value
 
 
 def write_parts(
-    folder: Path, parts: Mapping[str, Part], group: dist.ProcessGroup, *, puts_together: bool = False
+    folder: Path, parts: Mapping[str, TensorPart], group: dist.ProcessGroup, *, puts_together: bool = False
 ) -> None:
     """Write the parts of all ranks, which all call this, on threads of their own if they like. `puts_together`: rank 0
     then puts them together into files of whole tensors, flattened, one at a time.
@@ -122,14 +122,14 @@ class _Planner(DefaultSavePlanner):
         return self.state_dict[index.fqn].elements
 
 
-def _item(name: str, part: Part) -> WriteItem:
+def _item(name: str, part: TensorPart) -> WriteItem:
     place, size = torch.Size([part.first]), part.elements.shape
     properties = TensorProperties.create_from_tensor(part.elements)
     data = TensorWriteData(ChunkStorageMetadata(place, size), properties, torch.Size([part.shape.numel()]))
     return WriteItem(MetadataIndex(name, place), WriteItemType.SHARD, tensor_data=data)
 
 
-def _file_numbers(parts: Mapping[str, Part], group: dist.ProcessGroup) -> dict[str, int]:
+def _file_numbers(parts: Mapping[str, TensorPart], group: dist.ProcessGroup) -> dict[str, int]:
     """Numbers of the files that tensors are in, the same on all ranks: a next one where one of the ranks' is full."""
     mine = torch.tensor([part.elements.nbytes for part in parts.values()])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

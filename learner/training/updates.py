@@ -59,7 +59,7 @@ class Updates(Protocol):
         ...
 
 
-class Parts(Protocol):
+class StateParts(Protocol):
     """The division of parameters into parts, as the optimiser of PyTorch steps them."""
 
     load_device: torch.device
@@ -87,7 +87,7 @@ class MasterUpdates:
     def __init__(
         self,
         model: Any,
-        parts: Parts,
+        parts: StateParts,
         optim: OptimConfig,
         total_updates: int,
         scale: LossScale | None = None,

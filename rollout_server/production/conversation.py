@@ -215,11 +215,11 @@ class ConversationProducer:
 
     async def _talk(self, opened: _Ticket, trajectory: Trajectory, first: Completion) -> None:
         """Take turns with the environment; where it fails, again from the first turn on."""
-        await self._take_turns(opened, trajectory, first)
+        await self._play(opened, trajectory, first)
         for _ in range(self._environments.retries):
             if trajectory.failure is None or not await self._begins_anew(opened, trajectory):
                 break
-            await self._take_turns(opened, trajectory, first)
+            await self._play(opened, trajectory, first)
         await trajectory.close()
 
     async def _begins_anew(self, opened: _Ticket, trajectory: Trajectory) -> bool:
@@ -240,7 +240,7 @@ class ConversationProducer:
         trajectory.begin_anew(environment)
         return True
 
-    async def _take_turns(self, opened: _Ticket, trajectory: Trajectory, turn: Completion) -> None:
+    async def _play(self, opened: _Ticket, trajectory: Trajectory, turn: Completion) -> None:
         """Take turns until policy, environment or a limit ends them."""
         history = History(opened.bridge, opened.limits, pixels=self._engine.takes_pixels)
         while True:

@@ -59,7 +59,7 @@ AIMS: dict[str, dict[str, int]] = {
         "tickets.journaled": 2,
         "tickets.sent": 3,
         "group.verified": 6,
-        "journal.segment_written": 5,
+        "journal.data_file_written": 5,
         "group.journaled": 5,
         "group.acknowledged": 5,
         "step.consumed": 3,

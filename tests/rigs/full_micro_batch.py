@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncrl.processing.encoded_prompt import EncodedPrompt
-from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch
 
 Shape = tuple[int, int, int, int]
 """Tokens of a prompt and of a completion, completions of a group, groups."""
@@ -29,7 +29,7 @@ def image_prompt(model: Any, length: int) -> EncodedPrompt:
 def full_micro_batch(model: Any, shape: Shape) -> MicroBatch:
     prompt, response, group, groups = shape
     completions = tuple(
-        Completion(i, np.full(response, 7, np.int32), np.ones(response, np.int32)) for i in range(group)
+        PackedTrajectory(i, np.full(response, 7, np.int32), np.ones(response, np.int32)) for i in range(group)
     )
     full = [TrainGroup(image_prompt(model, prompt), completions) for _ in range(groups)]
     return build_micro_batch(model, full, torch.device("cpu"))

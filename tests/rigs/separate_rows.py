@@ -14,7 +14,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
-from learner.training.packing import Completion, Segment, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import PackedTrajectory, Segment, TrainGroup, build_micro_batch, plan_micro_batches
 
 
 def check_packing(config: RunConfig, processor: PromptProcessor, batch: Batch, budget: int) -> int:
@@ -40,7 +40,9 @@ def check_packing(config: RunConfig, processor: PromptProcessor, batch: Batch, b
     return len(plan)
 
 
-def _separately(model: Any, config: RunConfig, banned: torch.Tensor, group: TrainGroup, c: Completion) -> torch.Tensor:
+def _separately(
+    model: Any, config: RunConfig, banned: torch.Tensor, group: TrainGroup, c: PackedTrajectory
+) -> torch.Tensor:
     """Log-probs of a completion's counted tokens from a plain forward pass of each segment's whole row; the model makes
     the positions itself."""
     ends = [*(segment.start for segment in c.segments[1:]), len(c.token_ids)]
@@ -49,7 +51,13 @@ def _separately(model: Any, config: RunConfig, banned: torch.Tensor, group: Trai
 
 
 def _row_separately(
-    model: Any, config: RunConfig, banned: torch.Tensor, group: TrainGroup, c: Completion, segment: Segment, end: int
+    model: Any,
+    config: RunConfig,
+    banned: torch.Tensor,
+    group: TrainGroup,
+    c: PackedTrajectory,
+    segment: Segment,
+    end: int,
 ) -> torch.Tensor:
     token_ids, mask = c.token_ids[segment.start : end], c.is_trained[segment.start : end]
     text = replace(group.prompt, token_ids=token_ids, token_types=np.zeros_like(token_ids), pixel_values=None)

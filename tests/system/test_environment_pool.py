@@ -152,10 +152,10 @@ def test_a_class_whose_image_cannot_be_shown_goes_on_with_a_text_and_its_info_sa
 
 def test_who_shares_a_process_with_a_hanging_episode_is_told_apart_from_it() -> None:
     async def scenario(pool: EnvironmentWorkers) -> None:
-        guilty, waits, parked = [await pool.begin(START) for _ in range(3)]
+        guilty, waits, suspended = [await pool.begin(START) for _ in range(3)]
         failures = await asyncio.gather(failure_of(guilty, "hang"), failure_of(waits, "look"))
         assert [failure.kind for failure in failures] == ["environment_timeout", "environment_neighbour_killed"]
-        assert (await failure_of(parked, "look")).kind == "environment_neighbour_killed"
+        assert (await failure_of(suspended, "look")).kind == "environment_neighbour_killed"
         again = [await pool.begin(START) for _ in range(3)]
         steps = [episode.step("sleep 0.8") for episode in again]
         results = await asyncio.gather(*steps)  # 2.4 s one behind the other, each within its own 1.5 s

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 7
 CRASHES = (
     "group.journaled:2",
-    "journal.segment_written:2",
+    "journal.data_file_written:2",
     "step.consumed:2",
     "step.trained:1",
     "checkpoint.writing:1",

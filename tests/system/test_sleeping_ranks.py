@@ -55,11 +55,11 @@ def test_a_sync_run_of_ranks_is_their_on_policy_run_on_other_devices(
     learner = asynchronous.learner.model_copy(update=RANKS)
     asynchronous = asynchronous.model_copy(update={"learner": learner})
     trainer = asynchronous.trainer.model_copy(update={"mode": "sync"})
-    taking_turns = asynchronous.model_copy(update={"run_dir": str(tmp_path / "sync"), "trainer": trainer})
-    for config in (asynchronous, taking_turns):
+    sharing_device = asynchronous.model_copy(update={"run_dir": str(tmp_path / "sync"), "trainer": trainer})
+    for config in (asynchronous, sharing_device):
         run = Path(config.run_dir)
         assert run_both(config, run) == (0, 0), logs(run)
-    assert_same_run(tmp_path / "sync", tmp_path / "async", taking_turns)
+    assert_same_run(tmp_path / "sync", tmp_path / "async", sharing_device)
     assert (tmp_path / "sync" / USERS_FILE).read_text().count("\n") == 1, "the server waits for rank 1's end, too"
 
 

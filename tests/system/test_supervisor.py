@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.launch.processes import Service
+from asyncrl.launch.processes import ServiceProcess
 from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, RestartPolicy, Supervisor
 from tests.rigs.waiting import wait_until
 
@@ -29,15 +29,15 @@ COUNT = """
 """
 """How often the stand-in has been started, and with which arguments."""
 
-Make = Callable[..., Service]
+Make = Callable[..., ServiceProcess]
 
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Make:
-    def counted(name: str, script: str, again: tuple[str, ...] = ()) -> Service:
+    def counted(name: str, script: str, again: tuple[str, ...] = ()) -> ServiceProcess:
         code = textwrap.dedent(COUNT) + textwrap.dedent(script)
         command = [sys.executable, "-c", code, str(tmp_path / f"{name}.starts")]
-        return Service(name, command, tmp_path / "logs" / f"{name}.log", {}, lambda: again)
+        return ServiceProcess(name, command, tmp_path / "logs" / f"{name}.log", {}, lambda: again)
 
     return counted
 
@@ -46,7 +46,7 @@ def starts(tmp_path: Path, name: str) -> list[str]:
     return (tmp_path / f"{name}.starts").read_text().splitlines()
 
 
-def watch(*services: Service, policy: RestartPolicy = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
+def watch(*services: ServiceProcess, policy: RestartPolicy = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
     told: list[str] = []
     supervisor = Supervisor(*services, policy=policy, notify=told.append, stop_s=0.5)
     outcome = supervisor.run()

@@ -90,7 +90,7 @@ def test_several_turns_equal_the_plain_loop_on_two_devices_and_on_one(
     make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path
 ) -> None:
     """The environment answers after times that differ; a third of all tokens end a turn. Half of the rows run at a
-    time, so that there is room for some of those that are parked, and not for all."""
+    time, so that there is room for some of those that are suspended, and not for all."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     stops = {"eos_token_id": [*range(0, 330, 3), PromptProcessor(make_config().model).tokenizer.eos_token_id]}
     (model / "generation_config.json").write_text(json.dumps(stops))

@@ -129,7 +129,7 @@ def named_errors(row_id: str) -> Iterator[None]:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, OSError) and error.errno:
             raise BadStateError(f"row {row_id} cannot be read: {what}. The disk fails, not the row") from error
-        raise UserError(f"row {row_id}: it cannot be made a prompt ({what}). Mend the row or leave it out") from error
+        raise UserError(f"row {row_id}: it cannot be made a prompt ({what}). Fix the row or leave it out") from error
 
 
 def check_message(rendered: RenderedPrompt, most_mib: int) -> None:

@@ -64,7 +64,7 @@ def _stopped(run: RecordedRun) -> Iterator[RunFinding]:
         kind = run.failure.kind.replace("_", " ") if isinstance(run.failure.kind, str) else "failed"
         value = f"{run.failure.service}, {kind}{at}: {run.failure.reason}"
         log = "logs/learner.log" if run.failure.service == "learner" else "the rollout server's log"
-        advice = f"Mend the cause, then continue with --resume; {log} has the moment before."
+        advice = f"Fix the cause, then continue with --resume; {log} has the moment before."
         yield RunFinding("critical", "The run stopped", value, advice)
     elif run.ending == "failed":
         value = str(run.status.get("waiting_for") or "no reason was saved")

@@ -19,7 +19,7 @@ from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl_plugins.demonstrations.tickets import Demonstrations, segment_ends
+from asyncrl_plugins.demonstrations.tickets import Demonstrations, part_ends
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.resume import lasting_settings
 from learner.tickets.ticket_hook import TicketRow
@@ -59,14 +59,14 @@ def row(number: int, version: int = 0, text: str = TEXT, trajectories: int = 4) 
 
 
 def test_segments_are_sentences_or_words_in_equal_parts() -> None:
-    def segments(text: str, most: int) -> list[str]:
-        ends = segment_ends(text, most)
+    def parts(text: str, most: int) -> list[str]:
+        ends = part_ends(text, most)
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    assert segments(TEXT, 5) == segments(TEXT, 9) == PIECES
-    assert segments(TEXT, 2) == ["read 3", " 7 answer 10"]
-    assert segments("First it is so. Then so!\nSo it is 3.5.", 5) == ["First it is so.", " Then so!", "\nSo it is 3.5."]
-    assert segments("one", 5) == ["one"]
+    assert parts(TEXT, 5) == parts(TEXT, 9) == PIECES
+    assert parts(TEXT, 2) == ["read 3", " 7 answer 10"]
+    assert parts("First it is so. Then so!\nSo it is 3.5.", 5) == ["First it is so.", " Then so!", "\nSo it is 3.5."]
+    assert parts("one", 5) == ["one"]
 
 
 def test_a_demonstration_is_the_tokens_of_a_completion_with_its_stop_token(make_config: MakeConfig) -> None:
@@ -84,7 +84,7 @@ def test_a_demonstration_is_the_tokens_of_a_completion_with_its_stop_token(make_
 
 
 def test_hints_are_the_first_segments_drawn_for_each_trajectory(make_config: MakeConfig) -> None:
-    config = make_config(algorithm={"policy_loss": "uft", "demonstrations": {"hints": {"segments": 5}}})
+    config = make_config(algorithm={"policy_loss": "uft", "demonstrations": {"hints": {"parts": 5}}})
     demonstrations, processor = made(config)
     beginnings = ["".join(PIECES[:j]) for j in range(6)]
     shares = []
@@ -145,7 +145,7 @@ def test_a_resumed_run_must_make_the_same_requests(make_config: MakeConfig) -> N
     plain, luffy, uft = recorded
     assert not any("demonstrations" in name for name in plain)
     assert (luffy["algorithm.demonstrations.rows"], uft["algorithm.demonstrations.rows"]) == (1, 0)
-    assert uft["algorithm.demonstrations.hints.segments"] == 5
+    assert uft["algorithm.demonstrations.hints.parts"] == 5
     assert plain["fingerprint of the training rows"] != luffy["fingerprint of the training rows"]
 
 

@@ -150,7 +150,7 @@ def test_uft() -> None:
     loss, config = loss_of("uft", tokens())
     close(loss.token_loss[2:], given["rl_tokens"])
     given_to_groups = config.settings_of(DemonstrationConfig)
-    assert (given_to_groups.rows, given_to_groups.hints.segments) == (0, 5)
+    assert (given_to_groups.rows, given_to_groups.hints.parts) == (0, 5)
     assert config.settings_of(UftConfig).coef == 1e-3
     close(total("uft", tokens()), given["loss_beta1em3"])
 

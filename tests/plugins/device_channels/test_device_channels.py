@@ -382,7 +382,7 @@ def test_what_takes_auto_off_the_gpus_is_a_warning_with_what_it_costs(caplog: py
     choose(devices=on("gpu-1"))
     choose(devices=())
     choose(source=None)
-    assert not caplog.records, "there is nothing to mend"
+    assert not caplog.records, "there is nothing to fix"
     assert choose(devices=on("gpu-1", free=3 * GIB)) == "shm"
     (record,) = caplog.records
     assert record.levelname == "WARNING"

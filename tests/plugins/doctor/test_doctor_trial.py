@@ -96,16 +96,16 @@ def test_a_trial_that_goes_wrong_is_kept_and_named(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: RunConfig, folder: Path, deadline_s: float) -> int:
-        (folder / trial.LOG).write_text("begins\nerror: none of 2 rows could be scored. Mend the reward\n")
+        (folder / trial.LOG).write_text("begins\nerror: none of 2 rows could be scored. Fix the reward\n")
         return 2
 
     monkeypatch.setattr(trial, "_run", run)
     _, found, kept = list(trial.find_by_trial(make_config()))
     (folder,) = tmp_path.glob("asyncrl-trial-*")
     assert (found.verdict, found.value) == ("problem", "none of 2 rows could be scored")
-    assert found.fix == "Mend the reward"
+    assert found.fix == "Fix the reward"
     assert str(folder) in kept.value
-    assert found.details == ("begins", "error: none of 2 rows could be scored. Mend the reward")
+    assert found.details == ("begins", "error: none of 2 rows could be scored. Fix the reward")
 
 
 def test_rewards_that_fail_on_what_the_policy_says_are_a_problem() -> None:
@@ -115,8 +115,8 @@ def test_rewards_that_fail_on_what_the_policy_says_are_a_problem() -> None:
     assert found.verdict == "problem"
     assert found.value == "1 finished, 0 truncated, 3 failed; mean reward 0.5: RuntimeError: what is this?"
     for lost, named in (
-        (0, "mend the reward:"),
-        (1, "mend the environment and the reward:"),
-        (3, "mend the environment:"),
+        (0, "fix the reward:"),
+        (1, "fix the environment and the reward:"),
+        (3, "fix the environment:"),
     ):
         assert trial._completions([{**steps[0], "env/errors/environment_died": lost}], samples).fix.startswith(named)

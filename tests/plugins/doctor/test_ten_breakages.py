@@ -183,7 +183,7 @@ def test_9_reward_crash(examined: Callable[..., str], tmp_path: Path) -> None:
     reward.write_text("def score(sample):\n    return 1 / len(sample.columns['no such'])\n")
     line = examined(reward={"functions": [{"function": f"{reward}:score"}]})
     value = r"reward component 'score': KeyError: 'no such' \(my_reward.py:2 in score\)"
-    assert_says(line, "reward", value, "mend the function")
+    assert_says(line, "reward", value, "fix the function")
 
 
 def test_10_version_mismatch(tmp_path: Path) -> None:

@@ -446,7 +446,7 @@ def test_what_the_server_produced_and_loaded(server: PrometheusServer) -> None:
     server.produced(group.model_copy(update={"timings": timings, "trajectories": records, "lengths": lengths}))
     answers = [("reset", 0.5), ("step", 1.0), ("step", 2.0)]
     pool: Any = SimpleNamespace(
-        errors={"environment_died": 2}, restarts=1, live=4, parked=3, take_answers=lambda: answers
+        errors={"environment_died": 2}, restarts=1, live=4, suspended=3, take_answers=lambda: answers
     )
     counts = {("judge", "requests/retried"): 2, ("judge", "tokens/prompt"): 70}
     rewards: Any = SimpleNamespace(dropped_bytes=3, counts=counts)
@@ -466,7 +466,7 @@ def test_what_the_server_produced_and_loaded(server: PrometheusServer) -> None:
         "environment_errors_total": {"kind=environment_died": 2},
         "reward_requests_total": {"component=judge,outcome=retried": 2},
         "reward_tokens_total": {"component=judge,kind=prompt": 70},
-        "environment_trajectories": {"state=live": 4, "state=parked": 3},
+        "environment_trajectories": {"state=live": 4, "state=suspended": 3},
         "environment_answer_seconds_sum": {"do=reset": 0.5, "do=step": 3.0},
         "weight_seconds_sum": {"phase=transfer": 0.3, "phase=load": 0.7},
         "stopped": {"kind=learner_left": 1},

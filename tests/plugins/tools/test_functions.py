@@ -40,7 +40,7 @@ def no_json(of: str) -> object:
 
 
 def test_results_of_tools_that_cannot_be_shown_are_said_to_the_policy_or_counted() -> None:
-    """Sizes of an image are the policy's to mend; what is no result is the tool's own failure."""
+    """Sizes of an image are the policy's to fix; what is no result is the tool's own failure."""
 
     async def play() -> None:
         tools = [f"{__file__}:{name}" for name in ("show", "no_json")]

@@ -189,7 +189,7 @@ def test_what_is_wrong_in_the_newest_steps_is_a_warning_and_no_more_once_the_run
     time.sleep(0.2)
     assert list(snapshot(tmp_path).warnings()) == ["No rollout server is connected", "Entropy collapsed"]
     recorder.status(phase="failed")
-    assert snapshot(tmp_path).warnings() == {}, "nothing can be mended"
+    assert snapshot(tmp_path).warnings() == {}, "nothing can be fixed"
 
 
 def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

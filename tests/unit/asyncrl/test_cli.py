@@ -15,7 +15,7 @@ from asyncrl.launch.processes import (
     available_cores,
     learner_service,
     server_services,
-    service_environment,
+    service_variables,
 )
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
@@ -116,6 +116,6 @@ def test_a_learner_that_crashed_resumes_once_it_has_a_journal(
 
 
 def test_the_cores_are_shared_half_and_half_unless_the_configuration_says_so() -> None:
-    assert service_environment(0)["OMP_NUM_THREADS"] == str(max(1, available_cores() // 2))
-    assert service_environment(3)["OMP_NUM_THREADS"] == "3"
-    assert service_environment(0, taking_turns=True)["OMP_NUM_THREADS"] == str(available_cores())
+    assert service_variables(0)["OMP_NUM_THREADS"] == str(max(1, available_cores() // 2))
+    assert service_variables(3)["OMP_NUM_THREADS"] == "3"
+    assert service_variables(0, sharing_device=True)["OMP_NUM_THREADS"] == str(available_cores())

@@ -18,7 +18,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
 from asyncrl.launch.display import RunProgress
-from asyncrl.launch.processes import Service
+from asyncrl.launch.processes import ServiceProcess
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
 from asyncrl.run_folder.failure import (
@@ -122,7 +122,9 @@ def test_the_launcher_prints_the_reason_or_else_the_end_of_the_log(
     config.run_path.mkdir()
     if saved_ago_s is not None:
         save_failure(config.run_path, time=since - saved_ago_s)
-    service = Service("learner", [sys.executable, "-c", f"raise SystemExit({outcome.code})"], tmp_path / "x.log", {})
+    service = ServiceProcess(
+        "learner", [sys.executable, "-c", f"raise SystemExit({outcome.code})"], tmp_path / "x.log", {}
+    )
     service.start()
     assert service.process is not None
     service.process.wait(timeout=10)

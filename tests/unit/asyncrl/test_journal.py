@@ -15,14 +15,14 @@ from unittest.mock import patch
 
 import pytest
 
-import asyncrl.journal.segments
+import asyncrl.journal.data_files
 import asyncrl.journal.writer
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.data_files import pack_frames
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
-from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import Journal, TicketSlot
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
@@ -92,7 +92,7 @@ class Killed:
     older: dict[str, bytes]
     """The same files some steps earlier."""
     segments: list[str]
-    """Segments that rows name; one whose groups are forgotten may exist for a moment longer."""
+    """Data files that rows name; one whose groups are forgotten may exist for a moment longer."""
 
     def copy(self, target: Path) -> Path:
         shutil.copytree(self.folder, target, dirs_exist_ok=True)
@@ -113,7 +113,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     folder = tmp_path_factory.mktemp("killed")
     source = tmp_path_factory.mktemp("alive") / JOURNAL_FILE
     journal = Journal(source)
-    with patch.object(asyncrl.journal.segments, "SEGMENT_BYTES", 1 << 18):
+    with patch.object(asyncrl.journal.data_files, "DATA_FILE_BYTES", 1 << 18):
         journal.set_meta(run_id="abc", settings='{"x": 1}')
         write_steps(journal, 1, 3)
         journal.forget_payloads(2)
@@ -128,7 +128,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
             if data:
                 (folder / f"{JOURNAL_FILE}{suffix}").write_bytes(data)
         expected = content(journal)
-        named = [n for (n,) in journal._db.execute("SELECT DISTINCT segment FROM groups ORDER BY segment")]
+        named = [n for (n,) in journal._db.execute("SELECT DISTINCT data_file FROM groups ORDER BY data_file")]
     journal.close()
     assert (folder / f"{JOURNAL_FILE}-wal").stat().st_size > 10 * FRAME_BYTES
     assert (folder / JOURNAL_FILE).stat().st_size >= 10 * PAGE_BYTES
@@ -274,7 +274,7 @@ def test_after_a_power_cut_the_loss_of_what_was_not_on_the_disk_can_be_accepted(
     with closing(Journal(source)) as journal:
         write_steps(journal, 1, 4)
         journal.flush()
-        on_disk, expected = journal._segments.file_bytes, content(journal)
+        on_disk, expected = journal._files.file_bytes, content(journal)
         write_steps(journal, 5, 5)
         shutil.copytree(source.parent, path.parent)
     os.truncate(path.with_name(path.name + SEGMENTS[0]), on_disk)
@@ -372,14 +372,14 @@ def test_a_process_that_dies_between_the_bytes_and_their_rows_leaves_nothing(
     path.parent.mkdir()
 
     def die(place: str) -> None:
-        assert place == "journal.segment_written"
+        assert place == "journal.data_file_written"
         shutil.copytree(path.parent, dead.parent, dirs_exist_ok=True)
 
     with closing(Journal(path)) as journal:
         write_steps(journal, 1, 1)
         issue(journal, [TicketSlot(20, 20, 2, 2)])
         expected = content(journal)
-        committed = journal._segments.file_bytes
+        committed = journal._files.file_bytes
         monkeypatch.setattr(asyncrl.journal.writer, "crash_point", die)
         add(journal, make_group(20, length=5000))
     segment = dead.with_name(dead.name + SEGMENTS[0])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import asyncrl.journal.data_files
 import asyncrl.journal.integrity
-import asyncrl.journal.segments
 import asyncrl.journal.writer
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
+from asyncrl.journal.data_files import data_file_paths, pack_frames, unpack_group
 from asyncrl.journal.writer import Journal
 from protocol.codec import encode
 from protocol.messages import Group
@@ -115,12 +115,12 @@ def test_a_log_that_cannot_be_copied_stops_the_next_transaction(
 
 
 def test_a_segment_stays_until_its_last_group_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 400_000)  # two groups
+    monkeypatch.setattr(asyncrl.journal.data_files, "DATA_FILE_BYTES", 400_000)  # two groups
     groups = [make_group(n, length=10_000) for n in range(6)]
     with closing(Journal(path)) as journal:
         for group in groups:
             issue_and_add(journal, group)
-        files = list(segment_files(path).values())
+        files = list(data_file_paths(path).values())
         assert len(files) == 3
         take(journal, 1, slots_of(groups[:3]))
         take(journal, 2, slots_of(groups[4:]))
@@ -139,7 +139,7 @@ def test_a_file_is_deleted_only_after_the_log_that_forgets_it_is_on_the_disk(pat
     with closing(Journal(path)) as journal:
         groups = [make_group(n, length=10_000) for n in range(8)]
         issue_and_add(journal, *groups)
-        (file,) = segment_files(path).values()
+        (file,) = data_file_paths(path).values()
         take(journal, 1, slots_of(groups))
         with closing(sqlite3.connect(path)) as reader:
             reader.execute("BEGIN")
@@ -156,9 +156,9 @@ def test_a_file_is_deleted_only_after_the_log_that_forgets_it_is_on_the_disk(pat
 def test_after_a_checkpoint_the_newest_groups_stay_within_the_budget(
     path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(asyncrl.journal.data_files, "DATA_FILE_BYTES", 1000)
     one = train(journal, 1, 2, 3, 4, 5)
-    files = segment_files(path)
+    files = data_file_paths(path)
     assert len(files) == 5
     room = 2 * PER_STEP * one + one  # for two steps and a half: whole steps go
     assert journal.forget_payloads(4, keep_bytes=room) == 3
@@ -188,7 +188,7 @@ def test_files_of_kept_groups_are_neither_held_open_nor_read_at_the_start(
     path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may open 1,024 files; 100 GiB of groups lie in 1,600."""
-    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(asyncrl.journal.data_files, "DATA_FILE_BYTES", 1000)
     train(journal, 1)
     before = len(os.listdir("/proc/self/fd"))
     train(journal, *range(2, 20))
@@ -209,10 +209,10 @@ def test_files_of_kept_groups_are_neither_held_open_nor_read_at_the_start(
 def test_damage_to_a_group_that_is_only_kept_does_not_stop_a_learner(
     path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(asyncrl.journal.data_files, "DATA_FILE_BYTES", 1000)
     train(journal, 1, 2, 3)
     journal.close()
-    files = segment_files(path)
+    files = data_file_paths(path)
     files[1].unlink()
     files[2].write_bytes(bytes(100))
     with pytest.raises(BadStateError, match="is missing"):

@@ -1,4 +1,4 @@
-"""Mistakes in `reward.functions` are found before anything starts, and say how to mend them."""
+"""Mistakes in `reward.functions` are found before anything starts, and say how to fix them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError, WaitTimeoutError
 from asyncrl.launch import train as launcher
-from asyncrl.launch.processes import Service
+from asyncrl.launch.processes import ServiceProcess
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import check_run_dir, train
 from asyncrl.run_folder import lock as run_lock
@@ -43,7 +43,7 @@ ENDINGS: dict[str, tuple[BaseException | None, Kind | None]] = {
     "bad state": (BadStateError("the gradient is inf"), "bad_state"),
     "a wait": (WaitTimeoutError("nobody came"), "timed_out"),
     "a full disk": (FULL, "disk_full"),
-    "a mistake": (UserError("mend it"), "user_error"),
+    "a mistake": (UserError("fix it"), "user_error"),
     "a crash": (RuntimeError("unforeseen"), None),
     "an interruption": (KeyboardInterrupt(), None),
 }
@@ -140,7 +140,7 @@ def test_a_full_disk_at_the_launcher_is_said_and_not_a_traceback(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(config.run_path / "logs" / "learner.log"))
 
-    monkeypatch.setattr(Service, "start", full)
+    monkeypatch.setattr(ServiceProcess, "start", full)
     with pytest.raises(BadStateError, match=r"the disk of .* is full.*Make room"):
         train(config, resume=False)
     check_run_dir(config.run_path, resume=False)

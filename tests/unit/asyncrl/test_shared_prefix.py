@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, segments
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, spans
 from asyncrl.attention.shared_prefix import (
     SeparateAttention,
     SharedPrefixLayout,
@@ -29,7 +29,7 @@ LONG: Sequence[Group] = [
     (3, (0, 7, 30, 12, 13)),
     (2, (0,)),
 ]
-"""Segments that are attended to as they lie in memory, and padded ones."""
+"""Spans that are attended to as they lie in memory, and padded ones."""
 CPU = torch.device("cpu")
 
 
@@ -163,7 +163,7 @@ def test_memory_is_linear_in_the_tokens(form: str) -> None:
 
 def test_scores_are_those_that_are_seen_and_no_more_than_separate_sequences_have() -> None:
     groups: Sequence[Group] = [(50, (20,) * 8), (11, (30,))]
-    own, behind = segments(groups)
+    own, behind = spans(groups)
     counted = sum(n * (n + 1) // 2 for _, n in own) + sum(queries * keys for _, keys, _, queries in behind)
     assert counted == int(visible(groups).sum())
     assert sum(n for _, n in own) == 50 + 8 * 20 + 11 + 30

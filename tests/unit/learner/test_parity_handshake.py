@@ -139,7 +139,7 @@ def test_without_rows_every_server_is_aligned() -> None:
 
 def _mismatch(rig: Rig) -> None:
     rig.send_back("a", 0)
-    rig.refuse(rig.take_complete()[0], "they differ by 0.5 nats", "mend it")
+    rig.refuse(rig.take_complete()[0], "they differ by 0.5 nats", "fix it")
 
 
 def _wrong_group(rig: Rig) -> None:

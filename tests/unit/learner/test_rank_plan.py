@@ -16,11 +16,11 @@ from asyncrl.devices.gpu_assignment import assign_gpus, check_assignment
 from asyncrl.errors import UserError, WaitTimeoutError
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
-from learner.ranks.environment import RankEnvironment, rank_environment, with_given_ranks
-from learner.ranks.orders import pack_groups, unpack_groups
+from learner.ranks.commands import pack_groups, unpack_groups
 from learner.ranks.processes import check_local_ranks, given_store, join
+from learner.ranks.rank_variables import RankVariables, rank_variables, with_given_ranks
 from learner.training.batch import make_batch
-from learner.training.packing import Completion, Segment, TrainGroup, plan_micro_batches
+from learner.training.packing import PackedTrajectory, Segment, TrainGroup, plan_micro_batches
 from learner.training.rank_plan import plan_shares
 from tests.rigs.made_up_batch import made_up_batch
 
@@ -30,7 +30,7 @@ MakeConfig = Callable[..., RunConfig]
 def group(prompt: int, lengths: list[int], first_row: int, *, images: int = 0) -> TrainGroup:
     ids = np.zeros(prompt, np.int32)
     encoded = EncodedPrompt("row", ids, ids, np.ones((images, 3), np.int32), ())
-    rows = [Completion(first_row + i, np.zeros(n, np.int32), np.ones(n, np.uint8)) for i, n in enumerate(lengths)]
+    rows = [PackedTrajectory(first_row + i, np.zeros(n, np.int32), np.ones(n, np.uint8)) for i, n in enumerate(lengths)]
     return TrainGroup(encoded, tuple(rows))
 
 
@@ -141,21 +141,17 @@ UNDER_TORCHRUN = {
 
 def test_ranks_that_take_turns_are_on_one_machine(make_config: MakeConfig) -> None:
     config = make_config(learner={"engine": "fsdp2"}, trainer={"mode": "sync"})
-    assert rank_environment(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).size == 4
+    assert rank_variables(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).size == 4
     with pytest.raises(UserError, match=r"torchrun started 2 of 4 ranks on this machine.*trainer.mode=async"):
-        rank_environment(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
+        rank_variables(config.learner, config.trainer.mode, {**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_torchrun_says_how_many_ranks_there_are(make_config: MakeConfig) -> None:
     config = make_config(learner={"engine": "fsdp2"})
-    assert rank_environment(config.learner, config.trainer.mode, UNDER_TORCHRUN) == RankEnvironment(
-        3, 4, 1, is_given=True
-    )
+    assert rank_variables(config.learner, config.trainer.mode, UNDER_TORCHRUN) == RankVariables(3, 4, 1, is_given=True)
     assert with_given_ranks(config, UNDER_TORCHRUN).learner.num_processes == 4
-    assert rank_environment(make_config(learner=FSDP2).learner, "async", {"WORLD_SIZE": "1"}) == RankEnvironment(
-        0, 2, 0
-    )
-    assert rank_environment(make_config(learner=FSDP2).learner, "async", {}) == RankEnvironment(0, 2, 0)
+    assert rank_variables(make_config(learner=FSDP2).learner, "async", {"WORLD_SIZE": "1"}) == RankVariables(0, 2, 0)
+    assert rank_variables(make_config(learner=FSDP2).learner, "async", {}) == RankVariables(0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,7 @@ def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(
 ) -> None:
     changed = {name: value for name, value in {**UNDER_TORCHRUN, **variables}.items() if value is not None}
     with pytest.raises(UserError, match=says):
-        rank_environment(make_config(learner=learner).learner, "async", changed)
+        rank_variables(make_config(learner=learner).learner, "async", changed)
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_the_number_that_fits(
@@ -202,7 +198,7 @@ def test_a_rank_that_does_not_come_is_named(make_config: MakeConfig) -> None:
     config = make_config(learner={**FSDP2, "wait_timeout_s": 0.5})
     store: Any = HashStore()
     with pytest.raises(WaitTimeoutError, match=r"rank 1 of 2 has not come within 0\.5 s \(learner\.wait_timeout_s\)"):
-        join(config.learner, store, RankEnvironment(0, 2, 0), orders=None)  # type: ignore[arg-type]
+        join(config.learner, store, RankVariables(0, 2, 0), orders=None)  # type: ignore[arg-type]
 
 
 def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_config: MakeConfig) -> None:
@@ -211,7 +207,7 @@ def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_con
 
     store: Any = HashStore()
     with pytest.raises(UserError, match="rank 1: no such folder"):
-        join(make_config(learner=FSDP2).learner, store, RankEnvironment(0, 2, 0), None, ended)  # type: ignore[arg-type]
+        join(make_config(learner=FSDP2).learner, store, RankVariables(0, 2, 0), None, ended)  # type: ignore[arg-type]
 
 
 def test_a_store_that_does_not_answer_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

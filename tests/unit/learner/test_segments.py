@@ -18,7 +18,7 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.errors import UserError
-from asyncrl.journal.segments import pack_frames, unpack_group
+from asyncrl.journal.data_files import pack_frames, unpack_group
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import Score

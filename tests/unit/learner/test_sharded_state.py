@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learner.training.sharded_state import Part, stored_tensors
+from learner.training.sharded_state import TensorPart, stored_tensors
 
 WHOLE = torch.arange(15.0).view(5, 3)
 PARTS = {  # first places, by what has divided the tensor
@@ -34,7 +34,7 @@ def test_any_range_is_read_from_any_division(tmp_path: Path, parts: list[tuple[i
     assert torch.equal(stored.whole(), WHOLE)
     for first in range(16):
         for last in range(first, 16):
-            part = Part(torch.full((last - first,), -1.0), first, WHOLE.shape)
+            part = TensorPart(torch.full((last - first,), -1.0), first, WHOLE.shape)
             part.fill(stored)
             assert part.elements.tolist() == list(range(first, last))
 

@@ -24,7 +24,7 @@ from asyncrl.processing.processor import PromptProcessor
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.engine_facts import ModelFlops
-from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
@@ -279,7 +279,7 @@ def test_a_bad_number_stops_the_run_before_the_update(
 # --- packing ------------------------------------------------------------------------------------------
 
 
-def _separately(model: Any, config: RunConfig, prompt: EncodedPrompt, completion: Completion) -> torch.Tensor:
+def _separately(model: Any, config: RunConfig, prompt: EncodedPrompt, completion: PackedTrajectory) -> torch.Tensor:
     """Log-probs of the completion's counted tokens from one plain forward pass of prompt + completion."""
     ids = np.concatenate([prompt.token_ids, completion.token_ids])[None]
     types = np.concatenate([prompt.token_types, np.zeros_like(completion.token_ids)])[None]
@@ -324,7 +324,7 @@ def test_packing_with_shared_prompts_equals_separate_passes(make_config: MakeCon
 
 def test_a_group_over_the_budget_is_split_with_its_prompt() -> None:
     prompt = EncodedPrompt("d:0", np.arange(10), np.zeros(10, int), np.zeros((0, 3), int), ())
-    completions = tuple(Completion(row, np.arange(6), np.ones(6)) for row in range(5))
+    completions = tuple(PackedTrajectory(row, np.arange(6), np.ones(6)) for row in range(5))
     plan = plan_micro_batches([TrainGroup(prompt, completions)], 20)
     assert [[len(group.completions) for group in part] for part in plan] == [[2], [2], [1]]
     assert all(group.prompt is prompt for part in plan for group in part)
@@ -340,7 +340,7 @@ def test_gradients_have_the_same_bits_however_many_threads_add_them_up(
     monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", 64 * 12 * vocabulary // chunks)
     ids = fixed_tokens(engine.model.get_output_embeddings().weight.shape[0], ())
     tokens = np.resize(ids, 12)
-    completions = tuple(Completion(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))
+    completions = tuple(PackedTrajectory(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))
     micro_batch = build_micro_batch(engine.model, [TrainGroup(EncodedPrompt.of_text(ids), completions)], engine.device)
     weights = torch.linspace(0.5, 1.5, len(micro_batch.targets))
 

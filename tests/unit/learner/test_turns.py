@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.environments.observation import key_of
 from asyncrl.errors import UserError
-from asyncrl.journal.segments import pack_frames, unpack_group
+from asyncrl.journal.data_files import pack_frames, unpack_group
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.group_verification import verify_group
 from learner.groups.recorded_batch import as_journaled

@@ -36,12 +36,12 @@ LARGEST = Limits(max_message_bytes=1 << 40, max_header_bytes=256 * MIB, max_fram
 
 
 @dataclass(frozen=True)
-class Order:
+class RankCommand:
     kind: str
     values: dict[str, Any]
 
 
-class Orders:
+class CommandChannel:
     """Orders by their number. Rank 0 gives them, the others take each once."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Orders:
         order: Any = _packed({"kind": kind, "values": values})  # bytes, which the stub of torch does not know
         self._store.set(_key(self._number), order)
 
-    def take(self) -> Order:
+    def take(self) -> RankCommand:
         """Wait for the next order. Raises what `check` does, and BadStateError when rank 0 has gone."""
         self._number += 1
         key, heard, began = _key(self._number), b"", time.monotonic()
@@ -92,7 +92,7 @@ class Orders:
                 )
             time.sleep(min(LONGEST_POLL_S, SHARE_OF_WAIT * (time.monotonic() - began)))
         order = msgpack.unpackb(self._store.get(key), strict_map_key=False)
-        return Order(order["kind"], order["values"])
+        return RankCommand(order["kind"], order["values"])
 
     def close(self) -> None:
         self._over.set()

@@ -17,7 +17,7 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class RankEnvironment:
+class RankVariables:
     rank: int
     size: int
     local_rank: int
@@ -34,12 +34,12 @@ def rank_of_service(variables: Mapping[str, str] = os.environ) -> int:
 
 
 def with_given_ranks(config: RunConfig, variables: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration with the number of ranks that torchrun has started. Raises UserError as `rank_environment`."""
-    size = rank_environment(config.learner, config.trainer.mode, variables).size
+    """The configuration with the number of ranks that torchrun has started. Raises UserError as `rank_variables`."""
+    size = rank_variables(config.learner, config.trainer.mode, variables).size
     return config.model_copy(update={"learner": config.learner.model_copy(update={"num_processes": size})})
 
 
-def rank_environment(learner: LearnerConfig, mode: str, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
+def rank_variables(learner: LearnerConfig, mode: str, variables: Mapping[str, str] = os.environ) -> RankVariables:
     """Raises UserError where the variables contradict each other or the configuration, or the engine cannot be
     divided."""
     size = learner.num_processes
@@ -50,7 +50,7 @@ def rank_environment(learner: LearnerConfig, mode: str, variables: Mapping[str, 
                 f"RANK is {variables['RANK']}, and WORLD_SIZE is {variables.get('WORLD_SIZE', 'not set')}: this would "
                 "be a second learner. Start the ranks by torchrun, or unset RANK"
             )
-        return RankEnvironment(0, size, 0)
+        return RankVariables(0, size, 0)
     if size not in (1, given):
         raise UserError(
             f"torchrun started {given} processes (WORLD_SIZE), and learner.num_processes is {size}. Leave the latter "
@@ -78,7 +78,7 @@ def rank_environment(learner: LearnerConfig, mode: str, variables: Mapping[str, 
             f"trainer.mode is sync, and torchrun started {here} of {given} ranks on this machine: learner and rollout "
             "server take turns on the devices of one. Start all ranks here, or set trainer.mode=async"
         )
-    return RankEnvironment(rank, given, _number(variables, "LOCAL_RANK", rank), is_given=True)
+    return RankVariables(rank, given, _number(variables, "LOCAL_RANK", rank), is_given=True)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

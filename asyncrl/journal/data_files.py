@@ -28,9 +28,9 @@ from protocol.codec import Frame, Limits, decode
 from protocol.errors import ProtocolError
 from protocol.messages import Group
 
-SEGMENT_BYTES = 64 << 20
+DATA_FILE_BYTES = 64 << 20
 """A new file is begun after so much. A file lives as long as its longest remembered group."""
-PLACE = "segment, offset, length, checksum"
+PLACE = "data_file, offset, length, checksum"
 """The columns of a Place."""
 WORD = 4
 """Bytes of one int32 or float32."""
@@ -83,20 +83,20 @@ def unpack_group(payload: bytes) -> Group:
 
 
 class Place(NamedTuple):
-    """Segment, offset, length and 64-bit XXH3 checksum of a group: what the journal's row holds."""
+    """Data file, offset, length and 64-bit XXH3 checksum of a group: what the journal's row holds."""
 
-    segment: int
+    data_file: int
     offset: int
     length: int
     checksum: bytes
 
 
-def segment_path(journal: Path, number: int) -> Path:
+def data_file_path(journal: Path, number: int) -> Path:
     return journal.with_name(f"{journal.name}.groups-{number:06d}")
 
 
-def segment_files(journal: Path) -> dict[int, Path]:
-    """Number -> file, of every segment beside the journal."""
+def data_file_paths(journal: Path) -> dict[int, Path]:
+    """Number -> file, of every data file beside the journal."""
     files = sorted(journal.parent.glob(f"{journal.name}.groups-*"))
     return {int(number): path for path in files if (number := path.name.rpartition("-")[2]).isdecimal()}
 
@@ -107,16 +107,16 @@ def read_place(fd: int, place: Place) -> bytes | None:
     return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
 
 
-class Segments:
-    """Writes all segments of a journal. For one thread at a time; only `sync` may run beside the others."""
+class DataFiles:
+    """Writes all data files of a journal. For one thread at a time; only `sync` may run beside the others."""
 
     def __init__(self, journal: Path, places: Iterable[Place]):
         """`places`: locations of all groups in the journal."""
         self._journal = journal
         self._current = 0
-        """Number of the segment that is written to."""
+        """Number of the data file that is written to."""
         self._file: io.FileIO | None = None
-        """The current segment."""
+        """The current data file."""
         self._ends: dict[int, int] = {}
         """End of the last committed group of each file."""
         self._groups: Counter[int] = Counter()
@@ -128,7 +128,7 @@ class Segments:
         """Files without groups. They may be deleted when the transaction that forgot the last one is on the disk."""
         self.live_bytes = 0
         self._remember(places)
-        files = segment_files(journal)
+        files = data_file_paths(journal)
         self._last = max([0, *self._groups, *files])
         for number, path in files.items():  # of an earlier process
             if not self._groups[number]:
@@ -144,7 +144,7 @@ class Segments:
 
     def append(self, groups: Sequence[Sequence[bytes | memoryview]]) -> list[Place]:
         """Write groups in pieces; they count once `settle` is called with their places. Raises OSError."""
-        if self._file is None or self._ends[self._current] >= SEGMENT_BYTES:
+        if self._file is None or self._ends[self._current] >= DATA_FILE_BYTES:
             self._file = self._begin()
         offset = self._ends[self._current]
         places: list[Place] = []
@@ -162,7 +162,7 @@ class Segments:
         return places
 
     def _begin(self) -> io.FileIO:
-        file = segment_path(self._journal, self._last + 1).open("xb", buffering=0)
+        file = data_file_path(self._journal, self._last + 1).open("xb", buffering=0)
         before = self._current if self._file is not None else None
         self.close()
         self._new_names = True
@@ -176,17 +176,17 @@ class Segments:
         """Record a committed transaction's added and removed groups; return True if a file became obsolete."""
         self._remember(added)
         for place in forgotten:
-            self._groups[place.segment] -= 1
+            self._groups[place.data_file] -= 1
             self.live_bytes -= place.length
-        emptied = [number for number in {place.segment for place in forgotten} if not self._groups[number]]
+        emptied = [number for number in {place.data_file for place in forgotten} if not self._groups[number]]
         for number in emptied:
             self._discard(number)
         return bool(emptied)
 
     def _remember(self, places: Iterable[Place]) -> None:
         for place in places:
-            self._groups[place.segment] += 1
-            self._ends[place.segment] = max(self._ends.get(place.segment, 0), place.offset + place.length)
+            self._groups[place.data_file] += 1
+            self._ends[place.data_file] = max(self._ends.get(place.data_file, 0), place.offset + place.length)
             self.live_bytes += place.length
 
     def cut(self) -> None:
@@ -199,7 +199,7 @@ class Segments:
             self.close()
         del self._ends[number], self._groups[number]
         self._unsynced.discard(number)
-        self.obsolete.append(segment_path(self._journal, number))
+        self.obsolete.append(data_file_path(self._journal, number))
 
     def sync(self) -> None:
         """Bring to the disk what was appended before. Raises OSError."""
@@ -207,7 +207,7 @@ class Segments:
             for number in sorted(self._unsynced):
                 self._unsynced.discard(number)  # before the syncing: what is appended meanwhile is noted again
                 with suppress(FileNotFoundError):  # discarded since
-                    _sync(segment_path(self._journal, number), os.fdatasync)
+                    _sync(data_file_path(self._journal, number), os.fdatasync)
             if self._new_names:
                 self._new_names = False
                 _sync(self._journal.parent, os.fsync)
