@@ -39,7 +39,9 @@ def test_the_core_is_small_enough_to_hold_in_the_head() -> None:
 
 
 def test_a_class_name_has_one_meaning_in_the_core() -> None:
-    names = Counter(name for file in core_files() for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE))
+    names = Counter(
+        name for file in core_files() for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+    )
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
