@@ -155,8 +155,8 @@ def _payload_problem(db: sqlite3.Connection, path: Path, saved_step: int) -> str
             for ticket_id, *place in rows:
                 if read_place(data_file.fileno(), Place(*place)) is None:
                     return (
-                        f"is damaged: the group of ticket {ticket_id} in {data_file.name} does not have its checksum. If "
-                        "the machine lost power under trainer.durability=process, the groups that were acknowledged "
+                        f"is damaged: the group of ticket {ticket_id} in {data_file.name} does not have its checksum. "
+                        "If the machine lost power under trainer.durability=process, the groups that were acknowledged "
                         f"last are missing; to accept their loss, remove {path}-wal and {path}.commits"
                     )
     return None
