@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from learner.network.sockets import CHUNK_LIMITS
-from protocol import codec, messages, transfer
+from protocol import codec, download, messages
 from protocol.codec import ALL_MODELS, Limits
 from protocol.errors import ErrorCode
 from protocol.handshake import PeerLimits
@@ -82,7 +82,7 @@ def test_limits_table():
         f"{limits.max_header_bytes >> 20} MiB",
         str(limits.max_frames),
         f"{codec.MAX_ELEMENTS:,}",
-        f"{transfer.MAX_CHUNK_BYTES >> 20} MiB ({transfer.CHUNK_BYTES >> 20} MiB is asked for)",
+        f"{download.MAX_CHUNK_BYTES >> 20} MiB ({download.CHUNK_BYTES >> 20} MiB is asked for)",
         f"{CONTROL_QUEUES.send}, {CHUNK_QUEUES.send}",
         str(CONTROL_QUEUES.receive),
         f"{TURN_MESSAGES}, or {TURN_S} s",
