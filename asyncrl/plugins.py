@@ -11,6 +11,7 @@ are checked without it; the implementation is named as `module:name` and importe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,8 @@ from asyncrl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+logger = logging.getLogger(__name__)
 
 Group = Literal[
     "commands",
@@ -217,8 +220,11 @@ def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:
 
 
 def installed_exporter() -> Exporter | None:
-    """The exporter in use, if one is installed."""
-    return next((description("exporters", name) for name in installed("exporters")), None)
+    """The exporter in use, if one is installed; where none is, the log says that no metrics are served."""
+    exporter = next((description("exporters", name) for name in installed("exporters")), None)
+    if exporter is None:
+        logger.info("no metrics are served: no exporter is installed. %s", what_to_install("exporters"))
+    return exporter
 
 
 def implementation(path: str) -> Any:
