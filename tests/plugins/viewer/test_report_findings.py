@@ -52,7 +52,7 @@ def alerting_rules() -> list[dict[str, Any]]:
 def test_the_limits_are_those_of_the_alerts() -> None:
     rules = {rule["alert"]: rule for rule in alerting_rules()}
     of_processes = {"NoLearner", "RolloutServerSilent", "RolloutServerLost", "Restarting", "SharedMemorySmall"}
-    at_servers = {"NoRolloutServer", "TrajectoriesParked"}
+    at_servers = {"NoRolloutServer", "TrajectoriesSuspended"}
     unlimited = {"RunStopped", "NotANumber", *at_servers, *of_processes}
     assert set(rules) == THRESHOLDS.keys() | unlimited, "an alert is new: add it to THRESHOLDS and CHECKS"
     for name, limit in THRESHOLDS.items():
