@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_S = 5.0
 """The version before the newest is kept until nobody has asked for it for so long: those behind us finish it."""
-MOST_PARKED = 256
+MOST_WAITING = 256
 """Requests that wait for bytes which have not arrived."""
 REQUEST_LIMITS = Limits(max_message_bytes=MIB, max_header_bytes=MIB)
 LOOK_EVERY_S = 1.0
@@ -86,7 +86,7 @@ class Relay:
         """The newest version, and the one before while somebody fetches it."""
         self._read_at = -KEPT_S
         """Time of the last request for the version before the newest."""
-        self._parked: dict[tuple[bytes, int], ChunkRequest] = {}
+        self._waiting: dict[tuple[bytes, int], ChunkRequest] = {}
         """Requests that wait for bytes, by connection and offset."""
         self._told_at: dict[bytes, float] = {}
         """Time at which a waiting connection was last told so, or began to wait."""
@@ -124,7 +124,7 @@ class Relay:
             taken += 1
             if isinstance(received, Received) and isinstance(received.message, ChunkRequest):
                 self._answer(received.identity, received.message)
-        for (identity, _), request in list(self._parked.items()):
+        for (identity, _), request in list(self._waiting.items()):
             self._answer(identity, request)
         self._console()
         if len(self._offers) > 1 and time.monotonic() - self._read_at > KEPT_S:
@@ -138,22 +138,22 @@ class Relay:
         try:
             chunk = self._read(request)
         except ProtocolError as error:
-            self._parked.pop(place, None)
+            self._waiting.pop(place, None)
             self._socket.send(identity, Error(code=error.code, reason=error.reason, version=request.version))
             return
         if chunk is None:
-            if len(self._parked) < MOST_PARKED:
-                self._parked[place] = request
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting[place] = request
             return
         crash_point("weights.relaying")
-        self._parked.pop(place, None)
+        self._waiting.pop(place, None)
         if self._socket.send(identity, chunk) is Delivery.SENT:
             self.sent_bytes += chunk.data.nbytes
 
     def _console(self) -> None:
         """Tell those who wait, once a second, that this server is alive."""
         now = time.monotonic()
-        waiting = {identity: request.version for (identity, _), request in self._parked.items()}
+        waiting = {identity: request.version for (identity, _), request in self._waiting.items()}
         self._told_at = {identity: at for identity, at in self._told_at.items() if identity in waiting}
         for identity, version in waiting.items():
             if now - self._told_at.setdefault(identity, now) < LOOK_EVERY_S:
@@ -162,7 +162,7 @@ class Relay:
             reason = f"version {version} is still on its way to this server"
             answer = Error(code=ErrorCode.NOT_YET, reason=reason, version=version)
             if self._socket.send(identity, answer) is not Delivery.SENT:  # it has gone
-                self._parked = {place: asked for place, asked in self._parked.items() if place[0] != identity}
+                self._waiting = {place: asked for place, asked in self._waiting.items() if place[0] != identity}
 
     def _read(self, request: ChunkRequest) -> Chunk | None:
         """The bytes; None while they have not arrived. Raises ProtocolError."""

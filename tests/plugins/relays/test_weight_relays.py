@@ -119,7 +119,7 @@ def test_a_source_that_fails_is_named_and_another_one_goes_on_where_it_ended(
                         return None  # for ever: its own source has
                     relay._task.cancel()
                     relay._work = lambda: None
-                    relay._parked.clear()
+                    relay._waiting.clear()
                     raise asyncio.CancelledError
 
                 monkeypatch.setattr(relay, "_read", some_only)
