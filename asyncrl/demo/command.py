@@ -48,12 +48,12 @@ def demo(
 
 def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
     """Check the settings before minutes are spent on data and warm start."""
-    check_parts(from_scratch=from_scratch)
     config = load_config(GRPO, changes)
     if any(change.startswith(("run_dir=", "model.path=")) for change in changes):
         raise UserError("the demo's run and its warm start are in --folder: leave run_dir and model.path as they are")
     if not config.evaluation.before_training:
         raise UserError("the demo compares before and after: leave evaluation.before_training as it is")
+    check_parts(from_scratch=from_scratch)
 
 
 def next_folder(name: str = "demo") -> Path:

@@ -356,6 +356,20 @@ def run_chaos(
     return rounds
 
 
+def check_ten_kills(folder: Path, *, fleet: bool = False) -> None:
+    """Short version: one number of servers, two rounds at most."""
+    lines: list[str] = []
+    servers = [3 if fleet else 2]
+    rounds = run_chaos(folder, kills=10, rows=60, servers=servers, seed=7, per_round=10, fleet=fleet, tell=lines.append)
+    kills = sum((round.kills for round in rounds), Counter[str]())
+    assert kills.total() >= 10, lines
+    assert {name.split()[0] for name in kills} == {"learner", "rollout_server"}
+    assert all(round.trained == 60 for round in rounds)
+    # Groups that were journaled before a death and acknowledged by nobody are not counted.
+    assert all(round.acknowledged >= 45 for round in rounds)
+    assert all(round.checks >= 1 for round in rounds)
+
+
 def spared(deaths: Counter[str], fleet: bool) -> list[str]:
     """Places where nobody has died."""
     never = () if fleet else (RELAYING,)

@@ -26,6 +26,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
 
+from tests.rigs.scripted_path import FOLDER as SCRIPTED
+
 ROOT = Path(__file__).parents[2]
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
@@ -108,7 +110,7 @@ def _start_forking() -> str:
     """Start the process that forks; returns its address."""
     forkserver.set_forkserver_preload([__name__, "tests.rigs.preloaded"])
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with patch.dict(os.environ, {**settings, "PYTHONPATH": str(ROOT)}):
+    with patch.dict(os.environ, {**settings, "PYTHONPATH": os.pathsep.join((str(ROOT), SCRIPTED))}):
         forkserver.ensure_running()
     served: Any = forkserver._forkserver
     return served._forkserver_address

@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal import JOURNAL_FILE
-from tests.rigs.small_runs import logs
-from tests.rigs.two_processes import run_both
-from tests.system.test_resume import assert_same_run, run_killed
+from tests.rigs.filtered_run import check_filtered_run
 
 pytestmark = pytest.mark.slow
-ROWS, EPOCHS = 16, 3
-REWARD = """
-def teaches(sample):
-    row = int(sample.row_id.rpartition(":")[2])
-    return float(row % 4 == 1) if row % 4 < 2 else float(len(sample.completion) % 2)
-"""
-"""A quarter of the rows is impossible and a quarter trivial."""
 
 
-def test_a_killed_run_with_filters_and_greso_ends_its_epochs_with_the_same_bits(
+def test_a_killed_run_with_filters_ends_its_epochs_with_the_same_bits(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    (tmp_path / "reward.py").write_text(REWARD)
-    config = make_config(
-        data={"max_train_rows": ROWS, "max_response_length": 16},
-        algorithm={"filters": ["zero_variance"], **{name: {} for name in methods("prompt_source") if name == "greso"}},
-        reward={"functions": [{"function": f"{tmp_path / 'reward.py'}:teaches"}], "workers": 1},
-        rollout={"engine": "scripted", "engine_args": {"length_sigma": 0.5}},
-        trainer={"max_steps": 0, "total_epochs": EPOCHS, "samples_per_step": 4, "save_freq": 2},
-        network={"timeout_s": 5.0},
-    )
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run_both(config.model_copy(update={"run_dir": str(whole)}), whole) == (0, 0), logs(whole)
-    places = ("group.journaled:2", "step.trained:2")
-    run_killed(config.model_copy(update={"run_dir": str(killed)}), killed, places)
-    assert_same_run(killed, whole, config)
-    assert account(killed) == account(whole)
-
-    consumed, filtered, counters = account(whole)
-    assert not {position for position, _ in consumed} & {position for position, _ in filtered}
-    passed = counters["skipped"] + ROWS * EPOCHS - counters["next_position"]
-    assert len(consumed) + len(filtered) + passed == ROWS * EPOCHS, (
-        "every position was trained, filtered or passed over"
-    )
-    assert len(filtered) >= ROWS // 2
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["zero_variance_groups"] == line["ledger_residual"] == 0 for line in lines)
-    assert lines[-1]["dropped/zero_variance"] == len(filtered)
-    status = json.loads((whole / "status.json").read_text())
-    assert (status["phase"], status["step"]) == ("finished", len(lines))
-    assert status["total_steps"] == len(lines) < ROWS * EPOCHS // 4, "the run ended with its data"
-    assert "the data is used up at step" in (whole / "learner.log").read_text()
-
-
-def account(run: Path) -> tuple[list[tuple[int, int]], list[tuple[int, str]], dict[str, int]]:
-    """(position, step) of the trained groups, (position, reason) of the filtered ones, and the ledger's counters."""
-    with sqlite3.connect(run / JOURNAL_FILE) as db:
-        return (
-            db.execute("SELECT position, step FROM consumption ORDER BY position").fetchall(),
-            db.execute("SELECT position, reason FROM filtered ORDER BY position").fetchall(),
-            dict(db.execute("SELECT name, count FROM ledger").fetchall()),
-        )
+    check_filtered_run(make_config, tmp_path)

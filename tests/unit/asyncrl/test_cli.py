@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from asyncrl.launch.processes import (
     server_services,
     service_variables,
 )
+from asyncrl.plugins import what_to_install
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
@@ -62,14 +64,16 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
 def test_an_unknown_command_is_refused_with_a_suggestion_and_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["trian"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"there is no command 'trian'. Did you mean 'train'? {what_to_install('commands')}" in said
     for is_whole, says in ((True, "entry point of asyncrl.commands"), (False, "Run `make install` in a checkout")):
+        ours = {"x": EntryPoint("x", "asyncrl_plugins.x.plugin:X", "asyncrl.commands")} if is_whole else {}
         monkeypatch.setattr("asyncrl.plugins.find_spec", lambda name, is_whole=is_whole: is_whole or None)
-        with pytest.raises(SystemExit) as end:
-            main(["trian"])
-        assert end.value.code == 2
-        said = capsys.readouterr().err
-        assert "there is no command 'trian'. Did you mean 'train'?" in said
-        assert says in said
+        monkeypatch.setattr("asyncrl.plugins.installed", lambda group, ours=ours: ours)
+        assert says in what_to_install("commands")
 
 
 def test_an_existing_run_directory_is_never_written_into(make_config: Callable[..., RunConfig]) -> None:

@@ -314,7 +314,7 @@ def test_sync_mode_is_on_policy_unless_somebody_says_otherwise(make_config: Make
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"learner": {"max_staleness": 2}}, "Set learner.max_staleness=0, or trainer.mode=async"),
+        ({"learner": {"max_staleness": 2}}, "Set learner.max_staleness=0, or change trainer.mode"),
         ({"rollout": {"servers": 2}}, "Set rollout.servers=1"),
         ({"rollout": {"device": "cuda:1"}}, "learner.device is auto and rollout.device is cuda:1"),
         ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.tensor_parallel_size=1"),

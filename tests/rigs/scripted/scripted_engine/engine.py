@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
@@ -18,6 +19,8 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Script(BaseModel):
@@ -136,6 +139,8 @@ class ScriptedEngine:
             if self._script.seconds_per_token:
                 await asyncio.sleep(self._script.seconds_per_token)
             versions.append(self._version)
+            if not self._tokens:
+                logger.info("a first token, at %g s a token", self._script.seconds_per_token)
             self._tokens += 1
 
     def _completion(self, request: GenerationRequest, index: int, sampled_by: Sequence[int]) -> Completion:
