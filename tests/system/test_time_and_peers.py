@@ -118,7 +118,7 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_has_begun_to_the_other(
     leaving = start("rollout_server", file, "rollout.engine_args.seconds_per_token=1.0")  # is in the middle for seconds
     said, theirs = run / "learner.log", run / "rollout_server.log"
     with running(learner, leaving, staying):
-        wait_until(lambda: "a first token, at 1 s a token" in theirs.read_text(), "its first token", run)
+        wait_until(lambda: "a first token, at 1 s a token" in logs(run), "its first token", run)
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(timeout=20) == 130, logs(run)
         assert [service.wait(timeout=120) for service in (learner, staying)] == [0, 0], logs(run)
