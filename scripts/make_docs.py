@@ -95,11 +95,8 @@ row of the kind `prompt_source` and a subclass of `PromptSource` (`asyncrl/data/
 A staleness bound that moves between `algorithm.adaptive_staleness.min` and `learner.max_staleness`. A larger bound
 keeps the learner from waiting, a smaller one keeps samples close to the policy. `patience` steps in a row that agree
 move it by one; the next `bound + 1` steps are not judged, since samples of the old bound are still in the pipeline.
-metrics.jsonl has it as `staleness/bound`. It is chosen by its section:
-
-```bash
-asyncrl train run.yaml learner.max_staleness=8 algorithm.adaptive_staleness={}
-```
+metrics.jsonl has it as `staleness/bound`. It is chosen by its section, as in
+`asyncrl train run.yaml learner.max_staleness=8 algorithm.adaptive_staleness={}`.
 
 A controller of your own is a row of the kind `staleness_controller` and a class with the methods of
 `StalenessController` (`learner/loop/trainer.py`). Written by `scripts/make_docs.py` from the row in `plugin.py`.""",

@@ -31,8 +31,8 @@ class KlControlConfig(Section):
 
 class AlgorithmConfig(OpenSection):
     """Keys that are left out take the defaults of the chosen `adv_estimator` and `policy_loss`, where these have their
-    own (docs/algorithms.md), and those below elsewhere. A method's own settings stand in `algorithm.METHOD`, a section
-    that exists only where the method is chosen."""
+    own (docs/algorithms.md), and those below elsewhere. A method's own settings stand in a section of its name, such as
+    `algorithm.gae`, which exists only where the method is chosen."""
 
     adv_estimator: str = "grpo"
     """Name of a method (docs/algorithms.md, or a plug-in's page), `file.py:function` or `package.module:function`."""
