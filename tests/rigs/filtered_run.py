@@ -24,8 +24,8 @@ def teaches(sample):
 
 
 def check_filtered_run(make_config: Callable[..., RunConfig], folder: Path, **algorithm: Any) -> None:
-    """Check that its epochs end with every position accounted for, and that killed it has the same bits. `algorithm`: more
-    settings."""
+    """Check that its epochs end with every position accounted for, and that it has the same bits when it is killed.
+    `algorithm`: more settings."""
     (folder / "reward.py").write_text(REWARD)
     config = make_config(
         data={"max_train_rows": ROWS, "max_response_length": 16},
