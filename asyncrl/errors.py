@@ -72,7 +72,11 @@ def field_problem(detail: Any, fields: Iterable[str], prefix: str = "") -> str:
     if detail["type"] == "missing":
         return f"{prefix}{key} is missing"
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {prefix}{key}.{did_you_mean(key, fields)}"
+        names = list(fields)
+        there = f" There are {', '.join(names)}" if names else ""
+        return f"unknown key {prefix}{key}.{did_you_mean(key, names) or there}"
+    if said.startswith(f"{prefix}{key} is "):
+        return said
     return f"{prefix}{key} is {detail['input']!r:.120}: {said}"
 
 

@@ -23,7 +23,7 @@ CHECKED: Mapping[Kind, str] = {
 def load_method(kind: Kind, name: str, setting: str) -> Any:
     """Load the installed method of this name, or the user's function, whose file is run. UserErrors name the
     `setting`."""
-    located = user_functions.locate(name, methods(kind), setting)
+    located = user_functions.locate(name, methods(kind), setting, "methods")
     if located is None:
         return plugins.implementation(methods(kind)[name].implementation)
     function = user_functions.load(located)

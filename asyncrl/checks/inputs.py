@@ -137,6 +137,7 @@ def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose
     train = open_train(config.data, purpose)
     if purpose == "rl":
         check_targets(config.algorithm, config.data.target_key, train)
+        check_order(config.data.curriculum.order_by, train)
     for rows in (train, open_validation(config.data) if purpose == "rl" else None):
         if rows is not None:
             check_media(config.model, config.data, described, rows)
@@ -150,6 +151,15 @@ def check_targets(algorithm: AlgorithmConfig, key: str, rows: RowSource) -> None
             f"{needing[0]} needs {NEEDS['target']}, and no training row has a column {key!r} (data.target_key)."
             f"{did_you_mean(key, rows.columns)} Columns are {', '.join(rows.columns)}. Name the one that has them, or "
             f"leave {needing[0]} out"
+        )
+
+
+def check_order(key: str, rows: RowSource) -> None:
+    """Refuse a column to order rows by that no training row has."""
+    if key and key not in rows.columns:
+        raise UserError(
+            f"data.curriculum.order_by is {key!r}, and no training row has such a column."
+            f"{did_you_mean(key, rows.columns)} Columns are {', '.join(rows.columns)}"
         )
 
 

@@ -270,6 +270,6 @@ def proximal_problems(config: AlgorithmConfig) -> Iterator[str]:
 def _name_problems(setting: str, names: Collection[str], known: Collection[str]) -> Iterator[str]:
     for name in names:
         if name not in known and ":" not in name:
-            yield f"{setting} has {name!r}, which is {what_it_may_be(name, known, setting)}"
+            yield f"{setting} has {name!r}, which is {what_it_may_be(name, known, setting, 'methods')}"
     if len(set(names)) < len(names):
         yield (f"{setting} has one twice: {', '.join(names)}. Keep one")

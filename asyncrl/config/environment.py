@@ -34,7 +34,10 @@ class LimitsConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> LimitsConfig:
         if self.tokens_per_turn > self.tokens:
-            raise ValueError(f"tokens_per_turn ({self.tokens_per_turn}) is more than tokens ({self.tokens})")
+            raise ValueError(
+                f"limits.tokens_per_turn ({self.tokens_per_turn}) is more than limits.tokens ({self.tokens}), which is "
+                "data.max_response_length where it is not given. Lower the former or raise the latter"
+            )
         return self
 
 
@@ -99,9 +102,10 @@ class EnvironmentConfig(Section):
     @property
     def may_reward(self) -> bool:
         """True where turns may earn something by themselves, as of a class. A plug-in may only answer, which the fact
-        `may_reward` of its description says."""
+        `may_reward` of its description says: True, False, or the key of `config` with which it rewards."""
         if self.name in installed("environments"):
-            return bool(description("environments", self.name).facts.get("may_reward", True))
+            fact = description("environments", self.name).facts.get("may_reward", True)
+            return bool(self.config.get(fact)) if isinstance(fact, str) else bool(fact)
         return bool(self.name)
 
     @property

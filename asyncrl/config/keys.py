@@ -62,6 +62,10 @@ class Key:
         return " ".join([_in_words(self.field.annotation), " and ".join(bounds)]).strip()
 
 
+_OWN_WORDS = ("algorithm", "environment")
+"""Sections in which plug-ins and classes have words of their own: keys elsewhere are not meant."""
+
+
 @cache
 def all_keys() -> dict[str, Key]:
     """Every setting by its path, in the order of the schema."""
@@ -69,17 +73,23 @@ def all_keys() -> dict[str, Key]:
 
 
 def similar_keys(path: str, unchosen: Collection[str] = ()) -> list[str]:
-    """Keys with a last name like that of `path`: up to three of the same section, else the best of another one. Keys in
-    `unchosen` sections only where no other is similar."""
+    """Keys with a last name like that of `path`: up to three of the same section, its sub-sections among them, else the
+    best of another one. Keys in `unchosen` sections only where no other is similar. In a section that there is not, the
+    section that may be meant."""
     section, _, wanted = path.rpartition(".")
+    while section and not any(key.startswith(f"{section}.") for key in all_keys()):
+        section, _, wanted = section.rpartition(".")
     hidden = tuple(f"{each}." for each in unchosen)
+    top, last = path.partition(".")[0], path.rpartition(".")[2]
     for keys in ([key for key in all_keys() if not key.startswith(hidden)], list(all_keys())):
-        inside = (key for key in keys if key.startswith(f"{section}."))
-        below = {key.removeprefix(f"{section}.").replace(".", "_"): key for key in inside}
-        elsewhere = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        close = [below[name] for name in close_names(wanted, below, at_most=3)]
-        close = close or [elsewhere[name] for name in close_names(wanted, elsewhere, at_most=1)]
-        if close:
+        inside = [key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")]
+        below = {key.replace(".", "_"): f"{section}.{key}" for key in inside}
+        below |= {key.partition(".")[0]: f"{section}.{key.partition('.')[0]}" for key in inside if "." in key}
+        if close := [below[name] for name in close_names(wanted, below, at_most=3)]:
+            return close
+        others = [key for key in reversed(keys) if top not in _OWN_WORDS or key.startswith(f"{top}.")]
+        elsewhere = {key.rpartition(".")[2]: key for key in others}
+        if close := [elsewhere[name] for name in close_names(last, elsewhere, at_most=1)]:
             return close
     return []
 

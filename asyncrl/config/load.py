@@ -321,6 +321,10 @@ class _Draft:
                 meant = f": {bare} has no section of its own, only rollout.engine_args"
             elif close := similar_keys(path, unchosen):
                 meant = f": did you mean {' or '.join(close)}?"
+            elif place[0] == "environment":
+                meant = (
+                    ": an environment's own settings stand in environment.config, such as environment.config.functions"
+                )
             else:
                 meant = ". docs/migration.md has other frameworks' names"
             self.problems.append(f"unknown key {'.'.join(map(str, place))}{meant}{origin}")

@@ -254,6 +254,11 @@ def environment_problems(config: RunSections) -> Iterator[str]:
             )
     given = config.evaluation.limits.given
     if not environment.is_used:
+        if environment.config:
+            yield (
+                f"environment.config has {', '.join(environment.config)}, and environment.name is empty: there is no "
+                "environment. Set environment.name, such as tools or file.py:Class, or leave environment.config out"
+            )
         if given:
             yield (
                 f"evaluation.limits has {', '.join(given)}, and there is no environment: a held-out row is one turn "

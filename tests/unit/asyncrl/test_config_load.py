@@ -121,6 +121,11 @@ def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path) ->
         ("algorithm.kl_coef", ": did you mean algorithm.kl_loss_coef or algorithm.kl_reward_coef?"),
         ("algorithm.clip_high", ": did you mean algorithm.clip_ratio_high?"),
         ("rollout.hf.dtype", ": rollout.engine=hf has no section of its own, only rollout.engine_args"),
+        ("algorithm.top_entrop", ": did you mean algorithm.top_entropy or algorithm.top_entropy.fraction?"),
+        (
+            "environment.tools",
+            ": an environment's own settings stand in environment.config, such as environment.config.functions",
+        ),
         ("algorithm.gae.lambda", ": algorithm.gae exists only with algorithm.adv_estimator=gae (it is grpo)"),
     ],
 )

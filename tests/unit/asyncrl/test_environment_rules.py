@@ -33,6 +33,16 @@ def test_the_tokens_behind_a_prompt_are_one_number(make_config: MakeConfig) -> N
         make_config(environment={**LAMP, "limits": {"tokens": 600}})
 
 
+def test_settings_of_an_environment_that_has_no_name_are_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValidationError, match=r"environment\.config has boxes, and environment\.name is empty"):
+        make_config(environment={"config": {"boxes": 2}})
+
+
+def test_a_column_to_order_by_that_no_row_has_is_refused_before_a_run(make_config: MakeConfig) -> None:
+    with pytest.raises(UserError, match=r"data\.curriculum\.order_by is 'hardness', and no training row has such a"):
+        check_inputs(make_config(data={"curriculum": {"order_by": "hardness"}}))
+
+
 def test_a_name_that_nothing_has_is_refused_before_rules_of_environments(make_config: MakeConfig) -> None:
     with pytest.raises(ValidationError, match=r"environment\.name is 'lamp', which is unknown") as refused:
         make_config(environment={"name": "lamp", "workers": 1})
