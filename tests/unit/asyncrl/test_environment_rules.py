@@ -40,7 +40,7 @@ def test_settings_of_an_environment_that_has_no_name_are_refused(make_config: Ma
 
 def test_a_column_to_order_by_that_no_row_has_is_refused_before_a_run(make_config: MakeConfig) -> None:
     with pytest.raises(UserError, match=r"data\.curriculum\.order_by is 'hardness', and no training row has such a"):
-        check_inputs(make_config(data={"curriculum": {"order_by": "hardness"}}))
+        check_inputs(make_config(data={"curriculum": {"order_by": "hardness"}}), "learner")
 
 
 def test_a_name_that_nothing_has_is_refused_before_rules_of_environments(make_config: MakeConfig) -> None:
