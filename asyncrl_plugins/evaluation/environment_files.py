@@ -29,6 +29,8 @@ def is_file(name: str) -> bool:
 def load_environment(path: Path, overrides: list[str]) -> EnvironmentConfig:
     """The section `environment` of a YAML file, or the whole file, with `key=value` on top. Raises UserError."""
     values = _read(path)
+    if "environment" not in values and not values.keys() & EnvironmentConfig.model_fields.keys():
+        raise UserError(f"{path} has no section `environment`. Add one with a `name`, or name a class or plug-in here")
     return override(values.get("environment", values), overrides)
 
 

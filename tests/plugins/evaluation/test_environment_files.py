@@ -31,3 +31,9 @@ def test_mistakes_are_named(word: str, problem: str) -> None:
     with pytest.raises(UserError) as refused:
         override(SECTION, [word])
     assert problem in str(refused.value)
+
+
+def test_a_runs_file_without_an_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run_dir: runs/x\nmodel: {path: m}\n")
+    with pytest.raises(UserError, match=r"run\.yaml has no section `environment`"):
+        load_environment(tmp_path / "run.yaml", [])
