@@ -13,9 +13,9 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl_plugins.replay import replay
+from tests.rigs.filtered_run import REWARD
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, with_ports, write_config
-from tests.system.test_dynamic_sampling import REWARD
 from tests.system.test_resume import batches, recorded, sampled
 
 pytestmark = pytest.mark.slow
