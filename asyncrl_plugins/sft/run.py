@@ -217,12 +217,12 @@ def _following(
     """The trainer of another rank."""
     trainer = SupervisedTrainer(config, processor, values["steps"], ranks)
 
-    def obey(order: RankCommand) -> None:
+    def obey(command: RankCommand) -> None:
         calls: dict[str, Callable[[], object]] = {
-            "learn": lambda: trainer.learn(order.values["step"], _unpack(ranks.broadcast(b""))),
-            **engine_calls(trainer.engine, processor, order),
+            "learn": lambda: trainer.learn(command.values["step"], _unpack(ranks.broadcast(b""))),
+            **engine_calls(trainer.engine, processor, command),
         }
-        calls[order.kind]()
+        calls[command.kind]()
 
     yield obey
 

@@ -1,4 +1,4 @@
-"""A rank other than 0: it loads the same model, and does what rank 0 orders, until the end."""
+"""A rank other than 0: it loads the same model, and does what rank 0 commands, until the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Obey = Callable[[RankCommand], object]
 Begin = Callable[[RunConfig, PromptProcessor, Ranks, Mapping[str, Any]], AbstractContextManager[Obey]]
-"""Loads what rank 0 loads, by the values of its first order, and returns what each further order does."""
+"""Loads what rank 0 loads, by the values of its first command, and returns what each further command does."""
 
 
 def follow(config: RunConfig, begin: Begin) -> None:
@@ -58,8 +58,8 @@ def _follow(config: RunConfig, begin: Begin, environment: RankVariables, store: 
             raise said
 
     network = config.network
-    orders = CommandChannel(
-        PrefixStore("orders", store),
+    commands = CommandChannel(
+        PrefixStore("commands", store),
         leads=False,
         every_s=network.heartbeat_s,
         silence_s=network.timeout_s,
@@ -68,18 +68,18 @@ def _follow(config: RunConfig, begin: Begin, environment: RankVariables, store: 
     )
     check()
     processor = prompt_processor(config.model, config.environment)
-    order = orders.take()
-    if order.kind == "end":
+    command = commands.take()
+    if command.kind == "end":
         return
     if config.trainer.mode == "sync":
         tenure = read_tenure(config.run_path)
-        assert tenure is not None, "rank 0 takes the device before it gives orders"
+        assert tenure is not None, "rank 0 takes the device before it gives commands"
         use_device_for(tenure.pid, config.run_path)
-    ranks = join(config.learner, store, environment, orders, check)
+    ranks = join(config.learner, store, environment, commands, check)
     logger.info("rank %d of %d has joined", ranks.rank, ranks.size)
-    with begin(config, processor, ranks, order.values) as obey:
-        while (order := orders.take()).kind != "end":
-            obey(order)
+    with begin(config, processor, ranks, command.values) as obey:
+        while (command := commands.take()).kind != "end":
+            obey(command)
 
 
 @contextmanager
@@ -94,31 +94,31 @@ def trainer(
     training.step.budget.keep_in_run(config.run_path, config.batch, config.learner)
     saving: BackgroundWrite | None = None
 
-    def obey(order: RankCommand) -> None:
+    def obey(command: RankCommand) -> None:
         nonlocal saving
-        if order.kind == "snapshot":
+        if command.kind == "snapshot":
             if saving:
                 saving.wait(config.learner.wait_timeout_s)
-            saving = _save(training, order)
-            if not order.values["copies"]:  # what is written is what is here, and ranks may write by collectives
+            saving = _save(training, command)
+            if not command.values["copies"]:  # what is written is what is here, and ranks may write by collectives
                 saving.wait(config.learner.wait_timeout_s)
         else:
-            _obey(training, order)
+            _obey(training, command)
 
     yield obey
     if saving:
         saving.wait(config.learner.wait_timeout_s)
 
 
-def _save(training: Trainer, order: RankCommand) -> BackgroundWrite:
+def _save(training: Trainer, command: RankCommand) -> BackgroundWrite:
     """Begin to write this rank's parts of a checkpoint. What goes wrong is known to rank 0, too, which ends the run."""
-    building = Path(order.values["folder"])
-    snapshot = training.snapshot("", building, copies=order.values["copies"])
+    building = Path(command.values["folder"])
+    snapshot = training.snapshot("", building, copies=command.values["copies"])
     return BackgroundWrite(lambda: snapshot.write_files(building))
 
 
-def _obey(training: Trainer, order: RankCommand) -> None:
-    ranks, engine = training.ranks, training.roles[order.values.get("role", "actor")]
+def _obey(training: Trainer, command: RankCommand) -> None:
+    ranks, engine = training.ranks, training.roles[command.values.get("role", "actor")]
 
     def sent() -> list[ReceivedGroup]:
         return unpack_groups(ranks.broadcast(b""), training.processor)
@@ -128,16 +128,16 @@ def _obey(training: Trainer, order: RankCommand) -> None:
         "sleep": engine.sleep,
         "wake": engine.wake,
         "compare": lambda: compare(engine, training.processor, sent(), training.config.batch.microbatch_tokens),
-        **engine_calls(engine, training.processor, order),
+        **engine_calls(engine, training.processor, command),
     }
-    calls[order.kind]()
+    calls[command.kind]()
 
 
 def engine_calls(
-    engine: TorchEngine, processor: PromptProcessor, order: RankCommand
+    engine: TorchEngine, processor: PromptProcessor, command: RankCommand
 ) -> dict[str, Callable[[], object]]:
     """Calls that an engine of rank 0 broadcasts by itself."""
     return {
         "published_state": lambda: sum(1 for _ in engine.published_state()),
-        "save_model": lambda: engine.save_model(processor.processor, Path(order.values["folder"])),
+        "save_model": lambda: engine.save_model(processor.processor, Path(command.values["folder"])),
     }

@@ -1,7 +1,7 @@
-"""Orders: what rank 0 tells the other ranks to do next, so that all are in the same collective. Reasons: what ranks
+"""Commands: what rank 0 tells the other ranks to do next, so that all are in the same collective. Reasons: what ranks
 that end tell the others, who may be on other machines, where nobody sees their logs.
 
-An order is a small MessagePack map in the ranks' store; groups follow as one broadcast. While rank 0 waits for groups
+A command is a small MessagePack map in the ranks' store; groups follow as one broadcast. While rank 0 waits for groups
 it gives none, for minutes: it says that it is alive, and a rank that hears nothing ends.
 """
 
@@ -29,7 +29,7 @@ from protocol.messages import Group, Tickets, Wire
 
 ALIVE = "alive"
 LONGEST_POLL_S, SHARE_OF_WAIT = 0.05, 0.05
-"""A waiting rank looks for an order after this share of the time that it has waited already, at least so often. The
+"""A waiting rank looks for a command after this share of the time that it has waited already, at least so often. The
 store's own wait would log each time that it has ended."""
 LARGEST = Limits(max_message_bytes=1 << 40, max_header_bytes=256 * MIB, max_frames=1 << 20)
 """Groups were within the network's limits when they came in."""
@@ -42,7 +42,7 @@ class RankCommand:
 
 
 class CommandChannel:
-    """Orders by their number. Rank 0 gives them, the others take each once."""
+    """Commands by their number. Rank 0 gives them, the others take each once."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CommandChannel:
         check: Callable[[], None] = lambda: None,
     ):
         """`silence_s`: time after which rank 0 counts as gone, which says every `every_s` that it is there, once it has
-        looked at its run, for which it has `start_s`. `check` raises why rank 0 gives no order any more."""
+        looked at its run, for which it has `start_s`. `check` raises why rank 0 gives no command any more."""
         self._store = store
         self._silence_s, self._start_s = silence_s, start_s
         self._check = check
@@ -67,11 +67,11 @@ class CommandChannel:
 
     def give(self, kind: str, **values: Any) -> None:
         self._number += 1
-        order: Any = _packed({"kind": kind, "values": values})  # bytes, which the stub of torch does not know
-        self._store.set(_key(self._number), order)
+        command: Any = _packed({"kind": kind, "values": values})  # bytes, which the stub of torch does not know
+        self._store.set(_key(self._number), command)
 
     def take(self) -> RankCommand:
-        """Wait for the next order. Raises what `check` does, and BadStateError when rank 0 has gone."""
+        """Wait for the next command. Raises what `check` does, and BadStateError when rank 0 has gone."""
         self._number += 1
         key, heard, began = _key(self._number), b"", time.monotonic()
         heard_at = began
@@ -91,8 +91,8 @@ class CommandChannel:
                     f"rank 0 has said nothing for {wait if heard else f'{self._start_s:g} s (learner.wait_timeout_s)'}"
                 )
             time.sleep(min(LONGEST_POLL_S, SHARE_OF_WAIT * (time.monotonic() - began)))
-        order = msgpack.unpackb(self._store.get(key), strict_map_key=False)
-        return RankCommand(order["kind"], order["values"])
+        command = msgpack.unpackb(self._store.get(key), strict_map_key=False)
+        return RankCommand(command["kind"], command["values"])
 
     def close(self) -> None:
         self._over.set()
@@ -108,7 +108,7 @@ class CommandChannel:
 
 
 def _key(number: int) -> str:
-    return f"order {number}"
+    return f"command {number}"
 
 
 def pack_groups(received: Sequence[ReceivedGroup]) -> bytes:

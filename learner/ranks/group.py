@@ -26,8 +26,8 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     """Index on the machine, which chooses the GPU."""
-    orders: CommandChannel | None = None
-    """Orders of rank 0; None where all ranks do the same anyway."""
+    commands: CommandChannel | None = None
+    """Commands of rank 0; None where all ranks do the same anyway."""
 
     @property
     def leads(self) -> bool:
@@ -40,8 +40,8 @@ class Ranks:
 
     def announce(self, kind: str, payload: Callable[[], bytes] | None = None, **values: Any) -> None:
         """Tell the other ranks to call the same; nothing for a rank that was told."""
-        if self.size > 1 and self.leads and self.orders is not None:
-            self.orders.give(kind, **values)
+        if self.size > 1 and self.leads and self.commands is not None:
+            self.commands.give(kind, **values)
             if payload is not None:
                 self.broadcast(payload())
 

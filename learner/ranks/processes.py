@@ -49,7 +49,7 @@ POLL_S = 0.2
 GRACE_S = 10.0
 """Time in which rank 0 may end in order after another one's death; then it is ended."""
 PARTING_S = 5.0
-"""Time of the other ranks to end after their last order."""
+"""Time of the other ranks to end after their last command."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class RankProcesses:
             os._exit(ExitCode.CRASHED)
 
     def leave(self) -> None:
-        """Wait for processes that have had their last order."""
+        """Wait for processes that have had their last command."""
         self._are_leaving = True
         deadline = time.monotonic() + PARTING_S
         while any(process.poll() is None for process in self.processes.values()) and time.monotonic() < deadline:
@@ -142,20 +142,20 @@ class RankProcesses:
 
 
 class Leader:
-    """Rank 0's side: it starts the others, joins them, and gives orders."""
+    """Rank 0's side: it starts the others, joins them, and gives commands."""
 
     def __init__(
-        self, learner: LearnerConfig, processes: RankProcesses, orders: CommandChannel, store: Store, size: int
+        self, learner: LearnerConfig, processes: RankProcesses, commands: CommandChannel, store: Store, size: int
     ):
         self.processes = processes
-        self.orders = orders
+        self.commands = commands
         self._learner, self._store, self._size = learner, store, size
 
     def begin(self, **values: object) -> Ranks:
         """Tell the ranks what they are to load, and join them."""
-        self.orders.give("begin", **values)
+        self.commands.give("begin", **values)
         environment = RankVariables(0, self._size, 0)
-        ranks = join(self._learner, self._store, environment, self.orders, self._check)
+        ranks = join(self._learner, self._store, environment, self.commands, self._check)
         if not self.processes.processes:
             self.processes.given = _ranks_here(self._store, self._size)
         return ranks
@@ -212,30 +212,30 @@ def leading(
             for rank in range(1, environment.size):
                 processes.processes[rank] = _start(module, rank, environment.size, port, processes.folder)
             threading.Thread(target=processes.watch, name="ranks", daemon=True).start()
-        orders = CommandChannel(
-            PrefixStore("orders", store),
+        commands = CommandChannel(
+            PrefixStore("commands", store),
             leads=True,
             every_s=network.heartbeat_s,
             silence_s=network.timeout_s,
         )
         processes.reasons = Reasons(store, environment.rank)
         try:
-            yield Leader(learner, processes, orders, store, environment.size)
-            orders.give("end")
+            yield Leader(learner, processes, commands, store, environment.size)
+            commands.give("end")
             processes.leave()
         except REASONS:
             raise
         except KeyboardInterrupt as interruption:
             if gone := processes.find_gone():  # what torchrun interrupts the others for
                 raise gone from interruption
-            orders.give("end")
+            commands.give("end")
             raise
         except Exception as error:
             if lost := processes.find_lost():
                 raise lost from error
             raise
         finally:
-            orders.close()
+            commands.close()
             processes.kill()
 
 
@@ -289,7 +289,7 @@ def join(
     learner: LearnerConfig,
     store: Store,
     environment: RankVariables,
-    orders: CommandChannel,
+    commands: CommandChannel,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
     """Join the process group. Every collective has learner.wait_timeout_s: then it raises on all ranks.
@@ -308,7 +308,7 @@ def join(
         world_size=environment.size,
         timeout=timedelta(seconds=learner.wait_timeout_s),
     )
-    return Ranks(environment.rank, environment.size, environment.local_rank, orders)
+    return Ranks(environment.rank, environment.size, environment.local_rank, commands)
 
 
 def _wait_for_all(present: Store, environment: RankVariables, wait_timeout_s: float, check: Callable[[], None]) -> None:

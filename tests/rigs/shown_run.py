@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.recorder import RunRecorder
 
 STEP = {
@@ -45,6 +47,15 @@ def write_run(folder: Path, steps: int = 40) -> RunRecorder:
         errors={"reward_timeout": 3},
     )
     return recorder
+
+
+def write_configured_run(config: RunConfig) -> Path:
+    """A run with the files that commands look for; returns its folder."""
+    run = config.run_path
+    write_run(run)
+    (run / "config.yaml").write_text(dump_config(config))
+    (run / "journal.sqlite").touch()
+    return run
 
 
 def close_off(path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_user_meets_few_keys() -> None:
 
 # --- parameters that are the whole configuration -----------------------------------------------------------------
 
-WHOLE_CONFIGURATIONS = 76
+WHOLE_CONFIGURATIONS = 70
 """Parameters of the core that are the whole configuration of a run; every other part takes what it reads."""
 COMPOSITION = (
     *("asyncrl/config/", "asyncrl/checks/", "asyncrl/launch/", "asyncrl/demo/", "asyncrl/service_entry.py"),

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.replay import replay
-from tests.rigs.shown_run import check_told, close_off, write_run
+from tests.rigs.shown_run import check_told, close_off, write_configured_run
 
 
 @pytest.mark.parametrize("closed", ["run", "run/grpo"])
@@ -34,11 +33,7 @@ def test_where_there_is_no_run_it_is_said(tmp_path: Path, capsys: pytest.Capture
 def test_it_names_what_it_cannot_read(
     make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    config = make_config()
-    run = config.run_path
-    write_run(run)
-    (run / "config.yaml").write_text(dump_config(config))
-    (run / "journal.sqlite").touch()
+    run = write_configured_run(make_config())
     close_off(run / name)
     assert replay.main([str(run), "--step", "1"]) == 2
     check_told(capsys.readouterr().err, run / name)

@@ -16,27 +16,8 @@ from asyncrl_plugins.tools.call_formats import CallReader, parse_calls
 from asyncrl_plugins.tools.schema import Tool
 from protocol.messages import ChatMessage, Prompt, TextPart
 from tests.rigs.tiny_families import make_family
+from tests.rigs.tool_schemas import CROP, LISTS_TOOLS
 
-LISTS_TOOLS = (
-    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}{{ t | tojson }}{% endfor %} Call as "
-    '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
-)
-"""What templates of Qwen2.5 and others begin with."""
-CROP = {
-    "type": "function",
-    "function": {
-        "name": "crop",
-        "description": "Show a part larger.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "row": {"type": "integer", "description": "row of the grid"},
-                "size": {"type": "string", "enum": ["s", "l"], "default": "s", "description": "how large"},
-            },
-            "required": ["row"],
-        },
-    },
-}
 PROMPT = Prompt(row_id="r", messages=(ChatMessage(role="user", content=(TextPart(text="Which digit?"),)),))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.viewer.inspect import __main__ as inspect
 from asyncrl_plugins.viewer.recorded_run.run import recorded_method_line
@@ -16,7 +15,7 @@ from asyncrl_plugins.viewer.report.page import page_of
 from asyncrl_plugins.viewer.report.reading import SIGNS, read_run
 from tests.plugins.viewer.made_up_samples import MadeUpStore
 from tests.rigs import made_up_run as made
-from tests.rigs.shown_run import check_told, close_off, write_run
+from tests.rigs.shown_run import check_told, close_off, write_configured_run
 
 COMMANDS: dict[str, Callable[[str], int]] = {
     "inspect": lambda run: inspect.main([run]),
@@ -63,11 +62,7 @@ def test_inspect_names_the_groups_that_it_cannot_read(
 def test_watch_names_what_it_cannot_read(
     make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    config = make_config()
-    run = config.run_path
-    write_run(run)
-    (run / "config.yaml").write_text(dump_config(config))
-    (run / "journal.sqlite").touch()
+    run = write_configured_run(make_config())
     close_off(run / name)
     assert COMMANDS["watch"](str(run)) == 2
     check_told(capsys.readouterr().err, run / name)

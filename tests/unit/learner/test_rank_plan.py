@@ -1,4 +1,4 @@
-"""The plan of an update over ranks, the orders between them, and what cannot be divided."""
+"""The plan of an update over ranks, the commands between them, and what cannot be divided."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_rank_that_does_not_come_is_named(make_config: MakeConfig) -> None:
     config = make_config(learner={**FSDP2, "wait_timeout_s": 0.5})
     store: Any = HashStore()
     with pytest.raises(WaitTimeoutError, match=r"rank 1 of 2 has not come within 0\.5 s \(learner\.wait_timeout_s\)"):
-        join(config.learner, store, RankVariables(0, 2, 0), orders=None)  # type: ignore[arg-type]
+        join(config.learner, store, RankVariables(0, 2, 0), commands=None)  # type: ignore[arg-type]
 
 
 def test_the_reason_of_a_rank_that_ended_is_said_while_it_is_waited_for(make_config: MakeConfig) -> None:

@@ -26,7 +26,7 @@ from tests.rigs.made_up_batch import made_up_batch
 MakeConfig = Callable[..., RunConfig]
 STOP = 1
 LENGTHS = [3, 4, 2, 2]
-ORDERS = (
+REQUESTS = (
     TrajectoryRequest(prefix=(11, 12)),  # a hint
     TrajectoryRequest(),
     TrajectoryRequest(prefix=(13, STOP)),  # a demonstration
@@ -35,14 +35,14 @@ ORDERS = (
 PREFIXES = np.array([1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0], bool)
 
 
-def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
-    """A group of four trajectories as `ORDERS` has them; the sampled tokens are of version 2, the others of 1."""
+def group_of_requests(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
+    """A group of four trajectories as `REQUESTS` has them; the sampled tokens are of version 2, the others of 1."""
     item = made_up_batch(config, processor).received[0]
     sampling = item.ticket.sampling.model_copy(update={"stop_token_ids": (STOP,)})
-    ticket = Ticket.model_validate(item.ticket.model_dump() | {"requests": ORDERS, "sampling": sampling})
+    ticket = Ticket.model_validate(item.ticket.model_dump() | {"requests": REQUESTS, "sampling": sampling})
     ids = np.arange(20, 20 + len(PREFIXES), dtype=np.int32)
     ids[np.cumsum(LENGTHS) - 1] = STOP
-    ids[PREFIXES] = [token for order in ORDERS for token in order.prefix]
+    ids[PREFIXES] = [token for asked in REQUESTS for token in asked.prefix]
     columns = {
         "lengths": np.asarray(LENGTHS, np.int32),
         "token_ids": ids,
@@ -61,7 +61,7 @@ def ordered(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
 def batch_of(make_config: MakeConfig, *, inserted: bool) -> Batch:
     config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
     processor = PromptProcessor(config.model)
-    return make_batch([ordered(config, processor)], processor, inserted=inserted)
+    return make_batch([group_of_requests(config, processor)], processor, inserted=inserted)
 
 
 def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_uses_them(
@@ -82,7 +82,7 @@ def test_a_batch_trains_sampled_tokens_and_demonstrations_only_where_the_method_
 def test_a_group_whose_greedy_row_has_no_score_is_not_trained(make_config: MakeConfig) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
     processor = PromptProcessor(config.model)
-    item = ordered(config, processor)
+    item = group_of_requests(config, processor)
     *others, greedy = item.group.trajectories
     failed = greedy.model_copy(update={"status": TrajectoryStatus.ERROR, "reward": None})
     broken = replace(item, group=item.group.model_copy(update={"trajectories": (*others, failed)}))
@@ -102,7 +102,7 @@ def test_a_ticket_requests_a_greedy_row_for_an_estimator_that_needs_one(make_con
     slot = TicketSlot(7, 3, version=2, bound=1)
     ticket = writer.write(slot).ticket
     assert ticket.group_size == config.batch.group_size + 1 == config.trajectories_per_group
-    assert [order.greedy for order in ticket.requests] == [False] * config.batch.group_size + [True]
+    assert [asked.greedy for asked in ticket.requests] == [False] * config.batch.group_size + [True]
     assert ticket == writer.write(slot).ticket
     plain = TicketWriter(
         make_config(data={"max_prompt_length": 64}).ticket_settings, PromptProcessor(config.model), (STOP,)
@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_group_that_does_not_follow_its_requests_is_refused(make_config: MakeConfig, name: str) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
     processor = PromptProcessor(config.model)
-    item = ordered(config, processor)
+    item = group_of_requests(config, processor)
     changes, reason = WRONG.get(name, ({}, ""))
     columns = {}
     for column, values in changes.items():

@@ -36,7 +36,7 @@ from tests.unit.rollout_server.test_engine_death import written
 __all__ = ["prompts"]
 STOP = 7
 HINT, DEMONSTRATION, LONG = (21, 22, 23), (31, 32, STOP), (41, *range(60, 72))
-ORDERS = (
+REQUESTS = (
     TrajectoryRequest(),
     TrajectoryRequest(prefix=HINT),
     TrajectoryRequest(prefix=DEMONSTRATION),
@@ -46,7 +46,7 @@ ORDERS = (
 )
 
 
-def ordered(request: GenerationRequest, requests: tuple[TrajectoryRequest, ...] = ORDERS) -> GenerationRequest:
+def with_requests(request: GenerationRequest, requests: tuple[TrajectoryRequest, ...] = REQUESTS) -> GenerationRequest:
     return replace(request, requests=requests, group_size=len(requests))
 
 
@@ -64,26 +64,28 @@ def test_requests_are_followed_and_other_rows_are_sampled_as_before(
     config = make_config()
     processor = PromptProcessor(config.model)
     stopping = {"tokens": 20, "stop_token_ids": (STOP,)}
-    plain = [request_for(config, prompt, number, size=len(ORDERS), **stopping) for number, prompt in enumerate(prompts)]
-    requests = [plain[0], *[ordered(request) for request in plain[1:]]]
+    plain = [
+        request_for(config, prompt, number, size=len(REQUESTS), **stopping) for number, prompt in enumerate(prompts)
+    ]
+    requests = [plain[0], *[with_requests(request) for request in plain[1:]]]
     before = asyncio.run(generated(HFEngine(config, processor), *plain))
     done = asyncio.run(generated(HFEngine(config, processor), *requests))
     model, initial = load_model(config.model, device=CPU), initial_weights(config)
     for request in requests:
-        for index, order in enumerate(request.requests or [TrajectoryRequest()] * len(ORDERS)):
-            completion, count = done[request.request_id, index], len(order.prefix)
+        for index, asked in enumerate(request.requests or [TrajectoryRequest()] * len(REQUESTS)):
+            completion, count = done[request.request_id, index], len(asked.prefix)
             ids = completion.token_ids.tolist()
-            assert tuple(ids[:count]) == order.prefix
+            assert tuple(ids[:count]) == asked.prefix
             assert not completion.logprobs[:count].any()
-            if order == TrajectoryRequest():
+            if asked == TrajectoryRequest():
                 assert ids == before[request.request_id, index].token_ids.tolist()
-            if order.prefix == DEMONSTRATION:
+            if asked.prefix == DEMONSTRATION:
                 assert (len(ids), completion.finish_reason) == (count, FinishReason.STOP)
                 continue
             assert len(ids) == 20 or ids[-1] == STOP, "the prefix counts in max_new_tokens"
             request_of_row = replace(request, sampling=request.sampling_of(index))
             assert gaps(config, [initial], request_of_row, completion)[count:].max() < 1e-4
-            if order.greedy:
+            if asked.greedy:
                 load_published(model, initial.items())
                 logits = fresh_logits(model, request.encoded_prompt(index), ids[:-1])
                 logits[:, list(processor.placeholder_ids)] = -torch.inf
@@ -98,7 +100,7 @@ def test_a_prefix_goes_through_weight_updates_as_sampled_tokens_do(
     initial = initial_weights(config)
     policies = [initial, moved(initial, 1)]
     short = request_for(config, prompts[0], 0, tokens=4)
-    late = ordered(request_for(config, prompts[1], 1, tokens=60))
+    late = with_requests(request_for(config, prompts[1], 1, tokens=60))
     engine = HFEngine(config, PromptProcessor(config.model))
     done = asyncio.run(asyncio.wait_for(updated_in_flight(engine, [short, late], policies), 120))
     mixed = 0
