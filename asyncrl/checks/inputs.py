@@ -174,7 +174,7 @@ def check_media(model: ModelConfig, data: DataConfig, described: Mapping[str, An
             raise UserError(
                 f"row {row_id} has images or videos in column {column!r}, but the model in {model.path} has no "
                 "vision tower (no vision_config in config.json): it reads text only. Use a vision-language model, or "
-                f"set {setting} to a column that the data has not"
+                f"set {setting}= (nothing)"
             )
 
 

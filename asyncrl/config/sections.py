@@ -129,12 +129,13 @@ class DataConfig(Section):
     val_files: tuple[str, ...] = ()
     """Held-out rows, never trained on; same kinds as train_files."""
     prompt_key: str = "prompt"
-    """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages."""
+    """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages, which
+    may be JSON text, and whose parts may hold their own images and videos."""
     answer_key: str = "answer"
     """Column with the reference answer, handed to the rewards."""
     image_key: str = "images"
-    """Column with 0 to N images per row: paths, bytes, base64, `data:` URIs or a list of them. A missing column means
-    text only."""
+    """Column with 0 to N images per row: paths, bytes, base64, `data:` URIs or a list of them. A missing column, or an
+    empty name, means none beside those in the messages."""
     video_key: str = "videos"
     """Column with 0 to N videos per row, each a list of frames: paths or bytes of images, no video files."""
     video_fps: float = Field(default=2.0, gt=0)
@@ -144,10 +145,10 @@ class DataConfig(Section):
     image_dir: str = ""
     """Base of relative image and frame paths; empty means the folder of the data file."""
     format_prompt: str = ""
-    """Jinja template of the question, or the file that holds it; it sees `content` and every column. Empty means the
-    question as it is."""
+    """Jinja template of the question, or the file that holds it; it sees `content`, the text of the last user's message
+    with `<image>` where an image stands, and every column. Empty means the question as it is."""
     system_prompt: str = ""
-    """System message before the question; empty means none."""
+    """System message before the question, of which a row has none then; empty means none."""
     max_prompt_length: int = Field(default=2048, gt=0)
     """Tokens, image tokens included. A row with a longer prompt is a bad row. What an environment opens with
     counts, too: one that makes a prompt longer than this ends the run."""

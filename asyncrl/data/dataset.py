@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.sections import DataConfig
+from asyncrl.data.chat import unpacked
 from asyncrl.data.images import is_inline
 from asyncrl.data.tables import (
     HubTable,
@@ -59,13 +60,15 @@ def open_validation(config: DataConfig, purpose: Purpose = "rl") -> RowSource | 
 
 
 class RowSource:
-    """A sequence of rows (plain dicts). Images are paths made absolute, or encoded bytes; nothing is decoded.
+    """A sequence of rows (plain dicts). Images are paths made absolute, or encoded bytes; nothing is decoded. Those in
+    the parts of messages are in the column of images, as `unpacked` puts them.
 
     Rows are read when asked for, one thread at a time.
     """
 
     def __init__(self, tables: Sequence[Table], config: DataConfig, limit: int = 0) -> None:
         self._tables = tables
+        self._config = config
         self._media_keys = (config.image_key, config.video_key)
         self._image_dir = config.image_dir
         self._ends = list(accumulate(len(table) for table in tables))
@@ -78,7 +81,7 @@ class RowSource:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         table, place = self._find(index)
-        row = table.read(place)
+        row = unpacked(table.read(place), self._config)
         base = Path(self._image_dir) if self._image_dir else table.base_dir
         for key in self._media_keys:
             if row.get(key) is not None:
@@ -122,6 +125,7 @@ class RowSource:
 def _absolute(value: Any, base: Path) -> Any:
     """The value with image paths, at any depth, made absolute below `base`."""
     if isinstance(value, str):
+        value = value.removeprefix("file://")
         return value if not value or "://" in value or is_inline(value) else str((base / value).absolute())
     if isinstance(value, list | tuple):
         return [_absolute(one, base) for one in value]
@@ -210,7 +214,7 @@ def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose
     for key in ("image_key", "video_key"):
         # A missing column of images or videos must be no wrong name: rows without one have no images or videos.
         name = getattr(config, key)
-        if name in columns:
+        if not name or name in columns:
             continue
         if name != DataConfig.model_fields[key].default:
             problems.append(f"no row has a column {name!r} (data.{key}). {_columns(columns, name, key)}")

@@ -9,6 +9,7 @@ import base64
 import errno
 import hashlib
 import io
+import math
 import re
 import struct
 import zlib
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from asyncrl.errors import BadStateError, UserError, file_hint
@@ -33,6 +35,11 @@ _PNG_ORIENTATION = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 """Names of the chunks that may say how a PNG is turned; some follow the pixels."""
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations in which width and height change places."""
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of Pillow that a PNG holds as they are."""
+_BLACK_TAGS = (ExifTags.Base.SMinSampleValue, ExifTags.Base.MinSampleValue)
+_WHITE_TAGS = (ExifTags.Base.SMaxSampleValue, ExifTags.Base.MaxSampleValue)
+"""TIFF tags of the range that numbers are meant in."""
 LEAVE_OUT = "leave the row out"
 VIDEO_FIX = (
     "A row's videos are a list of videos, each a list of frames (paths or bytes of images), such as "
@@ -53,7 +60,9 @@ def decode_image(data: bytes, where: str, otherwise: str = LEAVE_OUT) -> Image.I
     """
     with _opened(data, where, otherwise) as image:
         image.load()
-        return _as_rgb(ImageOps.exif_transpose(image))
+        levels = _levels(image, where, otherwise)
+        upright = ImageOps.exif_transpose(image)
+        return _as_rgb(_as_grey8(upright, *levels) if levels else upright)
 
 
 def image_size(data: bytes, where: str) -> tuple[int, int]:
@@ -102,10 +111,54 @@ def _check_size(image: Image.Image, where: str, otherwise: str) -> None:
         )
 
 
+def _levels(image: Image.Image, where: str, otherwise: str) -> tuple[float, float] | None:
+    """Black and white of grey with more than 8 bits; None for any other image.
+
+    They are what the file states, else 0 and the largest number of its type. Raises UserError where these cannot be
+    meant: no range (floats), numbers below black, or all in the darkest quarter (12 bits in 16).
+    """
+    if not image.mode.startswith("I") and image.mode != "F":
+        return None
+    numbers = np.asarray(image)
+    least, most = float(numbers.min()), float(numbers.max())
+    tags: Any = getattr(image, "tag_v2", {})
+    stated = [_number(tags, *codes) for codes in (_BLACK_TAGS, _WHITE_TAGS)]
+    is_signed = _number(tags, ExifTags.Base.SampleFormat) == 2
+    bits = 16 if image.mode.startswith("I;16") or image.format == "PPM" else 32
+    bits = int(_number(tags, ExifTags.Base.BitsPerSample) or bits)
+    black, white = stated[0] or 0.0, stated[1] or float(2 ** (bits - is_signed) - 1)
+    if stated[1] is None and image.mode == "F":
+        problem = "and the file does not say which of them is white"
+    elif stated[1] is None and (least < 0 or 0 < most < white / 4):
+        problem = f"where black is 0 and white {white:g}, so it would be shown wrong"
+    elif not math.isfinite(most - least) or white <= black:
+        problem = f"which cannot be scaled ({black:g} is black, {white:g} white)"
+    else:
+        white_is_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
+        return (white, black) if white_is_zero else (black, white)
+    kind = "floats" if image.mode == "F" else f"whole numbers of {bits} bits"
+    raise UserError(
+        f"{where}: the image's grey values are {kind} from {least:g} to {most:g}, {problem}. Save it as a PNG of 8 "
+        f"bits, scaled to 0..255, or {otherwise}"
+    )
+
+
+def _number(tags: Any, *codes: int) -> float | None:
+    """First of the TIFF tags that is there, of its first channel."""
+    found = [tags[code] for code in codes if code in tags]
+    return None if not found else float(found[0][0] if isinstance(found[0], tuple) else found[0])
+
+
+def _as_grey8(image: Image.Image, black: float, white: float) -> Image.Image:
+    numbers = np.asarray(image)
+    scaled = (numbers.astype(np.float32) - black) * (255 / (white - black))
+    grey = Image.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8))
+    if isinstance(clear := image.info.get("transparency"), int):
+        grey.putalpha(Image.fromarray((numbers != clear).astype(np.uint8) * 255))
+    return grey
+
+
 def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        # convert() would clip 16-bit grey at 255, leaving a white image.
-        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if "A" in image.getbands() or "transparency" in image.info:
         layers = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers)
@@ -115,8 +168,8 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 def load_image_bytes(value: Any, base_dir: Path, where: str) -> bytes:
     """Encoded bytes of one image as data sets hold it, with a header that was read; no pixel is decoded.
 
-    Accepts a path (relative ones below `base_dir`), encoded bytes, base64 text or a `data:` URI of them, or the
-    `datasets` library's `{"bytes": ..., "path": ...}`. Raises UserError for what is no image, or too large.
+    Accepts a path (relative ones below `base_dir`), encoded bytes, base64 text or a `data:` URI of them, the `datasets`
+    library's `{"bytes": ..., "path": ...}`, or an image of Pillow. Raises UserError for what is no image, or too large.
     """
     data = _encoded_bytes(value, base_dir, where)
     with _opened(data, where):
@@ -130,6 +183,10 @@ def _encoded_bytes(value: Any, base_dir: Path, where: str) -> bytes:
         value = value["path"]
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG" if value.mode in _PNG_MODES else "TIFF")
+        return buffer.getvalue()
     if isinstance(value, str | Path) and str(value):
         return _read(str(value), base_dir, where)
     raise UserError(
@@ -141,6 +198,7 @@ def _encoded_bytes(value: Any, base_dir: Path, where: str) -> bytes:
 def _read(name: str, base_dir: Path, where: str) -> bytes:
     if is_inline(name):
         return _decoded(name, where)
+    name = name.removeprefix("file://")
     if "://" in name:
         raise UserError(f"{where}: {name[:80]!r} is an address, not a file. Download the images and give their paths")
     path = base_dir / name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import jinja2
 
 from asyncrl.config.sections import DataConfig
+from asyncrl.data.chat import PARTS, chat_messages, is_chat_text, marked_text, split_placeholders, unpacked
 from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
-from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart, Video, VideoPart
-
-PLACEHOLDER = re.compile(r"<(image|video)>")
-PARTS: dict[str, ImagePart | VideoPart] = {"image": ImagePart(), "video": VideoPart()}
+from protocol.messages import ChatMessage, ContentPart, Prompt, TextPart, Video
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,14 @@ class PromptRenderer:
         self._template_name = "data.format_prompt" if is_template(config.format_prompt) else config.format_prompt
 
     def render(self, row: Mapping[str, Any], row_id: str) -> RenderedPrompt:
-        """Raises UserError naming the row for a bad image, template variable, or placeholder count."""
-        images = self._images(row, row_id)
-        videos = load_videos(row.get(self._config.video_key), Path(self._config.image_dir or "."), row_id)
-        messages = _placed(self._messages(row, row_id), "video", len(videos), self._config.video_key, row_id)
-        messages = _placed(messages, "image", len(images), self._config.image_key, row_id)
-        blobs = {content_hash(data): data for data in (*images, *(frame for video in videos for frame in video))}
+        """Raises UserError naming the row for a bad image, message, template variable, or placeholder count."""
         config = self._config
+        row = unpacked(row, config)
+        images = self._images(row, row_id)
+        videos = load_videos(row.get(config.video_key), Path(config.image_dir or "."), row_id)
+        messages = _placed(self._messages(row, row_id), "video", len(videos), config.video_key, row_id)
+        messages = _placed(messages, "image", len(images), config.image_key, row_id)
+        blobs = {content_hash(data): data for data in (*images, *(frame for video in videos for frame in video))}
         # A function written for TRL takes the answer by the name of its column.
         keys = {config.prompt_key, config.image_key, config.video_key} | ({"answer"} & {config.answer_key})
         prompt = Prompt(
@@ -74,37 +72,44 @@ class PromptRenderer:
         return answer
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
-        content = row.get(self._config.prompt_key)
+        config, content = self._config, row.get(self._config.prompt_key)
+        column = f"column {config.prompt_key!r} (data.prompt_key)"
+        if isinstance(content, str) and is_chat_text(content):
+            raise UserError(
+                f"row {row_id}: {column} begins like a list of chat messages, {content[:60]!r}, and is no JSON. Write "
+                "the list itself, or json.dumps() of it"
+            )
         if content is None and self._template is not None:
             content = self._apply_template(None, row, row_id)  # the template makes the question of other columns
         elif isinstance(content, str):
             content = self._apply_template(content, row, row_id)
-        system = self._config.system_prompt
-        messages = [ChatMessage(role="system", content=(TextPart(text=system),))] if system else []
         if isinstance(content, str):
-            return [*messages, ChatMessage(role="user", content=split_placeholders(content))]
-        if not isinstance(content, list) or not content:
+            messages = [ChatMessage(role="user", content=split_placeholders(content))]
+        elif isinstance(content, list) and content:
+            messages = self._asked_last(chat_messages(content, config, row_id), row, row_id)
+        else:
             found = f"a {type(content).__name__}" if content else "empty"
+            raise UserError(f"row {row_id}: {column} is {found}; it must be a string or a list of chat messages")
+        if config.system_prompt:
+            messages.insert(0, ChatMessage(role="system", content=(TextPart(text=config.system_prompt),)))
+        if any(message.role == "system" for message in messages[1:]):
             raise UserError(
-                f"row {row_id}: column {self._config.prompt_key!r} (data.prompt_key) is {found}; "
-                "it must be a string or a list of chat messages"
+                f"row {row_id}: a system message comes first, and this prompt has one behind another message, or "
+                "behind data.system_prompt. Leave one of them out, or make it a user's"
             )
-        return [*messages, *(self._message(item, row, row_id) for item in content)]
+        return messages
 
-    def _message(self, item: Any, row: Mapping[str, Any], row_id: str) -> ChatMessage:
-        role = item.get("role") if isinstance(item, Mapping) else None
-        if role not in ("system", "user", "assistant", "tool"):
-            raise UserError(f"row {row_id}: a chat message has role {role!r}; use system, user, assistant or tool")
-        content = item.get("content")
-        if isinstance(content, str):
-            text = self._apply_template(content, row, row_id) if role == "user" else content
-            return ChatMessage(role=role, content=split_placeholders(text))
-        if not isinstance(content, list):
-            raise UserError(
-                f"row {row_id}: the {role} message has a content of type {type(content).__name__}; "
-                "it must be a string or a list of parts"
-            )
-        return ChatMessage(role=role, content=tuple(_part(part, row_id) for part in content))
+    def _asked_last(self, messages: list[ChatMessage], row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
+        """Messages whose last turn of the user has gone through the template."""
+        if self._template is None:
+            return messages
+        users = [number for number, message in enumerate(messages) if message.role == "user"]
+        if not users:
+            raise UserError(f"row {row_id}: {self._template_name} is for the last user's message, and there is none")
+        last = messages[users[-1]]
+        text = self._apply_template(marked_text(last.content), row, row_id)
+        messages[users[-1]] = last.model_copy(update={"content": split_placeholders(text)})
+        return messages
 
     def _apply_template(self, content: str | None, row: Mapping[str, Any], row_id: str) -> str:
         if self._template is None:
@@ -128,29 +133,6 @@ class PromptRenderer:
             ) from error
 
 
-def _part(part: Any, row_id: str) -> ContentPart:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in PARTS:
-        return PARTS[kind]
-    if kind == "text" or (kind is None and isinstance(part, Mapping) and "text" in part):
-        return TextPart(text=str(part.get("text") or ""))
-    raise UserError(
-        f"row {row_id}: a message part is {str(part)[:80]!r}; "
-        'use {"type": "text", "text": ...}, {"type": "image"} or {"type": "video"}'
-    )
-
-
-def split_placeholders(text: str) -> tuple[ContentPart, ...]:
-    """Cut the text at every `<image>` and `<video>`; empty pieces are left out."""
-    parts: list[ContentPart] = []
-    for index, piece in enumerate(PLACEHOLDER.split(text)):
-        if index % 2:  # what the pattern's group has caught
-            parts.append(PARTS[piece])
-        elif piece:
-            parts.append(TextPart(text=piece))
-    return tuple(parts)
-
-
 def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id: str) -> list[ChatMessage]:
     """Messages with one placeholder per image or video; without any, they go first in the first user message."""
     found = sum(part.type == kind for message in messages for part in message.content)
@@ -159,12 +141,12 @@ def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id
     if found:
         raise UserError(
             f"row {row_id}: {found} <{kind}> placeholder(s) in the prompt, {count} {kind}(s) in "
-            f"column {key!r}. Write one <{kind}> per {kind}, or none to put the {kind}s first"
+            f"column {key!r} or the parts of messages. Write one <{kind}> per {kind}, or none to put the {kind}s first"
         )
     first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
     user = messages[first]
     content: tuple[ContentPart, ...] = (*(PARTS[kind] for _ in range(count)), *user.content)
-    return [*messages[:first], ChatMessage(role=user.role, content=content), *messages[first + 1 :]]
+    return [*messages[:first], user.model_copy(update={"content": content}), *messages[first + 1 :]]
 
 
 def _load_template(path: str) -> jinja2.Template | None:

@@ -21,7 +21,7 @@ import xxhash
 
 from asyncrl.errors import BadStateError
 from asyncrl.journal.full_disk import find_no_room
-from asyncrl.rewards.sample import plain_text
+from asyncrl.rewards.sample import plain_message
 from asyncrl.user_functions import storable
 from protocol.messages import Group, Prompt, TrajectoryRecord
 
@@ -75,7 +75,7 @@ class PromptText:
     """The text of a prompt, and the hashes of its media."""
 
     row_id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     answer: str
     images: tuple[str, ...]
     """Content hashes."""
@@ -87,7 +87,7 @@ class PromptText:
         answer = prompt.answer if isinstance(prompt.answer, str) else _json(prompt.answer)
         return cls(
             prompt.row_id,
-            tuple({"role": message.role, "content": plain_text(message)} for message in prompt.messages),
+            tuple(map(plain_message, prompt.messages)),
             "" if prompt.answer is None else storable(answer),
             prompt.image_hashes,
             tuple((video.frame_hashes[0], len(video.frame_hashes)) for video in prompt.videos),

@@ -21,7 +21,7 @@ from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.sample import plain_text
+from asyncrl.rewards.sample import plain_message
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
 _ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
@@ -191,7 +191,7 @@ def start_of(prompt: Prompt, images: Sequence[bytes], seed: int, index: int = 0)
     """Start of an episode for this prompt; `images` are its encoded ones, `seed` is the ticket's."""
     return Start(
         row={**prompt.columns, "answer": prompt.answer},
-        messages=[{"role": message.role, "content": plain_text(message)} for message in prompt.messages],
+        messages=list(map(plain_message, prompt.messages)),
         images=list(images),
         seed=seed,
         index=index,

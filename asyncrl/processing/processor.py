@@ -41,7 +41,7 @@ from asyncrl.processing.image_grids import (
     limit_pixels,
     named_grids,
 )
-from asyncrl.processing.tool_prompt import ToolPrompt
+from asyncrl.processing.tool_prompt import CallForm, ToolPrompt
 from protocol.messages import Prompt
 
 PLACEHOLDER_ID_NAMES = (
@@ -87,6 +87,7 @@ class PromptProcessor:
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        self._calls = CallForm(self._templated)
         self._tools: ToolPrompt | None = None
         self.shown_tools: PromptTools | None = None
         self._grids = grids_of(self.family, self.processor) if self.sees_images else None
@@ -282,7 +283,10 @@ class PromptProcessor:
 
     def render(self, prompt: Prompt) -> str:
         """The chat template's text, generation prompt included."""
-        messages = [message.model_dump() for message in prompt.messages]
+        messages = [
+            self._calls.written({**message.others, **message.model_dump(exclude={"others"})}, prompt.row_id)
+            for message in prompt.messages
+        ]
         return self.render_messages(self._tools.added(messages) if self._tools else messages)
 
     def render_messages(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
@@ -296,7 +300,10 @@ class PromptProcessor:
         if tools:
             options["tools"] = tools
         if not self.sees_images:  # text-only templates expect plain strings
-            messages = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
+            messages = [
+                m if m["content"] is None else {**m, "content": "".join(part["text"] for part in m["content"])}
+                for m in messages
+            ]
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
 
     def tokenize(self, text: str) -> list[int]:
@@ -354,14 +361,15 @@ class PromptProcessor:
     def _check_text(self, prompt: Prompt) -> None:
         """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""
         for message in prompt.messages:
-            for part in message.content:
-                found = [t for t in self._placeholder_texts if part.type == "text" and t in part.text]
-                if found:
-                    raise UserError(
-                        f"row {prompt.row_id}: the text of the {message.role} message contains {found[0]!r}, which the "
-                        "model reserves for images. Write <image> (or <video>) where one belongs, or take it out of "
-                        "the text"
-                    )
+            others = json.dumps(message.others, ensure_ascii=False, default=str)
+            texts = [others, *(part.text for part in message.content if part.type == "text")]
+            found = next((t for t in self._placeholder_texts if any(t in text for text in texts)), None)
+            if found is not None:
+                raise UserError(
+                    f"row {prompt.row_id}: the text of the {message.role} message contains {found!r}, which the "
+                    "model reserves for images. Write <image> (or <video>) where one belongs, or take it out of "
+                    "the text"
+                )
 
     def _check_placeholders(self, encoded: EncodedPrompt) -> None:
         for kind, token_id, grids, part in (

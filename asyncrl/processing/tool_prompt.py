@@ -1,4 +1,5 @@
-"""Tools in the prompt: listed by the chat template itself where it can, else in the system message.
+"""Tools in the prompt: listed by the chat template itself where it can, else in the system message; and calls of them
+in turns of the assistant that a row has.
 
 Rollout server and learner each ask the environment for the list (`PromptTools` of asyncrl/environments/interface.py),
 and it is part of the processor's fingerprint: a server whose tools differ is refused.
@@ -7,7 +8,9 @@ and it is part of the processor's fingerprint: a server whose tools differ is re
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
+from itertools import product
 from typing import Any, Protocol
 
 from asyncrl.environments.interface import PromptTools
@@ -65,6 +68,56 @@ class ToolPrompt:
         if first["role"] != "system":
             return [_message("system", self.text), *messages]
         return [{**first, "content": [*first["content"], {"type": "text", "text": f"\n\n{self.text}"}]}, *rest]
+
+
+class CallForm:
+    """The form in which a model's chat template shows the calls in a turn of the assistant."""
+
+    def __init__(self, template: Template):
+        self._template = template
+        self._found: dict[bool, tuple[bool, bool] | None] = {}
+        """Whether arguments are JSON text, and whether a turn without text has null for it; by whether the turn has
+        text. None: the template does not show both."""
+
+    def written(self, message: dict[str, Any], row_id: str) -> dict[str, Any]:
+        """The message as the template shows it. Raises UserError where it would leave the calls out."""
+        if not message.get("tool_calls"):
+            return message
+        has_text = bool(message["content"])
+        if has_text not in self._found:
+            self._found[has_text] = self._probed(has_text)
+        form = self._found[has_text]
+        if form is None:
+            raise UserError(
+                f"row {row_id}: the assistant's message has tool_calls{' and text' * has_text}, and the model's chat "
+                f"template does not show {'both' if has_text else 'them'}. Use a model whose template does, or leave "
+                "the row out"
+            )
+        return _in_form(message, *form)
+
+    def _probed(self, has_text: bool) -> tuple[bool, bool] | None:
+        function = {"name": "asyncrl_tool", "arguments": {"asyncrl_part": "asyncrl-shown"}}
+        said = [{"type": "text", "text": "asyncrl-says"}] if has_text else []
+        call = {"id": "asyncrl00", "type": "function", "function": function}  # Mistral's ids have 9 characters
+        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
+        result = {**_message("tool", "asyncrl-answers"), "name": "asyncrl_tool", "tool_call_id": "asyncrl00"}
+        words = ("asyncrl_tool", "asyncrl_part", "asyncrl-shown", *(["asyncrl-says"] if has_text else []))
+        for form in product((False, True), (False,) if has_text else (False, True)):
+            try:
+                text = self._template([_message("user", "asyncrl-asks"), _in_form(turn, *form), result])
+            except Exception:  # templates raise what they like: another form may do
+                continue
+            if all(word in text for word in words) and '\\"asyncrl_part' not in text:  # no text within text
+                return form
+        return None
+
+
+def _in_form(message: dict[str, Any], is_text: bool, is_null: bool) -> dict[str, Any]:
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls if is_text else ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"] = {**call["function"], "arguments": arguments}
+    return {**message, "tool_calls": calls} | ({"content": None} if is_null else {})
 
 
 def _missing(template: Callable[..., str], markers: tuple[str, ...]) -> str:

@@ -54,6 +54,11 @@ def plain_text(message: ChatMessage) -> str:
     return "".join(part.text if part.type == "text" else f"<{part.type}>" for part in message.content)
 
 
+def plain_message(message: ChatMessage) -> dict[str, Any]:
+    """A message of a prompt as rewards and environments get it: role, text as content, and other keys of the row's."""
+    return {"role": message.role, "content": plain_text(message), **message.others}
+
+
 def sample_of(
     prompt: Prompt,
     completion: str,
@@ -64,7 +69,7 @@ def sample_of(
     max_tokens: int,
 ) -> RewardSample:
     """The sample that rewards get for a completion. `blobs` are the prompt's images and frames by hash."""
-    messages = [{"role": message.role, "content": plain_text(message)} for message in prompt.messages]
+    messages = list(map(plain_message, prompt.messages))
     return RewardSample(
         completion=completion,
         prompt=next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""),

@@ -49,6 +49,9 @@ class ChatMessage(Wire):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Many[ContentPart]
+    others: dict[str, Any] = Field(default_factory=dict)
+    """Further keys for the model's chat template, such as `tool_calls` (whose arguments are maps), `name`,
+    `tool_call_id` and `reasoning_content`."""
 
 
 class Prompt(Wire):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "ASYNCRL_CACHE"
 WORTHWHILE_S = 1.0
 """A survey that took less is not kept."""
-_FORMAT = 4
+_FORMAT = 5
 _OF_THE_RUN = (
     *("train_files", "val_files", "max_train_rows", "max_val_rows"),  # of the rows themselves
     *("shuffle", "on_bad_row", "max_prompt_length", "max_response_length"),

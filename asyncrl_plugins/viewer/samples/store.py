@@ -6,12 +6,14 @@ is made in memory, of the groups that the journal keeps.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +156,7 @@ class SampleStore:
             ticket_id=ticket_id,
             server_id=server_id,
             row_id=prompt.row_id,
-            messages=prompt.messages,
+            messages=tuple(map(_with_calls, prompt.messages)),
             images=self._rows.images(prompt),
             answer=prompt.answer,
             trajectories=trajectories,
@@ -222,6 +224,12 @@ def _messages(messages: Sequence[ObservedMessage], group: Group) -> tuple[ShownM
         return SampleImage(part.content_hash, bytes(data))
 
     return tuple(ShownMessage(message.role, tuple(map(shown, message.content))) for message in messages)
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, str]:
+    """Role and text of a prompt's message, calls of tools below its text."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return {"role": message["role"], "content": "\n".join(filter(None, (message["content"], *calls)))}
 
 
 def _open(file: Path) -> sqlite3.Connection | None:

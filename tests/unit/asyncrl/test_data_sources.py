@@ -244,7 +244,7 @@ def test_chat_messages_and_system_prompt() -> None:
     [
         ({"prompt": None}, "is empty"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, "role 'usr'; use system, user"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a message part is"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "has the part"),
         ({"prompt": "q", "answer": [1, b"x"]}, r"the answer in column 'answer' \(data.answer_key\)"),
         ({"prompt": "q", "images": [PNGS["red"], "red.pgn"]}, "image 1: there is no image .*did you mean .*red.png"),
         ({"prompt": "q", "images": [b"not a png"]}, "image 0: these 9 bytes are no image .* leave the row out"),
