@@ -128,11 +128,13 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--from-scratch", action="store_true", help="make the warm start, too: some minutes more")
     demo.add_argument("--quick", action="store_true", help="small and fast, and learns little")
     demo.set_defaults(handler=_demo)
-    export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder, adapter merged")
+    export = commands.add_parser("export", help="write a checkpoint's model, or adapter, as a folder for others")
     export.add_argument("run_dir", type=Path)
     export.add_argument("target", type=Path)
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
-    export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone: default on 16-bit bases")
+    form.add_argument("--merged", action="store_true", help="it merged into its base, in float32: default on float32")
     export.set_defaults(handler=_export)
 
 
@@ -216,14 +218,15 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from asyncrl.run_folder.contents import find_checkpoint
+    from asyncrl.run_folder.contents import policy_folder
 
-    checkpoint = find_checkpoint(arguments.run_dir, arguments.checkpoint)
+    source = policy_folder(arguments.run_dir, arguments.checkpoint)
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
-    from asyncrl.models.export import export_checkpoint
+    from asyncrl.models.policy_export import export_policy
 
-    print(export_checkpoint(arguments.run_dir, checkpoint, arguments.target, keep_adapter=arguments.adapter))
+    merged = True if arguments.merged else False if arguments.adapter else None
+    print(export_policy(arguments.run_dir, source, arguments.target, merged=merged))
     return 0
 
 

@@ -14,8 +14,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
+from asyncrl.models.policy_export import finish_export
 from asyncrl.processing.processor import prompt_processor
-from asyncrl.run_folder.contents import save_config
+from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import RunRecorder, is_finished
@@ -278,8 +279,7 @@ class Learner:
                     self._one_step()
                 self.schedule.take_device_back()
                 self._save(is_last=True)
-                self.engine.export(self.processor.processor, self.config.run_path / "export")
-                logger.info("finished: the model is in %s", self.config.run_path / "export")
+                self._export()
                 self._end("finished", "finished", FINISHED)
             except KeyboardInterrupt as interruption:
                 gone = self._leader.processes.find_gone() if self._leader else None
@@ -424,6 +424,15 @@ class Learner:
             self.saver.save()
             if is_last:
                 self.saver.finish()
+
+    def _export(self) -> None:
+        """Write the end product, and say how far it is from the policy that was sampled."""
+        folder, config = self.config.run_path / EXPORT_FOLDER, self.config
+        self.engine.export(self.processor.processor, folder)
+        record = finish_export(
+            config.model, config.rollout.quantization, self.processor, self.writer.some_prompts, folder
+        )
+        logger.log(logging.WARNING if record.differs else logging.INFO, "finished: %s is %s", folder, record.describe())
 
     # --- the end and the status -----------------------------------------------------------------------
 

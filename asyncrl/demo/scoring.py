@@ -22,8 +22,8 @@ from asyncrl.data.survey.held_out import held_out_prompts
 from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_model, model_folder
-from asyncrl.models.loading import has_vision, model_class, torch_dtype
-from asyncrl.models.lora import is_adapter_folder, load_merged
+from asyncrl.models.loading import compute_head_in_float32, has_vision, model_class, model_of_export, torch_dtype
+from asyncrl.models.lora import is_adapter_folder, load_policy
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
@@ -128,10 +128,13 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
     if is_adapter:
-        model = load_merged(config.model, folder)
+        model = load_policy(config.model, folder)
     else:
-        model = model_class(hf_config).from_pretrained(folder, dtype=torch_dtype(config.model))
+        exported = model_of_export(config.model, folder)
+        model = model_class(hf_config).from_pretrained(folder, dtype=torch_dtype(exported))
         place_text_after_videos(model)
+        if exported.float32_head:
+            compute_head_in_float32(model)
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     size, temperature = config.evaluation.group_size, config.evaluation.temperature

@@ -21,7 +21,8 @@ from asyncrl.launch.display import MISSING, RunProgress, number, open_display
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
-from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
+from asyncrl.run_folder.contents import CANDIDATE_FILE, EXPORT_FOLDER, check_run_dir, is_resumable, save_config
+from asyncrl.run_folder.export_record import read_record
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
@@ -123,7 +124,8 @@ def report(config: RunConfig, outcome: Outcome, run: RunProgress) -> int:
             print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows")
         for source, count in run.status.get("bad_rows", {}).items() if run.status else ():
             print(f"{count:,} {source} rows were left out, named in {config.run_path / BAD_ROWS_FILE}")
-        print(f"model    {config.run_path / 'export'}")
+        record = read_record(config.run_path / EXPORT_FOLDER)
+        print(f"model    {config.run_path / EXPORT_FOLDER}{f': {record.describe()}' if record else ''}")
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")
     else:

@@ -40,7 +40,7 @@ def model_folder(config: ModelConfig, setting: str = "model.path") -> Path:
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{setting} is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
-            "asyncrl export RUN TARGET, without --adapter"
+            "asyncrl export RUN TARGET --merged"
         )
     astray = not folder.is_absolute() and not folder.is_dir()
     where = f", and no such folder in {Path.cwd()}" if astray else ""

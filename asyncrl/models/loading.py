@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_model, model_folder, open_weights, weight_files
 from asyncrl.processing.model_inputs import place_text_after_videos
+from asyncrl.run_folder.export_record import read_record
+
+logger = logging.getLogger(__name__)
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""
@@ -38,7 +43,14 @@ def load_model(
     """
     compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
-    model = kind.from_pretrained(model_folder(config), **options)
+    folder = model_folder(config)
+    if (record := read_record(folder)) and record.form == "merged" and record.dtype != config.dtype:
+        logger.warning(
+            "the adapter in %s was merged in %s, and is rounded to model.dtype=%s: small updates are lost. Set "
+            "model.dtype=%s",
+            *(folder, record.dtype, config.dtype, record.dtype),
+        )
+    model = kind.from_pretrained(folder, **options)
     place_text_after_videos(model)
     attend_by_length(model)
     if text_attention == SHARED_PREFIX_ATTENTION:
@@ -95,6 +107,18 @@ def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[
     attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
     options = {"dtype": torch_dtype(config), "attn_implementation": attention, "trust_remote_code": remote}
     return model_class(hf_config), hf_config, options
+
+
+def model_of_export(config: ModelConfig, folder: Path) -> ModelConfig:
+    """`config` for a folder that is scored: what was merged in fp32 would be rounded in 16 bits, and is another model
+    then. So it keeps its dtype, which is said."""
+    record = read_record(folder)
+    if record is None or record.form != "merged" or record.dtype == config.dtype:
+        return config
+    logger.warning(
+        "%s was merged in %s, and model.dtype is %s: it is taken as it is", folder, record.dtype, config.dtype
+    )
+    return config.model_copy(update={"dtype": record.dtype})
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:

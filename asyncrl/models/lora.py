@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import ADAPTER_CONFIG, base_fingerprint
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
+from asyncrl.plugins import implementation
 from asyncrl.processing.lean_imports import import_peft
 from protocol.messages import AdapterSpec
 
@@ -32,6 +34,16 @@ BASE_KEY = "base_fingerprint"
 """Key of the base weights' fingerprint in the metadata of ADAPTER_WEIGHTS."""
 _PART = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
 """A tensor in ADAPTER_WEIGHTS: of which layer, and which of the two."""
+_COMPUTED_OTHERWISE = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "bias",
+    "lora_bias",
+)
+"""Keys of ADAPTER_CONFIG under which PEFT computes something else than W + alpha / rank B A."""
 SLOT = "policy"
 """PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
 get a name of its own for each version."""
@@ -108,13 +120,13 @@ def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
 def write_adapter_folder(
     folder: Path, spec: AdapterSpec, tensors: Iterable[tuple[str, torch.Tensor]], *, base: str = "", base_path: str = ""
 ) -> None:
-    """Published tensors as a new PEFT folder, which `PeftModel.from_pretrained` and vLLM's `LoRARequest` load.
+    """Published tensors as a PEFT folder, which `PeftModel.from_pretrained` and vLLM's `LoRARequest` load.
 
     `base` is the base weights' fingerprint. Tensors are copied before this returns.
     """
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", BASE_KEY: base}
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     save_file(contiguous, folder / ADAPTER_WEIGHTS, metadata=metadata)
@@ -137,18 +149,69 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def load_merged(config: ModelConfig, folder: Path) -> Any:
-    """The base model of `config` with the adapter of `folder` added into its weights.
+def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> Any:
+    """The policy of `folder` as engines sample it: in `config.dtype`, of lower precision where rollout.quantization is,
+    and an adapter in fp32 beside its base, which is the model of `config`.
 
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
+    is_adapter = is_adapter_folder(folder)
+    if is_adapter:
+        check_adapter(config, folder)
+    whole = config if is_adapter else config.model_copy(update={"path": str(folder)})
+    model = load_model(whole, device=torch.device("cpu"))
+    if weights := ROLLOUT_WEIGHTS.find(quantization):
+        implementation(weights.implementation)(model)
+    if not is_adapter:
+        return model
     import_peft()
     from peft import PeftModel
 
+    return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=True)
+
+
+def merge(adapted: Any) -> Any:
+    """The base model of `adapted`, widened to fp32, with the adapter added into its weights.
+
+    A 16-bit weight loses what is under half a step of its grid: merged in bf16, 77 % of the weights of a model of 135 M
+    stayed as they were (docs/decisions/010-lora.md).
+    """
+    merged = adapted.float().merge_and_unload()
+    for part in (merged.config, *(getattr(merged.config, name, None) for name in merged.config.sub_configs)):
+        if part is not None:
+            part.dtype = torch.float32
+    return merged
+
+
+def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
+    """`config` with `lora` as the adapter of `folder` has it. Raises UserError for one that engines cannot apply."""
+    from safetensors import safe_open
+
+    check_adapter(config, folder)
+    described = json.loads((folder / ADAPTER_CONFIG).read_text())
+    unusual = [key for key in _COMPUTED_OTHERWISE if described.get(key) not in (None, False, {}, [], "none")]
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+        parts = {name: _PART.fullmatch(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    unusual += [name for name, part in parts.items() if part is None]
+    if unusual:
+        raise UserError(
+            f"the adapter in {folder} is no plain LoRA ({', '.join(unusual[:3])}), and engines apply no other. Merge "
+            "it with PEFT (merge_and_unload, save_pretrained) and name that folder"
+        )
+    layers = tuple(dict.fromkeys(part[1] for part in parts.values() if part))
+    lora = LoraConfig(
+        rank=described["r"],
+        alpha=described["lora_alpha"],
+        target_modules=layers,
+        vision_tower=any(part_of(name.split(".")) != "language_model" for name in layers),
+    )
+    return config.model_copy(update={"lora": lora})
+
+
+def check_adapter(config: ModelConfig, folder: Path) -> None:
+    """Raise UserError where the adapter of `folder` was trained on another base than the model of `config`."""
     _check_base(config, folder)
     _check_shapes(config, folder)
-    model = load_model(config, device=torch.device("cpu"))
-    return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
 def _check_base(config: ModelConfig, folder: Path) -> None:

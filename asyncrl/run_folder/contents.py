@@ -18,6 +18,8 @@ CHECKPOINTS = "checkpoints"
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
 """A checkpoint has a model or, if the run trains an adapter, an adapter."""
+EXPORT_FOLDER = "export"
+"""End product of a run."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -40,6 +42,16 @@ def find_checkpoint(run_path: Path, step: int | None) -> Path:
     if step not in checkpoints:
         raise UserError(f"there is no checkpoint of step {step}: {run_path} has those of {sorted(checkpoints)}")
     return checkpoints[step]
+
+
+def policy_folder(run_path: Path, step: int | None) -> Path:
+    """Folder with the model or the adapter of a step, or of the newest checkpoint; of a supervised run, which makes no
+    checkpoints, its export. Raises UserError."""
+    if step is None and (run_path / EXPORT_FOLDER).is_dir() and not checkpoint_folders(run_path):
+        return run_path / EXPORT_FOLDER
+    checkpoint = find_checkpoint(run_path, step)
+    adapter = checkpoint / ADAPTER_FOLDER
+    return adapter if adapter.is_dir() else checkpoint / MODEL_FOLDER
 
 
 CANDIDATE_FILE = ".config.candidate.yaml"

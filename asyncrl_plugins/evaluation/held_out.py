@@ -6,9 +6,8 @@ Tickets, conversations, engine and random streams are those of the evaluations t
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,16 +21,17 @@ from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.recording import Decode, EnvironmentHealth, described_turns
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder
-from asyncrl.models.export import export_model
-from asyncrl.models.loading import stop_token_ids
-from asyncrl.models.lora import is_adapter_folder, load_merged
+from asyncrl.models.loading import model_of_export, stop_token_ids
+from asyncrl.models.lora import is_adapter_folder, read_adapter, resolve_adapter, settings_of
+from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
-from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
+from protocol.messages import Group, TensorEntry, Ticket, TicketFailed, TrajectoryRecord, WeightManifest
 from rollout_server.engines import create_engine
+from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import EngineDied, InferenceEngine
 from rollout_server.production.environments import Environments, environment_workers, environments_of
 from rollout_server.production.group_producer import GroupProducer
@@ -43,8 +43,7 @@ def play_held_out(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     `evaluation.group_size` trajectories a row, those of a row one after the other. What an environment loses has a
     status and no score. Raises UserError, and BadStateError where the environment is dead.
     """
-    with _with_model(config, folder) as config:
-        return asyncio.run(_play(config))
+    return asyncio.run(_play(_with_model(config, folder), folder))
 
 
 def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple[Group, Decode]:
@@ -53,7 +52,7 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
 
     async def play(config: RunConfig) -> tuple[Group, Decode]:
         async with _playing(config) as (engine, producer, processor, _):
-            await engine.start()
+            await _start(engine, config, folder)
             stops = stop_token_ids(config.model, processor.tokenizer)
             ticket = _ticket(config, processor, stops, 0, rendered)
             blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
@@ -64,41 +63,44 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
         return answer, processor.decode
 
     evaluation = config.evaluation.model_copy(update={"group_size": 1})
-    with _with_model(config.model_copy(update={"evaluation": evaluation}), folder) as config:
-        return asyncio.run(play(config))
+    return asyncio.run(play(_with_model(config.model_copy(update={"evaluation": evaluation}), folder)))
 
 
-@contextmanager
-def _with_model(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
-    """The configuration with this model, checked, for as long as the model is used."""
+def _with_model(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with this model, or with this adapter of `model.path`, checked."""
     check_rewarded(config.reward, config.environment)
     config = resolve_dtype(config)
     compute_in_full_float32()
-    with _whole_model(config, folder) as whole:
+    if is_adapter_folder(folder):
+        model = settings_of(config.model, folder)
+    else:
         lora = config.model.lora.model_copy(update={"rank": 0})
-        model = config.model.model_copy(update={"path": str(whole), "lora": lora})
-        config = config.model_copy(update={"model": model})
-        check_lengths(config, describe_folder(model))
-        check_engine(config)
-        yield config
+        model = model_of_export(config.model, folder).model_copy(update={"path": str(folder), "lora": lora})
+    config = config.model_copy(update={"model": model})
+    check_lengths(config, describe_folder(model))
+    check_engine(config)
+    return config
 
 
-@contextmanager
-def _whole_model(config: RunConfig, folder: Path) -> Iterator[Path]:
-    """The folder, or for an adapter's one with the merged model, for as long as it is used: engines load folders."""
-    if not is_adapter_folder(folder):
-        yield folder
+async def _start(engine: InferenceEngine, config: RunConfig, folder: Path) -> None:
+    """Start the engine with the policy of `folder`: an adapter stays beside its base, as in a run."""
+    await engine.start()
+    if (spec := resolve_adapter(config.model)) is None:
         return
-    with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as made:
-        whole = Path(made) / "model"
-        export_model(load_merged(config.model, folder), PromptProcessor(config.model).processor, whole)
-        yield whole
+    tensors = {name: tensor.float() for name, tensor in read_adapter(folder).items()}
+    entries = tuple(
+        TensorEntry(name=name, dtype="float32", shape=tuple(t.shape), offset=0, nbytes=t.nbytes, xxh3=0)
+        for name, t in tensors.items()
+    )
+    total = sum(entry.nbytes for entry in entries)
+    manifest = WeightManifest(version=1, publication="eval", tensors=entries, total_bytes=total, adapter=spec)
+    await engine.update_weights(1, ArrivedWeights(manifest, {n: tensor_bytes(t) for n, t in tensors.items()}))
 
 
-async def _play(config: RunConfig) -> list[EvaluatedRow]:
+async def _play(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     async with _playing(config) as (engine, producer, processor, environments):
         num_rows, prompts = held_out_prompts(config.data, processor, config.network.max_message_mib)
-        await engine.start()
+        await _start(engine, config, folder)
         rows = _Rows(config, processor, num_rows, prompts)
         live = max(1, config.environment.capacity // config.evaluation.group_size)
         # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.

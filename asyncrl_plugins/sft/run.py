@@ -30,8 +30,9 @@ from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.memory_plan.plan import check_plan
+from asyncrl.models.policy_export import ROWS, finish_export
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
-from asyncrl.run_folder.contents import save_config
+from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import StartMode, run_service
 from asyncrl.telemetry.recorder import RunRecorder
@@ -173,8 +174,13 @@ class SupervisedRun:
             if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
                 rate = (time.monotonic() - started) / step
                 logger.info("step %d of %d: loss %.4f, %.2f s per step", step, self.steps, values["loss"], rate)
-        self.trainer.engine.export(self.processor.processor, self.config.run_path / "export")
-        logger.info("finished: the model is in %s", self.config.run_path / "export")
+        folder = self.config.run_path / EXPORT_FOLDER
+        self.trainer.engine.export(self.processor.processor, folder)
+        record = finish_export(self.config.model, "", self.processor, self._some_prompts, folder)
+        logger.log(logging.WARNING if record.differs else logging.INFO, "finished: %s is %s", folder, record.describe())
+
+    def _some_prompts(self) -> list[RenderedPrompt]:
+        return [self.rows.render(index) for index in self.usable[:ROWS]]
 
     def _demonstration(self, index: int) -> Demonstration:
         rendered = self.rows.render(index)

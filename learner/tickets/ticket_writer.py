@@ -36,6 +36,8 @@ PARITY_TOKENS = 16
 """Largest number of tokens of a parity ticket's completion."""
 PARITY_CANDIDATES = 64
 """Number of training rows from which those with images or videos are chosen."""
+COMPARED_ROWS = 8
+"""Number of rows whose completions tell policies apart."""
 
 
 class TicketWriter:
@@ -96,6 +98,11 @@ class TicketWriter:
             return rows.measure(index)
         except UserError as error:
             raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
+
+    def some_prompts(self) -> list[RenderedPrompt]:
+        """Prompts of the first held-out rows, or of training where none are held out, to compare policies by."""
+        rows, usable = (self.held_out or self.train), (self._held_out_rows or self._train_rows)
+        return [self._measure(rows, index)[0] for index in usable[:COMPARED_ROWS]]
 
     def data_fingerprint(self) -> str:
         """Equal for two sources whose order and prompts are the same, as far as FINGERPRINTED_ROWS rows tell."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,15 @@ from asyncrl.config.service_sections import OptimConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.devices.sleeping import Sleeper, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.export import export_model
+from asyncrl.model_files.folder import base_fingerprint
+from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import add_adapter, load_merged, resolve_adapter, write_adapter_folder
+from asyncrl.models.lora import add_adapter, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
-from asyncrl.run_folder.contents import ADAPTER_FOLDER
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
@@ -211,24 +210,20 @@ class TorchEngine:
             yield
 
     def export(self, processor: Any, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
-        if self._adapted is not None and self._settings.learner.is_divided:
-            self._export_merged(processor, folder)
+        """Write the policy: an ordinary Hugging Face folder, or its adapter as a PEFT folder with the processor's
+        files."""
+        if self.adapter is None:
+            self.save_model(processor, folder)
             return
-        if self._adapted is not None:
-            self._adapted = self._adapted.merge_and_unload()
-        self.save_model(processor, folder)
-
-    def _export_merged(self, processor: Any, folder: Path) -> None:
-        """Merge the adapter into another copy of the base model, in rank 0's host memory: here it is in parts."""
-        assert self.adapter is not None
+        spec, model = self.adapter, self._settings.model
         tensors = [(name, tensor.cpu()) for name, tensor in self.published_state()]
-        if not self._ranks.leads:
-            return
-        with TemporaryDirectory(dir=folder.parent) as given:
-            adapter = Path(given) / ADAPTER_FOLDER
-            write_adapter_folder(adapter, self.adapter, tensors, base_path=self._settings.model.path)
-            export_model(load_merged(self._settings.model, adapter), processor, folder)
+
+        def write(building: Path) -> None:
+            write_adapter_folder(building, spec, tensors, base=base_fingerprint(model), base_path=model.path)
+            processor.save_pretrained(building)
+
+        if self._ranks.leads:
+            write_whole(folder, write)
 
     def save_model(self, processor: Any, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

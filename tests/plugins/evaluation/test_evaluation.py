@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.lora import write_adapter_folder
+from asyncrl.models.published import published_tensors
+from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import lora_config, made_up_adapter, spec_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -98,8 +101,11 @@ def test_an_environment_that_cannot_be_loaded_and_words_of_one_turn_are_refused(
     assert "leave --prefix out" in error
 
 
-def test_the_hf_engine_plays_a_folder_and_an_adapter(
-    evaluate: Callable[..., tuple[int, str, str]], make_config: Callable[..., RunConfig], tmp_path: Path
+def test_the_hf_engine_plays_a_folder_and_an_adapter_beside_its_base(
+    evaluate: Callable[..., tuple[int, str, str]],
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["rollout.engine=hf", "rollout.engine_args={}", "evaluation.temperature=1", "--out", f"{tmp_path}/out"]
     code, said, _ = evaluate(*words)
@@ -108,10 +114,41 @@ def test_the_hf_engine_plays_a_folder_and_an_adapter(
     base = (tmp_path / "out").read_text()
     assert evaluate(*words)[1] == said, "the same seeds"
     assert (tmp_path / "out").read_text() == base
-    config = lora_config(make_config)
-    write_adapter_folder(tmp_path / "adapter", spec_of(config), made_up_adapter(config, 1).items())
-    assert evaluate(*words, "model.lora.rank=4", "--model", f"{tmp_path}/adapter")[0] == 0
-    assert (tmp_path / "out").read_text() != base
+    config = lora_config(make_config, {"rank": 2, "target_modules": ["q_proj", "up_proj"]})
+    adapter = made_up_adapter(config, 1)
+    write_adapter_folder(tmp_path / "adapter", spec_of(config), adapter.items())
+    loaded: list[tuple[torch.dtype, dict[str, torch.Tensor]]] = []
+    load = HFEngine._load_weights
+
+    def spy(engine: HFEngine, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load(engine, tensors)
+        loaded.append((engine._model.dtype, dict(published_tensors(engine._model))))
+
+    monkeypatch.setattr(HFEngine, "_load_weights", spy)
+    for lora in ("model.lora.rank=0", "model.lora.rank=4"):  # whatever the file says
+        assert evaluate(*words, lora, "model.dtype=bfloat16", "--model", f"{tmp_path}/adapter")[0] == 0
+        assert (tmp_path / "out").read_text() != base
+    for dtype, tensors in loaded:
+        assert dtype is torch.bfloat16
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in adapter.items())
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize(("key", "value"), [("use_dora", True), ("rank_pattern", {"q_proj": 8}), ("bias", "all")])
+def test_an_adapter_that_engines_cannot_apply_is_refused_and_not_merged(
+    evaluate: Callable[..., tuple[int, str, str]],
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    key: str,
+    value: object,
+) -> None:
+    config, folder = lora_config(make_config), tmp_path / "adapter"
+    write_adapter_folder(folder, spec_of(config), made_up_adapter(config, 1).items())
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**described, key: value}))
+    code, _, said = evaluate("rollout.engine=hf", "rollout.engine_args={}", "--model", str(folder))
+    assert code == 2
+    assert f"is no plain LoRA ({key}), and engines apply no other. Merge it with PEFT" in " ".join(said.split())
 
 
 MAKES_ROWS = """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +14,15 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.prompts import PromptRenderer
 from asyncrl.models.loading import load_model
+from asyncrl.models.lora import write_adapter_folder
+from asyncrl.models.policy_export import finish_export
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rigs.adapters import made_up_adapter, merged
+from tests.rigs.adapters import made_up_adapter, merged, spec_of
 from tests.rigs.policies import (
     CPU,
     LENGTHS,
@@ -174,3 +180,29 @@ def test_quantised_rollouts_need_an_engine_that_has_them_and_a_correction(
     else:
         with pytest.raises(ValidationError, match=problem):
             make_config(**sections)
+
+
+# --- the end product --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("fp8", 0), ("int8", 4)])
+def test_an_export_is_compared_with_the_rounded_policy_that_sampled(
+    make_config: MakeConfig, tmp_path: Path, kind: str, rank: int
+) -> None:
+    """Nobody rounds an export: it is another policy than the one whose rewards were seen, also with an adapter."""
+    config, folder = make_config(model={"lora": {"rank": rank}}), tmp_path / "export"
+    if rank:
+        write_adapter_folder(folder, spec_of(config), made_up_adapter(config, 1).items(), base_path=config.model.path)
+    else:
+        shutil.copytree(config.model.path, folder)
+    processor = PromptProcessor(config.model)
+    shown = [PromptRenderer(config.data).render({"prompt": f"What is {i}?", "answer": "1"}, f"{i}") for i in range(8)]
+    record = finish_export(config.model, kind, processor, lambda: shown, folder)
+    assert record.form == ("adapter" if rank else "model")
+    assert record.tokens > 200
+    assert record.logprob_gap is not None
+    assert 1e-4 < record.logprob_gap < 1
+    line = replace(record, logprob_gap=0.02).describe()
+    assert f"DIFFERS FROM THE POLICY. It was sampled with {kind} weights: serve it with such" in line
+    assert "DIFFERS" not in replace(record, logprob_gap=0.009).describe()
+    assert "DIFFERS" in replace(record, logprob_gap=float("nan")).describe()

@@ -21,7 +21,7 @@ from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
+from asyncrl.models.lora import ADAPTER_WEIGHTS, load_policy, merge, read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
@@ -66,7 +66,7 @@ def test_peft_loads_it_on_the_base_and_merging_changes_nothing(
 
     with_peft = PeftModel.from_pretrained(load_model(config.model, device=CPU), folder)  # type: ignore[arg-type]
     assert (logits(with_peft, config, prompt_and_blobs) - own).abs().max() < 1e-4
-    one = load_merged(config.model, folder)
+    one = merge(load_policy(config.model, folder))
     assert (logits(one, config, prompt_and_blobs) - own).abs().max() < 1e-4
     assert dict(published_tensors(one)).keys() == dict(published_tensors(expected)).keys(), "nothing is left of it"
     again = read_adapter(folder)
@@ -86,7 +86,7 @@ def test_an_adapter_for_another_base_is_refused_before_loading(
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})})
     monkeypatch.setattr("asyncrl.models.lora.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    for take in (lambda: load_merged(config.model, folder), lambda: evaluate(config, folder)):
+    for take in (lambda: load_policy(config.model, folder), lambda: evaluate(config, folder)):
         with pytest.raises(UserError, match=r"was trained on other base weights .* Set model.path to"):
             take()
 
@@ -97,7 +97,7 @@ def test_an_adapter_whose_base_nobody_can_compare_is_taken_with_a_warning(
     """As PEFT itself saves it: without the fingerprint, with a name."""
     config, folder = lora_config(make_config), tmp_path / "adapter"
     write_adapter_folder(folder, spec_of(config), made_up_adapter(config, 1).items(), base_path="some/base")
-    load_merged(config.model, folder)
+    load_policy(config.model, folder)
     assert f"says that it is for some/base, and model.path is {config.model.path}" in caplog.text
 
 
@@ -114,7 +114,7 @@ def test_an_adapter_of_other_layers_is_refused_whoever_made_it(
     """Without our metadata nothing says for which base it is, and PEFT only warns of layers that are not there."""
     config = lora_config(make_config)
     folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
-    load_merged(config.model, folder)
+    load_policy(config.model, folder)
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     if old:
         changed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
@@ -123,7 +123,7 @@ def test_an_adapter_of_other_layers_is_refused_whoever_made_it(
     save_file(changed, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     monkeypatch.setattr("asyncrl.models.lora.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(UserError, match=said):
-        load_merged(config.model, folder)
+        load_policy(config.model, folder)
 
 
 def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
@@ -134,4 +134,4 @@ def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     assert main(["learn", str(file), f"model.path={folder}"]) == 2
-    assert "asyncrl export RUN TARGET, without --adapter" in capsys.readouterr().err
+    assert "asyncrl export RUN TARGET --merged" in capsys.readouterr().err

@@ -11,6 +11,10 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.loading import load_model
+from asyncrl.models.policy_export import finish_export
+from asyncrl.models.published import published_tensors
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import ENGINE_FILE, TorchEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,6 +61,21 @@ def test_bf16_weights_are_those_of_fp32_training_rounded(make_config: MakeConfig
     for name, p in trained(engine).items():
         assert torch.equal(p, exact[name].bfloat16()), name
         assert p.grad is None
+
+
+def test_an_export_has_the_weights_that_sample_and_not_their_masters(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The policy is the masters rounded: a folder of masters would be another one."""
+    for dtype in ("bfloat16", "float16"):
+        engine, processor = prepared(make_config, dtype), PromptProcessor(make_config().model)
+        for step in range(3):
+            take_step(engine, step)
+        engine.export(processor.processor, tmp_path / dtype)
+        model = make_config(model={"path": str(tmp_path / dtype), "dtype": dtype}).model
+        record = finish_export(model, "", processor, lambda: pytest.fail("nothing is to compare"), tmp_path / dtype)
+        assert (record.form, record.dtype, record.differs) == ("model", dtype, False)
+        exported = dict(published_tensors(load_model(model, device=torch.device("cpu"))))
+        for name, tensor in engine.published_state():
+            assert torch.equal(exported[name], tensor), name
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32(make_config: MakeConfig) -> None:
