@@ -158,6 +158,7 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         raise UserError(
             f"--resume: {folder} was written with another model.lora: {was} there, {now} here. Resume with the run's "
             f"own config.yaml, or start a new run from it: asyncrl export {folder.parent.parent} TARGET"
+            f"{' --merged' if theirs else ''}, then model.path=TARGET"
         )
     if base != state.base:
         raise UserError(
