@@ -171,7 +171,8 @@ later state equals. Where an environment gives no `state_key` it is a digest of 
 BESIDE = """## Beside these
 
 Any method may have an entropy bonus, fixed or towards a target (`algorithm.entropy_coeff`,
-`algorithm.entropy_control`), masked or distorted images ([perception](../asyncrl_plugins/perception/README.md)),
+`algorithm.entropy_control`), of the mean entropy of a token under any aggregation of the loss
+(`algorithm.entropy_agg_mode`), masked or distorted images ([perception](../asyncrl_plugins/perception/README.md)),
 weights and masks for stale samples (`algorithm.correction`), several updates of one batch
 (`algorithm.updates_per_batch`) and a choice of rows
 ([curricula](../asyncrl_plugins/curricula/README.md)); penalties of length and repetition are rewards

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.corrections import total_variation_exceeded
-from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, row_mean
+from asyncrl.algorithms.ratios import PolicyTokens, bound, ratio, row_mean
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.methods import DppoConfig, SapoConfig
@@ -70,11 +70,11 @@ def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 
     Every token of a trajectory has the trajectory's loss, so that its mean is that loss.
     """
-    x, sign = log_ratio(tokens.logprobs, tokens.proximal_logprobs), tokens.advantages.sign()
+    x, sign = tokens.logprobs - tokens.proximal_logprobs, tokens.advantages.sign()
     bounded = x.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     used = sign * torch.minimum(sign * x, sign * bounded)
     used = torch.where(sign == 0, x, used)
-    of_row = row_mean(used, tokens.row).exp()
+    of_row = bound(row_mean(used, tokens.row)).exp()
     return PolicyLoss(
         -row_mean(tokens.advantages, tokens.row) * of_row, {"clip_fraction": (used != x) & (tokens.advantages != 0)}
     )
@@ -102,14 +102,20 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 
 
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """-r A without a clip, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with
-    total variation), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads back. It uses no
-    proximal policy."""
-    log_r = log_ratio(tokens.logprobs, tokens.behaviour_logprobs)
-    settings = config.settings_of(DppoConfig)
+    """-r A, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with total
+    variation), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads back. Above
+    `algorithm.dppo.upper` r stays there and the token keeps its gradient, as in verl. It uses no proximal policy."""
+    difference, settings = tokens.logprobs - tokens.behaviour_logprobs, config.settings_of(DppoConfig)
     dropped = total_variation_exceeded(tokens, settings.delta_low, settings.delta_high)
-    surrogate = torch.where(dropped, 0.0, -tokens.advantages * log_r.exp())
-    return PolicyLoss(surrogate + settings.kl_tau * log_r**2, {"clip_fraction_dppo": dropped})
+    r = bound(difference).exp()
+    truncated = r > settings.upper
+    own = tokens.logprobs - tokens.logprobs.detach()
+    r = torch.where(truncated, settings.upper * own.exp(), r)
+    surrogate = torch.where(dropped, 0.0, -tokens.advantages * r)
+    return PolicyLoss(
+        surrogate + settings.kl_tau * difference**2,
+        {"clip_fraction_dppo": dropped, "truncation_fraction_dppo": truncated & ~dropped},
+    )
 
 
 @dataclass(frozen=True)
@@ -161,15 +167,34 @@ def token_weights(
     raise ValueError(f"unknown loss_agg_mode {mode!r}")
 
 
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Weights of an update's tokens with its denominators in them. [N] each."""
+
+    loss: torch.Tensor
+    """Weights of the token losses, and of all that is added to them but the entropy bonus."""
+    entropy: torch.Tensor
+    """Weights of the entropies, 0 at inserted tokens."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> UpdateWeights:
+        return UpdateWeights(function(self.loss), function(self.entropy))
+
+
 def update_weights(
     row: torch.Tensor, group: torch.Tensor, inserted: torch.Tensor, config: AlgorithmConfig, *, max_response_length: int
-) -> torch.Tensor:
-    """[N] weight of each trained token of the whole update: `loss_agg_mode` of what was sampled, and for the others
-    (`inserted` [N] bool) the mean over themselves, unless the policy loss shares one denominator between them."""
+) -> UpdateWeights:
+    """Weights of the trained tokens of a whole update. Loss: `loss_agg_mode` of what was sampled, and for the others
+    (`inserted` [N] bool) the mean over themselves, unless the policy loss shares one denominator between them. Entropy:
+    `entropy_agg_mode` of what was sampled."""
     loss = method_of("policy_loss", config.policy_loss)
     apart = torch.zeros_like(inserted) if loss and loss.shares_denominator else inserted
-    weights = torch.full(row.shape, 1.0 / max(int(apart.sum()), 1))
-    weights[~apart] = token_weights(
-        row[~apart], config.loss_agg_mode, group=group[~apart], max_response_length=max_response_length
+
+    def spread(mode: str, of: torch.Tensor, elsewhere: float) -> torch.Tensor:
+        weights = torch.full(row.shape, elsewhere)
+        weights[of] = token_weights(row[of], mode, group=group[of], max_response_length=max_response_length)
+        return weights
+
+    return UpdateWeights(
+        spread(config.loss_agg_mode, ~apart, 1.0 / max(int(apart.sum()), 1)),
+        spread(config.entropy_agg_mode, ~inserted, 0.0),
     )
-    return weights

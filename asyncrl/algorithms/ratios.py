@@ -15,8 +15,9 @@ import torch
 from asyncrl.algorithms.provenance import Provenance
 
 LOG_RATIO_BOUND = 20.0
-"""Every ratio's logarithm is clamped here, last before `exp`, so that no weight is infinite: a trajectory's once its
-tokens are added up, or the bound would hide by how much one token outweighs the others."""
+"""Every ratio's logarithm is clamped here, last before `exp` and nowhere else, so that no weight is infinite. A
+trajectory's is clamped once its tokens are added up, or the bound would hide by how much one token outweighs the
+others; a penalty on the logarithm itself is not clamped, or it would let go of a policy that has moved that far."""
 SMALLEST_PROBABILITY = 1e-10
 
 
@@ -80,14 +81,9 @@ def approximate_proximal(
     raise ValueError(f"unknown algorithm.proximal {kind!r}")
 
 
-def log_ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) -> torch.Tensor:
-    """numerator - denominator, clamped to +-20. [N], [N] -> [N]"""
-    return bound(numerator_logprobs - denominator_logprobs)
-
-
 def ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) -> torch.Tensor:
     """exp(numerator - denominator), the log clamped to +-20. [N], [N] -> [N]"""
-    return log_ratio(numerator_logprobs, denominator_logprobs).exp()
+    return bound(numerator_logprobs - denominator_logprobs).exp()
 
 
 def bound(log_ratios: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,9 @@ from asyncrl.config.methods import EntropyControlConfig
 from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.user_functions import what_it_may_be
 
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+]
 KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k3_unbiased", "full"]
 
 
@@ -49,12 +52,13 @@ class AlgorithmConfig(OpenSection):
     """PPO clip range above 1 (clip-higher)."""
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound of the ratio where the advantage is negative."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
-    ] = "token-mean"
+    loss_agg_mode: Aggregation = "token-mean"
     """Aggregation of token losses to one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_agg_mode: Aggregation = "token-mean"
+    """Aggregation of the sampled tokens' entropies to that bonus, whatever the loss's is: a mean over tokens as in TRL
+    and RLLaVA, while verl and ROLL take the loss's. A sum over a completion's tokens grows with its length."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Weight in the loss of KL(policy || reference) per token. The reference policy is that of the `reference`
     section."""

@@ -43,6 +43,9 @@ class DppoConfig(Section):
     """Largest fall of a token's probability below the behaviour's, if the advantage is negative."""
     delta_high: float = Field(default=0.2, gt=0, le=1)
     """Largest rise of a token's probability above the behaviour's, if the advantage is positive."""
+    upper: float = Field(default=20.0, gt=1)
+    """Largest weight target / behaviour of a token. Without a bound an unlikely token of negative advantage may weigh
+    millions, as its probability hardly moves."""
     kl_tau: float = Field(default=1e-3, ge=0)
     """Weight of the squared log-ratio of target and behaviour."""
 
@@ -227,7 +230,7 @@ POLICY_LOSSES = {
     ),
     "dppo": Method(
         "asyncrl.algorithms.losses:dppo",
-        formula="-r A where |p_target - p_behaviour| is small, + tau (log r)^2",
+        formula="-min(r, upper) A where |p_target - p_behaviour| is small, + tau (log r)^2",
         paper="2602.04879",
         weighs_behaviour=True,
         settings=DppoConfig,

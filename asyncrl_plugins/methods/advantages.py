@@ -100,7 +100,8 @@ def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Return to come minus the group's baseline of least variance at the same place (as in verl). A token counts in it
     with the square of its weight under `algorithm.correction.kind`.
 
-    A place that only one row of the group has gets no baseline of its own making: its advantage is 0.
+    A place that only the group's longest row has gets no baseline of its own making: its advantage is the return. A
+    group of one row gets 0.
     """
     assert t.proximal_logprobs is not None
     assert t.squared_probabilities is not None
@@ -117,5 +118,13 @@ def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     zeros = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, weight.shape[1])
     total = zeros.index_add(0, groups, weight)
     count = zeros.index_add(0, groups, there.float())
-    baseline = zeros.index_add(0, groups, to_come * weight) / (total + 1e-8)
-    return Credit(t.flat(torch.where(count[groups] > 1, to_come - baseline[groups], 0.0)), returns=t.flat(to_come))
+    baseline = torch.where(count > 1, zeros.index_add(0, groups, to_come * weight) / (total + 1e-8), 0.0)
+    advantages = torch.where(has_others(t)[:, None], to_come - baseline[groups], 0.0)
+    return Credit(t.flat(advantages), returns=t.flat(to_come))
+
+
+def has_others(t: Trajectories) -> torch.Tensor:
+    """[B] bool: rows in whose group at least two have trained tokens."""
+    groups = torch.unique(t.group, return_inverse=True)[1]
+    count = torch.zeros(len(groups), dtype=torch.long).index_add(0, groups, (t.lengths > 0).long())
+    return count[groups] > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms.losses import PolicyLoss, gspo, ppo
-from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio, sequence_ratio
+from asyncrl.algorithms.ratios import PolicyTokens, ratio, sequence_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl_plugins.methods.settings import KimiConfig, KlCovConfig
 
@@ -27,7 +27,7 @@ def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Policy gradient with a squared log-ratio that keeps the policy near the one that sampled (Kimi k1.5). The square
     is of a token's own log-ratio, as in ROLL; the paper's is of the trajectory's, the sum over its tokens."""
-    log_r = log_ratio(tokens.logprobs, tokens.behaviour_logprobs)
+    log_r = tokens.logprobs - tokens.behaviour_logprobs
     return PolicyLoss(-tokens.advantages * tokens.logprobs + config.settings_of(KimiConfig).tau / 2 * log_r**2, {})
 
 
@@ -67,7 +67,6 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Surrogate without a clip, with a penalty at the tokens that would cost the most entropy (KL-Cov)."""
     assert tokens.marked is not None
-    log_r = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
-    loss = -tokens.advantages * log_r.exp()
-    penalty = config.settings_of(KlCovConfig).coef * log_r.abs()
+    loss = -tokens.advantages * ratio(tokens.logprobs, tokens.proximal_logprobs)
+    penalty = config.settings_of(KlCovConfig).coef * (tokens.logprobs - tokens.proximal_logprobs).abs()
     return PolicyLoss(torch.where(tokens.marked, loss + penalty, loss), {"clip_fraction_covariance": tokens.marked})

@@ -92,7 +92,8 @@ ADVANTAGES = {
     ),
     "turn_return": Method(
         "asyncrl_plugins.methods.turn_advantages:turn_return",
-        formula="(G - mean) / (std + 1e-6) over the turns of that number in the group, G = sum_k gamma^k R_(turn+k)",
+        formula="(G - mean) / (std + 1e-6) over the turns of that number in the group, over all where there is only "
+        "one, G = sum_k gamma^k R_(turn+k)",
         needs={"turns"},
         compares_rows=True,
     ),

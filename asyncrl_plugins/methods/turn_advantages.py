@@ -8,6 +8,7 @@ from asyncrl.algorithms.advantages import normalised
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.algorithms.turn_advantages import number_turns, returns_of_turns, same_number, sums_of_turns
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl_plugins.methods.advantages import has_others
 from asyncrl_plugins.methods.settings import MtGrpoConfig
 
 
@@ -30,11 +31,15 @@ def turn_return(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each turn, against turns of the same number in its group: `step_reinforce` compares with all
     turns of the group, early and late.
 
-    A turn that no other row of the group has gets 0. With `norm_adv_by_std=False`: G - mean.
+    A turn that no other row of the group has, such as the last of its longest row, is compared with all turns of the
+    group. With `norm_adv_by_std=False`: G - mean.
     """
     turn, first = number_turns(t)
+    row, number = t.row[first], same_number(t, first)
     returns = returns_of_turns(t, turn, first, config.gamma)
-    return Credit(normalised(returns, same_number(t, first), config)[turn], returns[turn])
+    alone = (torch.bincount(number)[number] < 2) & has_others(t)[row]
+    of_group = normalised(returns, t.group[row], config)
+    return Credit(torch.where(alone, of_group, normalised(returns, number, config))[turn], returns[turn])
 
 
 def mt_grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:

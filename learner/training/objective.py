@@ -12,7 +12,7 @@ from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.kl import reference_kl
 from asyncrl.algorithms.loading import load_method
-from asyncrl.algorithms.losses import LossFunction, PolicyLoss
+from asyncrl.algorithms.losses import LossFunction, PolicyLoss, UpdateWeights
 from asyncrl.algorithms.provenance import Provenance
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.selections import Selected, any_of
@@ -109,15 +109,15 @@ class MicroLoss:
 
 
 class Objective:
-    """Policy loss times correction, entropy bonus and KL to the reference, summed with fixed weights."""
+    """Policy loss times correction, KL to the reference and entropy bonus, summed with fixed weights."""
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
         self._hooks = loss_hooks(algorithm)
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
-    def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor) -> MicroLoss:
-        """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
+    def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: UpdateWeights) -> MicroLoss:
+        """`weights` [N]: of each of the batch's trained tokens in this update."""
         algorithm, device, selected = self._algorithm, roles.actor.device, decided.selected
         is_exact = bool(algorithm.kl_loss_coef) and algorithm.loss_kl_estimator == "full"
         trains_entropy = decided.coefficients.entropy_coeff or any(h.trains_entropy for h in self._hooks.values())
@@ -149,8 +149,6 @@ class Objective:
         silent = decided.without_policy_loss[place].to(device)
         token_loss = torch.where(silent, 0.0, correction.weights * policy.token_loss)
         of_policy = torch.zeros_like(token_loss)  # terms of a distribution that was sampled from
-        if decided.coefficients.entropy_coeff:
-            of_policy = of_policy - decided.coefficients.entropy_coeff * outputs.entropies
         kl = outputs.other_kl
         if algorithm.kl_loss_coef and not is_exact:
             assert decided.scored.reference_logprobs is not None
@@ -168,9 +166,13 @@ class Objective:
         token_loss = token_loss + of_policy
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
-        weights = weights[place].to(device)
-        loss = (weights * torch.where(correction.masked, 0.0, token_loss)).sum()
-        return MicroLoss(loss, place, weights, tokens, outputs.entropies, policy, correction, kl, additional)
+        here = weights.map(lambda column: column[place].to(device))
+        loss = (here.loss * torch.where(correction.masked, 0.0, token_loss)).sum()
+        if decided.coefficients.entropy_coeff:
+            gone = correction.masked | (here.entropy == 0)
+            entropies = torch.where(gone, 0.0, outputs.entropies)
+            loss = loss - decided.coefficients.entropy_coeff * (here.entropy * entropies).sum()
+        return MicroLoss(loss, place, here.loss, tokens, outputs.entropies, policy, correction, kl, additional)
 
     def _provenance(self, batch: Batch, place: torch.Tensor, device: torch.device) -> Provenance[torch.Tensor] | None:
         """Provenance of a micro-batch's tokens, where the method learns from inserted ones."""

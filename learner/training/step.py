@@ -207,18 +207,19 @@ class LearnerStep:
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         batch, place = decided.batch, decided.batch.places_of(groups)
         row = batch.trained.row[place]
-        weights = torch.zeros(len(batch.trained.row))
-        weights[place] = update_weights(
+        of_update = update_weights(
             row,
             batch.groups[row],
             batch.trained_provenance.is_inserted[place],
             self.settings.algorithm,
             max_response_length=self.settings.max_response_length,
         )
-        nothing = torch.zeros_like(weights)
+        nothing = torch.zeros(len(batch.trained.row))
+        weights = of_update.map(lambda column: nothing.index_put((place,), column))
         for number, micro_batch in enumerate(self.roles.micro_batches(groups, tokens_per_microbatch), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
-                part = self.objective(self.roles, micro_batch, decided, nothing if micro_batch.is_idle else weights)
+                here = weights.map(torch.zeros_like) if micro_batch.is_idle else weights
+                part = self.objective(self.roles, micro_batch, decided, here)
             loss, problem = float(part.loss.detach()), None
             if not math.isfinite(loss):
                 problem = (

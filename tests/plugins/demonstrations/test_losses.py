@@ -62,7 +62,7 @@ def total(name: str, of: PolicyTokens, *, length: int = 4, **settings: Any) -> f
     """The loss of an update of these tokens alone."""
     loss, config = loss_of(name, of, **settings)
     assert of.provenance is not None
-    weights = update_weights(of.row, of.row * 0, of.provenance.is_inserted, config, max_response_length=length)
+    weights = update_weights(of.row, of.row * 0, of.provenance.is_inserted, config, max_response_length=length).loss
     return float((weights * loss.token_loss).sum())
 
 
@@ -166,7 +166,7 @@ def test_hpt() -> None:
     assert (config.selections, config.loss_agg_mode, gate) == (("success_gate",), "prompt-mean", 0)
     group = torch.tensor([0, 0, 1, 1, 1, 1])  # six tokens: four of them sampled, in the second group
     of_both = torch.cat([demonstration.logprobs, sampled.logprobs, sampled.logprobs])
-    weights = update_weights(group, group, group == 0, config, max_response_length=9)
+    weights = update_weights(group, group, group == 0, config, max_response_length=9).loss
     close(weights, [1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
     close((weights * -of_both)[:2].sum(), given["sft"] / 2)
 
@@ -251,11 +251,14 @@ def test_denominators() -> None:
     row, inserted = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1, 1, 1, 1, 0, 0]).bool()
     apart = AlgorithmConfig(policy_loss="chord_mu", loss_agg_mode="seq-mean-token-sum")
     weights = update_weights(row, row * 0, inserted, apart, max_response_length=9)
-    close(weights, [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1, 1])
+    close(weights.loss, [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1, 1])
+    close(weights.entropy, [0, 0, 0, 0, 1 / 2, 1 / 2])
     together = AlgorithmConfig(policy_loss="luffy", loss_agg_mode="seq-mean-token-sum")
-    close(update_weights(row, row * 0, inserted, together, max_response_length=9), [1 / 3] * 6)
+    weights = update_weights(row, row * 0, inserted, together, max_response_length=9)
+    close(weights.loss, [1 / 3] * 6)
+    close(weights.entropy, [0, 0, 0, 0, 1 / 2, 1 / 2])
     plain = update_weights(row, row * 0, inserted & False, apart, max_response_length=9)
-    assert torch.equal(plain, token_weights(row, "seq-mean-token-sum", max_response_length=9))
+    assert torch.equal(plain.loss, token_weights(row, "seq-mean-token-sum", max_response_length=9))
     with pytest.raises(ValueError, match="needs the selection success_gate"):
         AlgorithmConfig(policy_loss="hpt", selections=("m2po",))
     with pytest.raises(ValueError, match=r"not trained on tokens that algorithm\.demonstrations inserts"):

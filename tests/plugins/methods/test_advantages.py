@@ -68,6 +68,41 @@ def test_published_optimal_token_baseline() -> None:
     close(estimate("optimal_token_baseline", stale, correction={"kind": "none"}).advantages, flat["adv"], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "scores", "tail"),
+    [
+        ([2, 3], [0.0, 1.0], {4: 1.0}),
+        ([4, 1, 2], [-0.5, 1.0, 0.0], {2: -0.5, 3: -0.5}),
+        ([1, 1, 1, 3], [1.0, 1.0, 1.0, 1.0], {4: 1.0, 5: 1.0}),
+        ([3, 3, 0], [1.0, 0.0, float("nan")], {}),
+    ],
+)
+def test_the_end_of_a_groups_longest_row_has_its_return(
+    lengths: list[int], scores: list[float], tail: dict[int, float]
+) -> None:
+    """Its end of turn is trained, as in verl: where no other row has a place the baseline is 0."""
+    tokens = sum(lengths)
+    t = trajectories(scores, [0] * len(scores), lengths)
+    t = replace(t, proximal_logprobs=torch.full((tokens,), 0.5).log(), squared_probabilities=torch.full((tokens,), 0.4))
+    advantages = estimate("optimal_token_baseline", t).advantages
+    assert {place: float(advantages[place]) for place in tail} == tail
+    others = [place for place in range(tokens) if place not in tail]
+    shared = torch.tensor([t.place[i] for i in others])
+    for place in shared.unique():  # equal weights: s - mean of those that have the place
+        same = torch.tensor(others)[shared == place]
+        of_rows = torch.tensor(scores)[t.row[same]]
+        close(advantages[same], of_rows - of_rows.mean(), 1e-5)
+
+
+@pytest.mark.parametrize("others", [[], [0], [0, 0]])
+def test_a_row_that_learns_alone_has_no_advantage_by_token(others: list[int]) -> None:
+    """A group of one, or one whose other rows have no score and train nothing."""
+    scores = [1.0] + [float("nan")] * len(others)
+    t = trajectories(scores, [0] * len(scores), [3, *others])
+    t = replace(t, proximal_logprobs=torch.full((3,), 0.5).log(), squared_probabilities=torch.full((3,), 0.4))
+    assert estimate("optimal_token_baseline", t).advantages.tolist() == [0.0] * 3
+
+
 def test_gpg_scales_by_the_groups_that_have_a_gradient() -> None:
     """B / (B - M) of the paper, in rows: all right and all wrong groups have none, whatever their rows earned."""
     scores = [1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0]

@@ -10,6 +10,7 @@ from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl_plugins.methods.selections import token_covariance
 from tests.rigs.policy_tokens import GIVEN, ROW, VECTORS, close, flat, gradient, loss_of, tokens, total
+from tests.unit.asyncrl.test_policy_losses import FAR, far_tokens
 from tests.unit.asyncrl.test_policy_losses import test_a_single_update_is_the_corrected_policy_gradient as single_update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +62,17 @@ def test_topr_reports_the_weights_that_it_cut() -> None:
 def test_kimi_pulls_back_to_the_behaviour_policy() -> None:
     difference = flat(GIVEN["logp"]) - flat(GIVEN["old_logp"])
     close(gradient("kimi", kimi={"tau": 0.5}), -flat(GIVEN["adv"]) + 0.5 * difference)
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_penalties_lead_back_however_far_the_policy_has_moved(advantage: float) -> None:
+    distances = torch.tensor(FAR)
+    found = gradient("kimi", far_tokens(FAR, advantage), kimi={"tau": 0.5})
+    close(found, -advantage + 0.5 * distances, 1e-4)
+    surrogate = torch.where(distances.abs() < 20, -advantage * distances.exp(), 0.0)
+    close(
+        gradient("kl_cov", far_tokens(FAR, advantage), kl_cov={"coef": 3.0}), surrogate + 3.0 * distances.sign(), 1e-4
+    )
 
 
 def test_covariance_losses() -> None:

@@ -55,6 +55,22 @@ def test_a_return_is_compared_with_turns_of_the_same_number() -> None:
     close(estimate("turn_return", gamma=0.5).advantages, [1, 1, 0.5**0.5, 0, -(0.5**0.5), -1, 0, 0])
 
 
+def test_the_last_turn_of_a_groups_longest_row_is_compared_with_all_turns() -> None:
+    """Row 0 has a third turn of return 4: the group's turns return 0.5 * 0.5 * 4 = 1, 2, 4, then 0 and 1."""
+    t = Trajectories(
+        scores=torch.tensor([4.0, 0.0, 1.0]),
+        group=torch.zeros(3, dtype=torch.long),
+        row=torch.tensor([0, 0, 0, 1, 2]),
+        behaviour_logprobs=torch.zeros(5),
+        turn=torch.tensor([0, 1, 2, 0, 0]),
+    )
+    plain = {"gamma": 0.5, "norm_adv_by_std": False}
+    first = torch.tensor([1.0, 0.0, 1.0]) - 2 / 3
+    close(estimate("turn_return", t, **plain).advantages, [first[0], 2 - 1.6, 4 - 1.6, first[1], first[2]])
+    alone = replace(t, group=torch.arange(3))
+    assert estimate("turn_return", alone, **plain).advantages.tolist() == [0.0] * 5
+
+
 def test_gigpo_adds_what_a_turn_returns_among_those_from_its_state() -> None:
     """Scores against their mean 3.5 / 3 and, with gamma 0.5, first turns against 0.75, second ones against 1.25."""
     plain = {"gamma": 0.5, "norm_adv_by_std": False}

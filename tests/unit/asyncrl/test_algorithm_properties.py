@@ -145,7 +145,7 @@ def updates(
     credit = estimate(config.adv_estimator, made, config)
     marked = Selections(config)(replace(t, provenance=provenance), credit).marked
     configs = [config_of(estimator, loss, mode) for mode in modes]
-    weights = [update_weights(t.row, t.group[t.row], inserted, each, max_response_length=5) for each in configs]
+    weights = [update_weights(t.row, t.group[t.row], inserted, each, max_response_length=5).loss for each in configs]
     target, proximal, behaviour = (made.flat[:, column].clone() for column in range(3))
     target.requires_grad_()
     totals = [torch.zeros(()) for _ in modes]

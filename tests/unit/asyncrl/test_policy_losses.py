@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.loading import load_method
-from asyncrl.algorithms.ratios import row_mean
+from asyncrl.algorithms.ratios import PolicyTokens, row_mean
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.installed_methods import methods
@@ -88,6 +88,41 @@ def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(u
     found = torch.autograd.grad(loss.sum(), logprobs)[0]
     ratio = (logprobs.detach() - behaviour).exp()
     close(found, torch.where(dropped, 0.0, -flat(GIVEN["adv"]) * ratio))
+
+
+def far_tokens(distances: list[float], advantage: float) -> PolicyTokens:
+    """One row whose log-probs have moved by these distances since it was sampled; all are unlikely."""
+    moved = torch.tensor(distances)
+    old = torch.full_like(moved, -200.0)
+    columns = (old, old, torch.full_like(moved, advantage), torch.zeros(len(moved), dtype=torch.long))
+    return PolicyTokens((old + moved).requires_grad_(), *columns, marked=torch.ones(len(moved), dtype=torch.bool))
+
+
+FAR = [-150.0, -25.0, -20.5, -3.0, 3.0, 20.5, 25.0, 150.0]
+
+
+def test_the_penalty_of_dppo_leads_back_however_far_the_policy_has_moved() -> None:
+    found = gradient("dppo", far_tokens(FAR, 0.0), dppo={"kl_tau": 0.5})
+    close(found, torch.tensor(FAR), 1e-4)
+
+
+def test_gmpo_moves_every_token_of_a_row_whose_mean_ratio_has_a_size() -> None:
+    """The bound is of the row's ratio, exp(mean log r): a token of log r = 30 has its share of the gradient."""
+    for advantage, distances in ((-1.0, [30.0, 5.0, 3.0]), (-2.0, [24.0, 1.0]), (1.0, [-40.0, -0.1, 0.2])):
+        found = gradient("gmpo", far_tokens(distances, advantage))
+        mean = torch.tensor(distances).mean().exp()
+        close(found / mean, torch.full_like(found, -advantage), 1e-4)
+
+
+@pytest.mark.parametrize("upper", [20.0, 2.0, 100.0])
+def test_a_weight_of_dppo_is_truncated_and_keeps_its_gradient(upper: float) -> None:
+    """As in verl: -A sg[min(r, upper)] log p, at unlikely tokens, whose probability does not move."""
+    moved = torch.tensor([-1.0, 0.4, 2.9, 3.1, 12.0, 30.0])
+    given = {"kl_tau": 0.0} | ({} if upper == 20 else {"upper": upper})
+    of = far_tokens(moved.tolist(), -1.5)
+    close(gradient("dppo", of, dppo=given), 1.5 * moved.exp().clamp(max=upper), 1e-4)
+    indicators = loss_of("dppo", of, dppo=given)[0].indicators
+    assert torch.equal(indicators["truncation_fraction_dppo"], moved.exp() > upper)
 
 
 OF_ONE_UPDATE = ("ppo", "gspo", "gmpo", "cispo", "sapo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from asyncrl.config.algorithm import Aggregation
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.sleeping import fixed_tokens
@@ -163,6 +164,38 @@ def test_what_stands_at_tokens_that_are_not_trained_reaches_nothing(make_config:
     assert not behaviour.isfinite().all()
     assert LearnerStep(Roles(engine), config.step_settings)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
     assert all(torch.equal(gradient, before[name]) for name, gradient in engine.gradients.items())
+
+
+ENTROPY_SUMS: dict[str, Callable[[int, int, int], float]] = {
+    "token-mean": lambda tokens, rows, length: 1.0,
+    "seq-mean-token-sum": lambda tokens, rows, length: tokens / rows,
+    "seq-mean-token-sum-norm": lambda tokens, rows, length: tokens / rows / length,
+}
+"""Weight of the mean entropy of a batch's tokens, from its trained tokens, its rows with some, and the longest."""
+
+
+@pytest.mark.parametrize("of_loss", get_args(Aggregation))
+def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation_of_the_loss(
+    make_config: MakeConfig, of_loss: str
+) -> None:
+    assert entropy_bonus(make_config, loss_agg_mode=of_loss) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ENTROPY_SUMS)
+def test_the_entropy_bonus_has_an_aggregation_of_its_own(make_config: MakeConfig, mode: str) -> None:
+    """`seq-mean-token-sum` is a completion's length times the mean, as verl's loss_agg_mode makes of it."""
+    config = make_config(batch=WHOLE)
+    row = prepared(config)[1].trained.row
+    expected = ENTROPY_SUMS[mode](len(row), len(row.unique()), config.data.max_response_length)
+    found = entropy_bonus(make_config, entropy_agg_mode=mode, loss_agg_mode="seq-mean-token-mean")
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def entropy_bonus(make_config: MakeConfig, **algorithm: str) -> float:
+    """Entropy bonus of a step's loss, over its coefficient and the mean entropy of a token."""
+    plain, _, _ = one_step(make_config(batch=WHOLE, algorithm={"entropy_coeff": 0.0, **algorithm}))
+    metrics, _, _ = one_step(make_config(batch=WHOLE, algorithm={"entropy_coeff": 0.5, **algorithm}))
+    return (plain["loss"] - metrics["loss"]) / 0.5 / metrics["entropy"]
 
 
 def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeConfig) -> None:
