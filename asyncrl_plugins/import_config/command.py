@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -36,10 +38,23 @@ def read_and_translate(path: Path) -> Translation:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}. Name a resolved configuration in YAML or JSON") from None
+    if is_script(path, text):
+        raise UserError(
+            f"{path} is a script, which is not read: its variables and arrays are the shell's. One of verl that hands "
+            f"its arguments on prints what it would run: bash {shlex.quote(str(path))} --cfg job --resolve > "
+            "theirs.yaml. Name that file; of EasyR1 and RLLaVA the YAML file that the script names, of TRL that of "
+            "--config"
+        )
     config, _ = yaml_text.parse(text, str(path))
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no configuration. Name a resolved one, in YAML or JSON: a script is not read")
+        raise UserError(f"{path} holds no configuration. Name a resolved one, in YAML or JSON")
     return translate(config, recognise(config, path))
+
+
+def is_script(path: Path, text: str) -> bool:
+    """Whether a file is for the shell: by its name, its first line, or a line that runs a program."""
+    runs = re.search(r"^\s*(?:python3?|torchrun|accelerate|trl|bash)[ \t]+[-\w./\"$]", text, re.MULTILINE)
+    return path.suffix in (".sh", ".bash") or text.startswith("#!") or runs is not None
 
 
 def as_yaml(done: Translation) -> str:
@@ -58,6 +73,7 @@ def account(done: Translation) -> str:
     """Return the lists of keys: translated, left out, not translated."""
     parts = [
         *_listed(f"translated from {done.table.framework}", done.translated),
+        *_listed(f"defaults of {done.table.framework} that the file leaves out", done.defaults),
         *_listed("left out, as they change speed, memory or bookkeeping, or ask for what is done here", done.left_out),
         *_listed("NOT TRANSLATED: set by hand what counts", done.not_translated),
         "differences that no key says:",

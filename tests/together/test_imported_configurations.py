@@ -37,11 +37,12 @@ def test_names_on_the_right_are_keys(framework: str) -> None:
     """Names of ours, and in notes the names that are neither ours nor theirs."""
     table = table_of(framework)
     known = all_keys().keys()
-    ours = {name for row in table.names.values() for name in row.possible_names()}
+    rows = [row for rows in table.names.values() for row in rows]
+    ours = {name for row in rows for name in row.possible_names()}
     assert {name for name in ours if not name.startswith(OPEN)} <= known
 
     sections = "|".join(RunConfig.model_fields)
-    notes = [row.note for row in table.names.values()] + [note for _, note in table.as_here.values()]
+    notes = [row.note for row in rows] + [note for _, note in table.as_here.values()]
     notes += [*table.left_out.values(), *table.not_translated.values(), table.about]
     left = [*table.names, *table.as_here, *table.left_out, *table.not_translated]
     theirs = {part for key in left for part in tails(key)}

@@ -12,14 +12,19 @@ from asyncrl.cli import main
 from asyncrl.config.keys import all_keys
 from asyncrl.errors import UserError
 from asyncrl_plugins.import_config.command import read_and_translate
-from asyncrl_plugins.import_config.table import FRAMEWORKS, Row, table_of, translate
+from asyncrl_plugins.import_config.table import FRAMEWORKS, Given, Row, table_of, translate
 
 EXPORTED = Path(__file__).parent / "exported"
 FILES = {"verl": "verl.yaml", "easyr1": "easyr1.yaml", "rllava": "rllava.yaml", "trl": "trl.json"}
 EXPECTED: dict[str, dict[str, Any]] = {
     "verl": {
         "algorithm.policy_loss": "gmpo",
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+        "algorithm.entropy_agg_mode": "token-mean",
         "algorithm.clip_ratio_high": 0.28,
+        "algorithm.clip_ratio_c": None,  # geo_mean has no dual clip
+        "algorithm.correction.kind": "none",
+        "algorithm.updates_per_batch": 2,
         "batch.prompts_per_step": 512,
         "batch.group_size": 16,
         "data.on_bad_row": "skip",
@@ -36,8 +41,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.lora.target_modules": ["q_proj", "v_proj"],
         "model.min_pixels": 262144,
         "run_dir": "checkpoints/charts",
-        "algorithm.clip_ratio_high": None,  # a default of theirs is not written
-        "algorithm.kl_loss_coef": None,  # depends on use_kl_loss
+        "algorithm.clip_ratio_high": 0.3,  # a default of theirs
+        "algorithm.kl_loss_coef": 0.01,  # by use_kl_loss
+        "algorithm.kl_reward_coef": None,
+        "algorithm.updates_per_batch": 4,
         "trainer.save_limit": None,  # -1 has no counterpart
     },
     "rllava": {
@@ -46,11 +53,15 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "rollout.engine_args.gpu_memory_utilization": 0.4,
         "trainer.max_steps": 100,
         "trainer.save_limit": 3,
-        "model.lora.rank": None,  # depends on use_peft
+        "model.lora.rank": 8,  # by use_peft
+        "algorithm.kl_loss_coef": 0.01,  # a default of theirs
+        "learner.optim.lr_warmup_steps": 20,  # 0.05 of 100 learner steps, of 4 updates each
     },
     "trl": {
         "algorithm.adv_estimator": "lite_ppo",
         "algorithm.policy_loss": "cispo",
+        "algorithm.clip_ratio_high": 4.0,  # a bound of the ratio there
+        "algorithm.correction.kind": "sequence_mis",
         "learner.optim.lr_scheduler_type": "constant",
         "model.dtype": "bfloat16",
         "rollout.engine": "vllm",
@@ -59,10 +70,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }
 NOT_TRANSLATED = {
-    "verl": {"actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.kl_ctrl.kl_coef", "critic.cliprange_value"},
-    "easyr1": {"algorithm.kl_coef", "data.an_invention_of_mine", "worker.actor.ppo_epochs", "trainer.save_limit"},
-    "rllava": {"actor.ppo_mini_batch_size", "actor.model.lora_r", "reward.reward_function"},
-    "trl": {"an_invention_of_mine", "epsilon_high", "per_device_train_batch_size", "reward_funcs", "max_steps"},
+    "verl": {"critic.cliprange_value", "data.reward_fn_key", "custom_reward_function.path"},
+    "easyr1": {"data.an_invention_of_mine", "worker.actor.ppo_epochs", "trainer.save_limit"},
+    "rllava": {"actor.model.lora_dropout", "reward.reward_function"},
+    "trl": {"an_invention_of_mine", "per_device_train_batch_size", "reward_funcs", "max_steps"},
 }
 
 
@@ -111,7 +122,10 @@ def test_a_configuration_of_table_keys_alone_ends_with_0(tmp_path: Path, capsys:
     source.write_text('{"worker": {"rollout": {"n": 4, "top_k": 20}}, "trainer": {"nnodes": 1, "max_steps": null}}')
     assert main(["import-config", str(source)]) == 0
     said = capsys.readouterr()
-    assert yaml.safe_load(said.out) == {"batch": {"group_size": 4}, "rollout": {"top_k": 20}}
+    ours = yaml.safe_load(said.out)
+    assert (ours["batch"]["group_size"], ours["rollout"]["top_k"]) == (4, 20)
+    assert ours["algorithm"]["clip_ratio_high"] == 0.3
+    assert "worker.actor.clip_ratio_high: 0.3 -> algorithm.clip_ratio_high=0.3" in said.err.partition("leaves out")[2]
     assert "NOT TRANSLATED" not in said.err
 
 
@@ -142,7 +156,15 @@ def test_what_is_not_translated_says_why(theirs: dict[str, Any], said: str) -> N
     [
         ("a.yaml", "PK\0\3: 1", "not valid YAML"),
         ("a.yaml", "- 1", "holds no configuration"),
-        ("run.sh", "python -m verl.trainer.main_ppo", "a script is not read"),
+        ("run.sh", "data.train_batch_size=8", "is a script, which is not read"),
+        (
+            "run",
+            'set -x\nDATA=(\n    data.train_files=a\n)\npython3 -m verl.trainer.main_ppo "${DATA[@]}"',
+            "bash .*run --cfg job",
+        ),
+        ("run.yaml", "#!/bin/bash\nworker: 1", "is a script"),
+        ("run.txt", "worker: 1\ntorchrun --nproc_per_node 8 train.py config=a.yaml", "of TRL that of --config"),
+        ("a.yaml", "only text", "holds no configuration"),
         ("a.yaml", "model: {path: m}", "its top-level keys are model"),
     ],
 )
@@ -154,15 +176,16 @@ def test_other_files_are_refused(name: str, text: str, said: str, tmp_path: Path
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_values_of_a_table_are_values_of_the_schema(framework: str) -> None:
-    for key, row in table_of(framework).names.items():
-        for theirs in row.values or ():
-            for name, value in (row.settings(theirs) or {}).items():
-                kind = all_keys()[name].type_text
-                assert not kind.startswith("one of ") or str(value) in kind, (key, name, value)
+    table = table_of(framework)
+    for key, row in ((key, row) for key, rows in table.names.items() for row in rows):
+        given = [row.settings(theirs, Given({}, {})) for theirs in row.values or ()]
+        for name, value in {(n, str(v)) for one in (*given, row.besides) for n, v in (one or {}).items()}:
+            kind = all_keys()[name].type_text
+            assert not kind.startswith("one of ") or value in kind, (key, name, value)
 
 
 def test_a_row_keeps_its_rules() -> None:
-    row = Row(("rollout.top_k",), replace={"-1": 0}, excluded=(-2,))
-    assert row.settings(-1) == {"rollout.top_k": 0}
-    assert row.settings(5) == {"rollout.top_k": 5}
-    assert row.settings(-2) is None
+    row, nothing = Row(("rollout.top_k",), replace={"-1": 0}, excluded=(-2,)), Given({}, {})
+    assert row.settings(-1, nothing) == {"rollout.top_k": 0}
+    assert row.settings(5, nothing) == {"rollout.top_k": 5}
+    assert row.settings(-2, nothing) is None
