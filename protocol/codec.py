@@ -20,6 +20,7 @@ from pydantic_core import PydanticSerializationError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.frames import FrameSink, FrameSource
 from protocol.messages import Message, Wire, printable
+from protocol.nesting import MAX_DEPTH, NestingError, check_depth
 
 MIB = 1 << 20
 MAX_ELEMENTS = 1 << 16
@@ -49,13 +50,15 @@ def encode(message: Wire, limits: Limits | None = None) -> list[bytes | memoryvi
     """
     sink = FrameSink()
     try:
-        header = cast(bytes, msgpack.packb(message.model_dump(context=sink)))
+        fields = message.model_dump(context=sink)
+        check_depth(fields)
+        header = cast(bytes, msgpack.packb(fields))
     except (TypeError, ValueError, OverflowError, PydanticSerializationError) as problem:
         raise ProtocolError(
             ErrorCode.MALFORMED,
             _shorten(
                 f"{type(message).__name__} holds a value that cannot travel: {problem}. "
-                "Use text, numbers, booleans, bytes, lists and maps with text keys"
+                f"Use text, numbers, booleans, bytes, lists and maps with text keys, at most {MAX_DEPTH} deep"
             ),
         ) from problem
     if limits is not None:
@@ -84,6 +87,9 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
         message = model.model_validate(header, context=source)
     except ValidationError as problem:
         raise ProtocolError(ErrorCode.MALFORMED, _reason(name, problem)) from problem
+    except Exception as problem:  # of a validator: no message of a stranger may end the thread that reads it
+        reason = f"{name} cannot be validated: {type(problem).__name__}: {problem}"
+        raise ProtocolError(ErrorCode.MALFORMED, _shorten(reason)) from problem
     unused = len(frames) - 1 - len(source.used)
     if unused:
         raise ProtocolError(
@@ -109,8 +115,9 @@ def read_header(frames: Sequence[Frame], limits: Limits) -> dict[str, Any]:
             max_array_len=MAX_ELEMENTS,
             max_map_len=MAX_ELEMENTS,
         )
-    except msgpack.StackError as problem:
-        raise ProtocolError(ErrorCode.MALFORMED, "the header is nested too deeply") from problem
+        check_depth(header)
+    except (msgpack.StackError, NestingError) as problem:
+        raise ProtocolError(ErrorCode.MALFORMED, f"the header is nested more than {MAX_DEPTH} deep") from problem
     except (ValueError, TypeError, msgpack.UnpackException) as problem:
         reason = f"the header is not MessagePack: {problem or type(problem).__name__}"
         raise ProtocolError(ErrorCode.MALFORMED, _shorten(reason)) from problem

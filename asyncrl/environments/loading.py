@@ -84,7 +84,7 @@ class LoadedEnvironment:
         try:
             recorded_info(info)
             channel.pack(info)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"{self.cls.__name__}.step returned an info that cannot be recorded: {error}") from None
 
     def _fitted(self, past: PastTurn) -> PastTurn:

@@ -25,6 +25,7 @@ from protocol.messages import (
     TrajectoryRecord,
 )
 from protocol.messages.groups import LONGEST_CALL, LONGEST_INFO, MOST_CALLS, CallErrorKind
+from protocol.nesting import check_depth
 
 Decode = Callable[[np.ndarray], str]
 """Token ids as text. [T]"""
@@ -107,10 +108,11 @@ def recorded_calls(info: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 def recorded_info(info: Mapping[str, Any]) -> str:
     """JSON of the environment's own facts; empty where there are none. Raises TypeError or ValueError for what is no
-    JSON, or too long."""
+    JSON, too long, or too deep."""
     facts = {key: value for key, value in info.items() if key != "calls"}
     if not facts:
         return ""
+    check_depth(facts)
     text = storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
     if len(text) > LONGEST_INFO:
         raise ValueError(f"info has {len(text)} characters as JSON, over the limit of {LONGEST_INFO}")

@@ -192,6 +192,11 @@ class JournalView:
         """Step -> number of groups that it took, and trained once more."""
         return dict(self._rows(f"SELECT step, COUNT(*) FROM {_BATCHES} GROUP BY step"))
 
+    def first_step_not_kept(self, after: int) -> int | None:
+        """The first step after `after` of which a group is not kept any more; None where all of them are."""
+        lost = f"{_BATCHES} LEFT JOIN groups USING (ticket_id) WHERE groups.ticket_id IS NULL AND step > ?"
+        return self._rows(f"SELECT MIN(step) FROM {lost}", (after,))[0][0]
+
     def filtered(self) -> dict[int, str]:
         """Position -> reason of the groups that a filter has dropped."""
         return dict(self._rows("SELECT position, reason FROM filtered ORDER BY position"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, request_of, scores_of
 from asyncrl.rewards.spec import locate, scorer_of
-from asyncrl.user_functions import read_source
+from asyncrl.user_functions import one_line, read_source
 from asyncrl.workers.pool import WorkerPool
-from asyncrl.workers.process import WorkerDied, WorkerProgram
+from asyncrl.workers.process import WorkerDied, WorkerProcess, WorkerProgram
 
 
 class ProcessScorer:
@@ -69,9 +70,9 @@ class ProcessScorer:
                     part = request.part
             if reply.get("is_last"):
                 worker.kill("it ends after this reply")
-            self.counts.update(reply.get("counts", {}))
+            answered = self._scores(reply, len(samples), worker)
             if reply["seconds"] <= limit_s:  # else it came back just before it would have been killed
-                return scores_of(reply)
+                return answered
         except TimeoutError:
             worker.kill("a request was not done in time")
         except WorkerDied as died:
@@ -85,6 +86,20 @@ class ProcessScorer:
             self.workers.give_back(worker)
         seconds, why = time.perf_counter() - started, f"reward component {part or names[0]!r} {why}"
         return [score.failed(kind, why).later(seconds) for score in scores]
+
+    def _scores(self, reply: dict[str, Any], samples: int, worker: WorkerProcess) -> list[Score]:
+        """The scores in a reply. Raises WorkerDied, after its end, where no worker of ours sends such a one."""
+        try:
+            found = scores_of(reply)
+            numbers = [reply["seconds"], *(number for score in found for number in score.components.values())]
+            if len(found) != samples or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"{len(found)} scores of {samples} samples, the numbers {numbers}")
+            self.counts.update(reply.get("counts", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            how = f"it sent a malformed reply ({one_line(error)})"
+            worker.kill(how)
+            raise WorkerDied(how) from None
+        return found
 
     async def close(self) -> None:
         await self.workers.close()

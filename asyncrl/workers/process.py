@@ -18,6 +18,7 @@ import msgpack
 import asyncrl
 from asyncrl.errors import UserError
 from asyncrl.workers import channel
+from protocol.nesting import check_depth
 
 START_TIMEOUT_S = 120.0
 """Seconds for the imports of the user's files; torch alone can take ten on a busy machine."""
@@ -210,6 +211,7 @@ class WorkerProcess:
             while received := await self._stdout.read(1 << 16):
                 messages.feed(received)
                 for message in messages:
+                    check_depth(message)
                     self._take(message)
             how = await self._how_it_ended()
         except (AttributeError, KeyError, TypeError, ValueError, msgpack.UnpackException) as error:

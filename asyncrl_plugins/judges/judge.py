@@ -25,6 +25,7 @@ from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.user_functions import one_line, shorten
 from asyncrl.workers.channel import Channel, Serve, run_worker
 from asyncrl_plugins.judges.judge_settings import JudgeSettings
+from protocol.nesting import read_json
 
 CACHED_REPLIES = 65536
 MAX_BODY_BYTES = 4 << 20
@@ -150,7 +151,7 @@ class Judge:
 
     def _content(self, said: bytes) -> str:
         try:
-            answer = json.loads(said)
+            answer = read_json(said)
             content = answer["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
             raise UnusableReply(f"the endpoint's answer is no chat completion: {_shown(said)}") from None
@@ -175,7 +176,7 @@ def read_scores(reply: str, size: int, settings: JudgeSettings) -> list[float]:
     for value in values:
         try:
             number = float(value) if not isinstance(value, bool) else math.nan
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not settings.lowest <= number <= settings.highest:  # also NaN
             bounds = f"{settings.lowest:g} to {settings.highest:g}"
@@ -195,7 +196,7 @@ def _in_json(reply: str, key: str) -> Any:
     """The value of the key in the JSON object that the reply is, or holds."""
     start, end = reply.find("{"), reply.rfind("}")
     try:
-        return json.loads(reply[start : end + 1])[key]
+        return read_json(reply[start : end + 1])[key]
     except (ValueError, LookupError, TypeError):
         raise UnusableReply(f"no JSON object with {key!r} (kwargs.json_key) in the reply: {_shown(reply)}") from None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import aiohttp
 
 from asyncrl_plugins.sglang.process import SGLangProcess
+from protocol.nesting import read_json
 from rollout_server.engines.base import EngineDied
 
 LAST_WORDS_S = 5.0
@@ -44,7 +44,10 @@ class SGLangClient:
             raise EngineDied(self._process.problem or f"SGLang broke off {path}: {error}") from error
         if status != 200:
             raise SGLangRefused(f"SGLang answers {path} with HTTP {status}: {_message(content)}")
-        return json.loads(content) if kind == "application/json" else None
+        try:
+            return read_json(content) if kind == "application/json" else None
+        except ValueError as error:
+            raise SGLangRefused(f"SGLang answers {path} with JSON that cannot be read: {error}") from error
 
     async def command(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
         """A POST whose answer says in its body whether it succeeded."""
@@ -59,7 +62,7 @@ class SGLangClient:
 def _message(content: bytes) -> str:
     """SGLang's own words of an error, whatever form they have."""
     try:
-        answer = json.loads(content)
+        answer = read_json(content)
     except ValueError:
         return content.decode(errors="replace")[:2000]
     error = answer.get("error", answer) if isinstance(answer, dict) else answer

@@ -6,12 +6,12 @@ Nothing that a model wrote is ever run: `literal` reads JSON and Python's litera
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.rewards.builtin import format_think, last_boxed
 from asyncrl.rewards.sample import RewardSample
+from protocol.nesting import read_json
 
 
 def think_then(sample: RewardSample, *, blocks: Sequence[str] = ("answer",), opened_by_prompt: bool = False) -> float:
@@ -65,8 +65,8 @@ def answer_text(completion: str) -> str:
 def literal(text: str) -> Any:
     """The value of a JSON or Python literal; None for any other text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         pass
     try:
         return ast.literal_eval(text)

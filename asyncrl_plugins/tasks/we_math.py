@@ -18,6 +18,7 @@ from asyncrl.rewards.builtin import NUMBER, chosen_letter
 from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.tasks.completions import after_thinking, answer_text, block
 from asyncrl_plugins.tasks.maths import equal
+from protocol.nesting import read_json
 
 LETTERS = "ABCDEFGH"
 _MARK = re.compile(r"(?:^|\s)\((\d+)\)")
@@ -106,7 +107,7 @@ def _test_row(answer: Any) -> dict[str, Any] | None:
     if not isinstance(answer, str) or not answer.lstrip().startswith("{"):
         return None
     try:
-        fields = json.loads(answer)
+        fields = read_json(answer)
     except ValueError:
         return None
     return fields if "answer" in fields else None

@@ -34,6 +34,7 @@ from asyncrl_plugins.tools.conversation import Conversation, first_messages
 from asyncrl_plugins.tools.environment import call_record
 from asyncrl_plugins.tools.prompt import CallSettings, prompt_tools, show_wish
 from asyncrl_plugins.tools.schema import Tool
+from protocol.nesting import read_json
 
 VERIFIERS_PROGRAM = Path(__file__).with_name("program.py")
 MAX_LINE_BYTES = 16 << 20
@@ -219,12 +220,19 @@ class _Program:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            said = json.loads(line)
-            waiting = self._playing.get(said.get("id"))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(said)
-        ended = f"its process ended with {await process.wait()}"
+        try:
+            while line := await process.stdout.readline():
+                self._take(read_json(line))
+            ended = f"its process ended with {await process.wait()}"
+        except (AttributeError, TypeError, ValueError) as error:  # also of a line over MAX_LINE_BYTES
+            process.kill()
+            ended = f"its process printed a line that is no answer ({one_line(error)}), and was killed"
+            await process.wait()
         for waiting in self._playing.values():
             if not waiting.done():
                 waiting.set_result({"error": ended})
+
+    def _take(self, said: dict[str, Any]) -> None:
+        waiting = self._playing.get(said.get("id"))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(said)

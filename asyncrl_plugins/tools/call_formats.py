@@ -24,6 +24,7 @@ from asyncrl.environments.interface import Action
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import shorten
 from asyncrl_plugins.tools.schema import Tool
+from protocol.nesting import read_json
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of each tool's parameters, by the tool's name."""
@@ -304,11 +305,11 @@ def _json(text: str, position: int) -> Any:
         raise _Malformed(position, f"{constant} is no JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
+        return read_json(text, object_pairs_hook=unique, parse_constant=no_number)
     except json.JSONDecodeError as error:
         near = shorten(text[error.pos : error.pos + 20], 40)
         raise _Malformed(position + error.pos, f"no JSON ({error.msg.lower()}), near {near!r}") from None
-    except (RecursionError, ValueError) as error:  # nested without end; a number of thousands of digits
+    except ValueError as error:  # nested without end; a number of thousands of digits
         raise _Malformed(position, f"no JSON ({error!s:.80})") from None
 
 

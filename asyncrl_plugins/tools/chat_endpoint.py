@@ -20,7 +20,8 @@ from aiohttp.typedefs import Handler
 
 from asyncrl.environments.interface import Action
 from asyncrl_plugins.tools.call_formats import Call
-from asyncrl_plugins.tools.conversation import canonical
+from asyncrl_plugins.tools.conversation import canonical, check_message
+from protocol.nesting import read_json
 
 MAX_BODY_BYTES = 100 << 20
 IDLE_S = 600.0
@@ -51,15 +52,18 @@ class ChatSession:
         self._closed = False
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The completion of a request. One that is sent again is not sampled again. Raises Refused."""
+        """The completion of a request. One that is sent again is not sampled again. Raises Refused, and ValueError for
+        messages that are none."""
         for name, plain in (("n", 1), ("stream", False)):
             if body.get(name) not in (None, plain):
                 raise Refused(
-                    f"{name}={body[name]!r} is not served: a trajectory is one conversation, in whole answers"
+                    f"{name}={body[name]!r:.80} is not served: a trajectory is one conversation, in whole answers"
                 )
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise Refused("the request has no messages")
+        for message in messages:
+            check_message(message)
         key = json.dumps([canonical(message) for message in messages])
         if key in self._answered:
             return self._answered[key]
@@ -149,7 +153,7 @@ class ChatEndpoint:
         async with asyncio.timeout(IDLE_S):
             content = await request.read()
         try:
-            body = json.loads(content)
+            body = read_json(content)
             return web.json_response(await session.complete(body if isinstance(body, dict) else {}))
         except (ValueError, Refused) as error:
             raise web.HTTPBadRequest(text=str(error)) from None

@@ -157,10 +157,43 @@ def _role(message: dict[str, Any]) -> str:
     return "system" if message.get("role") == "developer" else str(message.get("role"))
 
 
+def check_message(message: Any) -> None:
+    """Raise ValueError, naming field and type, for what is no message of OpenAI's chat completions. Parts and fields
+    that nobody reads here may be anything."""
+    _expect(message, (dict,), "a message")
+    _expect_text(message.get("role"), "`role` of a message")
+    content = _expect(message.get("content"), (str, list, type(None)), "`content` of a message")
+    for part in content if isinstance(content, list) else ():
+        kind = _expect_text(_expect(part, (dict,), "a part of `content`").get("type"), "`type` of a part")
+        if kind == "text":
+            _expect_text(part.get("text"), "`text` of a part")
+        elif kind == "image_url":
+            address = _expect(part.get("image_url"), (dict,), "`image_url` of a part").get("url")
+            base64.b64decode(_expect_text(address, "`url` of an image").partition("base64,")[2])
+    if isinstance(content, str):
+        _expect_text(content, "`content` of a message")
+    for call in _expect(message.get("tool_calls"), (list, type(None)), "`tool_calls` of a message") or ():
+        function = _expect(_expect(call, (dict,), "a tool call").get("function"), (dict,), "`function` of a tool call")
+        for name in ("name", "arguments"):
+            _expect_text(function.get(name), f"`{name}` of a tool call")
+
+
+def _expect(value: Any, kinds: tuple[type, ...], what: str) -> Any:
+    if not isinstance(value, kinds):
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{what} is {type(value).__name__}, expected {names}")
+    return value
+
+
+def _expect_text(value: Any, what: str) -> str:
+    text: str = _expect(value, (str,), what)
+    if not text.isascii():
+        text.encode()  # half a surrogate pair is no text
+    return text
+
+
 def canonical(message: dict[str, Any]) -> Any:
-    """Comparable form of a message, equal for equal ones. Raises ValueError for what is no message."""
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is {type(message).__name__}, expected an object")
+    """Comparable form of a message, equal for equal ones."""
     content = message.get("content") or ""
     if isinstance(content, list):
         texts = [part.get("text", "") if part.get("type") == "text" else json.dumps(part) for part in content]

@@ -25,6 +25,7 @@ from asyncrl.user_functions import one_line
 from asyncrl_plugins.tools.environment import CallError, ToolEnvironment
 from asyncrl_plugins.tools.prompt import ToolSettings
 from asyncrl_plugins.tools.schema import Tool
+from protocol.nesting import read_json
 
 SCHEMA_S = 20.0
 """Seconds for the server to say what its actions are."""
@@ -67,7 +68,7 @@ class OpenEnvEnvironment(ToolEnvironment):
             cls.shown = staticmethod(user_functions.resolve(config.observe, {}, "environment.config.observe"))
         try:
             with urllib.request.urlopen(f"{config.url.rstrip('/')}/schema", timeout=SCHEMA_S) as response:
-                action = json.load(response)["action"]
+                action = read_json(response.read(MAX_MESSAGE_BYTES))["action"]
         except Exception as error:
             raise UserError(
                 f"the OpenEnv server {config.url} does not say what its actions are: {one_line(error)}"
@@ -104,13 +105,15 @@ class OpenEnvEnvironment(ToolEnvironment):
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         await self._socket.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await self._socket.recv())
-        told = answer.get("data", {})
+        answer = read_json(await self._socket.recv())
+        told = answer.get("data", {}) if isinstance(answer, dict) else None
+        if not isinstance(told, dict):
+            raise ValueError(f"the OpenEnv server answered {answer!r:.200}, expected an object with `data`")
         if answer.get("type") == "error":
             if kind == "step" and told.get("code") == REFUSED:
                 raise CallError(f"{self._config.tool}: {told.get('message', ''):.500}", "arguments")
             raise ConnectionError(f"the OpenEnv server says {told.get('code')}: {told.get('message')}")
-        if "observation" not in told:
+        if not isinstance(told.get("observation"), dict):
             raise ValueError(f"the OpenEnv server answered {answer!r:.200}, which has no observation")
         return told
 

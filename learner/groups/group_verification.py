@@ -6,20 +6,45 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
+from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.user_functions import one_line
+from learner.groups.ticket import PreparedTicket
 from learner.groups.turn_verification import turn_problems
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import FinishReason, Group, Ticket, TicketKind, TokenSource, printable
+from protocol.messages import FinishReason, Group, Ticket, TicketKind, TokenSource, Turn, printable
+
+logger = logging.getLogger(__name__)
 
 LOGPROB_SLACK = 1e-4
 """Distance above 0 by which rounding may put the log-prob of a certain token."""
+
+
+def verify_answer(
+    verify: Callable[..., None], group: Group, prepared: PreparedTicket, *, sender: str, **facts: Any
+) -> None:
+    """Verify the answer to a ticket by `verify_group`, with these `facts`. Raises ProtocolError and nothing else:
+    nothing that a peer sends may end the thread that reads it."""
+    try:
+        verify(group, prepared.ticket, prepared.measured_of(group), sender=sender, **facts)
+        return
+    except ProtocolError:
+        raise
+    except UserError as error:  # what an environment opened with cannot be read
+        reason = str(error)
+    except Exception as error:
+        logger.exception("the group of ticket %d from %s cannot be verified", group.ticket_id, sender)
+        reason = f"it cannot be verified: {one_line(error)}"
+    raise ProtocolError(ErrorCode.REFUSED_GROUP, f"from {sender}: {reason}")
 
 
 def verify_group(
@@ -112,10 +137,11 @@ def _shape_problems(group: Group, ticket: Ticket) -> Iterator[str]:
 
 def _request_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     """Check that completions begin with what their requests put there, of which no policy sampled anything."""
+    for index, record in enumerate(group.trajectories):
+        if record.image_hashes != ticket.request(index).images:
+            yield f"the engine saw other images for completion {index} than those of its request"
     starts = np.cumsum(group.lengths) - group.lengths
     for index, request in enumerate(ticket.requests):
-        if group.trajectories[index].image_hashes != request.images:
-            yield f"the engine saw other images for completion {index} than those of its request"
         count, start, length = len(request.prefix), int(starts[index]), int(group.lengths[index])
         if not count:
             continue
@@ -131,7 +157,8 @@ def _request_problems(group: Group, ticket: Ticket) -> Iterator[str]:
 
 
 def _source_problems(group: Group, ticket: Ticket) -> Iterator[str]:
-    """Compare sources where nobody answers: tokens of a prefix are inserted, and the policy samples the others."""
+    """Compare sources and turns where nobody answers: tokens of a prefix are inserted, and the policy samples the
+    others, in one turn."""
     owner = np.repeat(np.arange(group.lengths.size), group.lengths)
     place = np.arange(owner.size) - (np.cumsum(group.lengths) - group.lengths)[owner]
     prefixes = np.array([len(ticket.request(index).prefix) for index in range(group.lengths.size)])
@@ -139,6 +166,11 @@ def _source_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     for position in np.flatnonzero(group.source != expected)[:1]:
         index = owner[position]
         yield f"completion {index} has other sources than {prefixes[index]} inserted tokens and then sampled ones"
+    for index, (record, length) in enumerate(zip(group.trajectories, group.lengths.tolist(), strict=True)):
+        start = int(prefixes[index])
+        if record.turns != ((Turn(start=start, end=length),) if start < length else ()):
+            spans = ", ".join(f"[{turn.start}, {turn.end})" for turn in record.turns) or "none"
+            yield f"completion {index} has the turn {spans}, but its sampled tokens are [{start}, {length})"
 
 
 def _token_problems(group: Group, ticket: Ticket, vocabulary: int) -> Iterator[str]:
@@ -210,7 +242,7 @@ def _score_problems(group: Group, components: Collection[str]) -> Iterator[str]:
             yield f"trajectory {index} has reward {record.reward}"
         if not scored and not record.error_kind:
             yield f"trajectory {index} is {record.status} without an error kind"
-        if scored and record.rewards.keys() != expected:
+        if record.rewards.keys() != expected if scored else record.rewards.keys() - expected:
             yield (
                 f"trajectory {index} has the reward components {_named(record.rewards)}, here they are "
                 f"{_named(components)}. Do both sides have the same reward.functions?"

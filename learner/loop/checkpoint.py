@@ -111,7 +111,8 @@ def save_checkpoint(run_path: Path, building: Path, snapshot: Snapshot, keep: in
     building.rename(folder)
     _sync(folder.parent)
     crash_point("checkpoint.renamed")
-    for old in list(complete_checkpoints(run_path).values())[:-keep]:
+    until_now = [path for step, path in complete_checkpoints(run_path).items() if step <= state.step]  # a later one
+    for old in until_now[:-keep]:  # was damaged, and this run has gone on from one before it
         shutil.rmtree(old)
     return folder
 
@@ -136,8 +137,20 @@ def newest_checkpoint(run_path: Path) -> Path | None:
     return next(reversed(complete_checkpoints(run_path).values()), None)
 
 
+class DamagedCheckpoint(BadStateError):
+    """A file of a checkpoint is missing, or is not what was written."""
+
+    def __init__(self, folder: Path, problem: str):
+        super().__init__(
+            f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
+            "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
+        )
+        self.folder, self.problem = folder, problem
+
+
 def read_state(folder: Path) -> LearnerState:
-    """Raises BadStateError unless every file of the checkpoint is as it was written."""
+    """Raises BadStateError unless every file of the checkpoint is as it was written; DamagedCheckpoint where one is
+    not, or is missing."""
     check_files(folder)
     try:
         return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
@@ -201,7 +214,8 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raises BadStateError naming the first file that is not what was written, or is missing."""
+    """Raises DamagedCheckpoint naming the first file that is not what was written, or is missing; BadStateError for one
+    that was not written with it."""
     try:
         expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text()), _checksums(folder)
         changed = sorted(name for name in expected if expected[name] != actual.get(name))
@@ -210,10 +224,7 @@ def check_files(folder: Path) -> None:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         problem, added = str(error) or repr(error), []
     if problem:
-        raise BadStateError(
-            f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
-            "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
-        )
+        raise DamagedCheckpoint(folder, problem)
     if added:
         raise BadStateError(f"the checkpoint {folder} has a file that was not written with it: {added[0]}. Move it out")
 

@@ -21,16 +21,16 @@ from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import PARTS
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.contents import MODEL_FOLDER
+from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders
 from asyncrl.user_functions import own_functions, read_source
-from learner.loop.checkpoint import LearnerState, newest_checkpoint, read_state
+from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
 
@@ -84,13 +84,42 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    state = read_state(checkpoint) if checkpoint else None
-    journal = open_journal(
-        config.run_path, config.trainer.durability, resources, config.last_step_not_needed(state.step if state else 0)
-    )
+    damages: list[DamagedCheckpoint] = []
+    checkpoint, state = _newest_whole(config.run_path, damages)
+    saved_step = state.step if state else 0
+    try:
+        not_needed = config.last_step_not_needed(saved_step)
+        journal = open_journal(config.run_path, config.trainer.durability, resources, not_needed)
+        if damages and (missing := journal.first_step_not_kept(not_needed)):
+            raise BadStateError(
+                f"the journal {journal.path} no longer keeps all groups of step {missing} (trainer.keep_samples_gib), "
+                f"and the checkpoint to go on from is of step {saved_step}"
+            )
+    except BadStateError as problem:
+        if not damages:
+            raise
+        raise BadStateError(f"{damages[0]}. An older one cannot take its place: {problem}") from problem
+    if damages:
+        logger.warning(
+            "%s is damaged (%s): the run goes on from %s, and makes steps %d to %d again, from the journal",
+            *(damages[0].folder, damages[0].problem, checkpoint, saved_step + 1, journal.last_step()),
+        )
     if recorded := recorded_updates(journal):  # else its learner died before it had begun
-        _check_update(journal, recorded[-1], update_settings(config), state.step if state else 0)
+        _check_update(journal, recorded[-1], update_settings(config), saved_step)
     return StartingPoint(journal, checkpoint, state)
+
+
+def _newest_whole(run_path: Path, damages: list[DamagedCheckpoint]) -> tuple[Path | None, LearnerState | None]:
+    """The newest checkpoint that is as it was written, and its state; None where there is none at all. What is wrong
+    with newer ones is added to `damages`. Raises the newest one's DamagedCheckpoint where all are damaged."""
+    for folder in reversed(checkpoint_folders(run_path).values()):
+        try:
+            return folder, read_state(folder)
+        except DamagedCheckpoint as damage:
+            damages.append(damage)
+    if damages:
+        raise damages[0]
+    return None, None
 
 
 def open_journal(run_path: Path, durability: Durability, resources: ExitStack, saved_step: int = 0) -> Journal:

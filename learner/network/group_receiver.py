@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.environments.recording import EnvironmentHealth
-from asyncrl.errors import UserError
+from learner.groups.group_verification import verify_answer
 from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
@@ -51,13 +51,10 @@ class GroupReceiver:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            measured, now = prepared.measured_of(group), self.servers.version
-            self.verify(group, prepared.ticket, measured, sender=server_id, version=now, bridge=prepared.bridge)
+            now = self.servers.version
+            verify_answer(self.verify, group, prepared, sender=server_id, version=now, bridge=prepared.bridge)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
-            return
-        except UserError as error:  # what an environment opened with cannot be read
-            self._refuse(server_id, group, ProtocolError(ErrorCode.REFUSED_GROUP, f"from {server_id}: {error}"))
             return
         crash_point("group.verified")
         self._arrived[group.ticket_id] = ([server_id], ReceivedGroup(prepared, group, frames))

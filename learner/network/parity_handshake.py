@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from asyncrl.errors import BadStateError, WaitTimeoutError
+from learner.groups.group_verification import verify_answer
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
@@ -149,8 +150,8 @@ class ParityHandshake:
         check = self._checks[server_id]
         prepared = check.tickets[group.ticket_id]
         try:
-            newest, measured = self.servers.version, prepared.measured_of(group)
-            self.verify(group, prepared.ticket, measured, sender=server_id, version=newest, components=())
+            newest = self.servers.version
+            verify_answer(self.verify, group, prepared, sender=server_id, version=newest, components=())
         except ProtocolError as problem:
             self.refuse(check, problem.reason, "Start both services with the same configuration and library versions")
             return

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
 from protocol.messages.tickets import FinishReason, PartialRollout, TextPart
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, TokenSource, TrajectoryRole, Wire
+from protocol.nesting import read_json
 
 MOST_CALLS = 64
 """Calls of one turn that its record keeps."""
@@ -71,8 +72,10 @@ class ToolCall(Wire):
 
 
 def _is_json_object(text: str) -> str:
-    if text and not isinstance(json.loads(text), dict):
+    if text and not isinstance(facts := read_json(text), dict):
         raise ValueError("info is no JSON object")
+    if text:
+        json.dumps(facts, allow_nan=False)  # a record of it is JSON for others, too
     return text
 
 
@@ -229,7 +232,7 @@ class Group(Wire):
         for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
             for turn in record.turns:
                 if turn.start > turn.end or turn.end > length or turn.context > turn.start:
-                    raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
+                    raise ValueError(f"the turn of the tokens [{turn.start}, {turn.end}) lies outside its {length}")
         return self
 
     @property

@@ -11,6 +11,7 @@ from protocol.messages.weights import DeviceSource
 from protocol.messages.wire import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Count,
     Fingerprint,
     Many,
     PeerId,
@@ -86,10 +87,10 @@ class ServerHeartbeat(Wire):
 
     type: Literal["server_heartbeat"] = "server_heartbeat"
     version: Version
-    groups_queued: int
-    groups_running: int
-    groups_unacknowledged: int
-    tokens_generated: int
+    groups_queued: Count
+    groups_running: Count
+    groups_unacknowledged: Count
+    tokens_generated: Count
     """Sampled tokens since the process started."""
     busy_s: Seconds
     """Seconds since the process started in which the engine had work."""
@@ -149,5 +150,5 @@ class LeaseReturn(Wire):
     """Seconds to wake up, or to load the model the first time."""
     sleep_s: Seconds
     """Seconds to fall asleep."""
-    sleep_bytes: int = Field(ge=0)
+    sleep_bytes: Count
     """Bytes that left the device."""

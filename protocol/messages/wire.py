@@ -39,7 +39,9 @@ Many = Annotated[tuple[T, ...], FailFast()]
 """A list on the wire. Validation stops at its first mistake: a hostile header could cause millions of them."""
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 TicketId = Annotated[int, Field(ge=0, lt=2**63)]
-Seconds = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""A measured time: sums and means of many stay finite."""
 ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 of encoded image bytes, in hexadecimal."""
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, Literal
 
 import pytest
@@ -143,6 +144,10 @@ def hermes(value: Any) -> str:
     return f"<tool_call>\n{json.dumps(value)}\n</tool_call>"
 
 
+def nested(depth: int) -> list[Any]:
+    return reduce(lambda inner, _: [inner], range(depth - 1), [])
+
+
 GOOD = {"name": "crop", "arguments": {"box": [0, 0, 1, 1]}}
 
 
@@ -196,6 +201,8 @@ def test_calls_are_read_as_they_are_written(call_format: str, text: str, calls: 
         ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "'name' is given twice"),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "no JSON"),
+        ("hermes", hermes({"name": "crop", "arguments": {"box": nested(100)}}), "nested more than 64 deep"),
+        ("hermes", hermes({"name": "crop", "arguments": {"box": nested(900)}}), "nested more than 64 deep"),
         ("qwen_xml", "<tool_call>crop</tool_call>", "at character 11: expected <function=NAME>"),
         (
             "qwen_xml",

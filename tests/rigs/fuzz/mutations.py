@@ -104,9 +104,9 @@ def _places(tree: Any, depth: int = 20) -> Iterator[tuple[Any, Any]]:
 
 def nest(rng: random.Random, frames: Frames) -> Frames:
     """Deeply, as maps or as lists; msgpack's own packer would refuse."""
-    depth = rng.choice((10, 300, 511, 900, 1000, 1023, 1024, 5000))
+    depth = rng.choice((10, 63, 64, 300, 511, 900, 1000, 1023, 1024, 5000))
     opening = rng.choice((b"\x91", b"\x81\xa1a"))
-    key = rng.choice((b"\xa9token_ids", b"\xacticket_ids", b"\xa6reason", b"\xa7columns"))
+    key = rng.choice((b"\xa9token_ids", b"\xacticket_ids", b"\xa6reason", b"\xa7columns", b"\xa6answer"))
     name = rng.choice((b"\xa5group", b"\xa5error", b"\xa7tickets", b"\xa3ack"))
     return [b"\x82\xa4type" + name + key + opening * depth + b"\x00", *frames[1:]]
 
@@ -123,7 +123,28 @@ def enlarge(rng: random.Random, frames: Frames) -> Frames:
     return [rng.choice((b"\xdf", b"\xdd", b"\xdb", b"\xc6")) + b"\xff" * 4]
 
 
-MUTATIONS = (*(change_bytes, change_frames) * 3, nest, enlarge, *(change_header,) * 6)
+def deep_json(rng: random.Random) -> str:
+    """JSON of any depth, whole or broken off in the middle."""
+    opening, closing = rng.choice((("[", "]"), ('{"a":', "}"), ('[{"b":', "}]")))
+    depth = rng.choice((20, 65, 200, 700, 1000, 4096 // len(opening), 20_000))
+    return opening * depth + rng.choice(("", "0" + closing * depth))
+
+
+def nest_text(rng: random.Random, frames: Frames) -> Frames:
+    """JSON nested deeply in any text of the header, a turn's `info` more often; one that cannot be read stays."""
+    try:
+        header = msgpack.unpackb(frames[0])
+        texts = [(parent, key) for parent, key in _places(header) if isinstance(parent[key], str) and key != "type"]
+        if turns := [turn for record in header.get("trajectories", ()) for turn in record["turns"]]:
+            texts += [(turn, "info") for turn in turns] * 9
+        parent, key = rng.choice(texts)
+        parent[key] = deep_json(rng)
+        return [pack(header), *frames[1:]]
+    except (ValueError, TypeError, AttributeError, IndexError, KeyError, OverflowError, msgpack.UnpackException):
+        return frames
+
+
+MUTATIONS = (*(change_bytes, change_frames) * 3, nest, nest_text, enlarge, *(change_header,) * 6)
 
 
 def wrong_group(rng: random.Random, ticket_id: int, version: int, server_id: str) -> Group:

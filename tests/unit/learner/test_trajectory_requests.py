@@ -20,7 +20,7 @@ from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, describe_batch, make_batch
 from protocol.errors import ProtocolError
-from protocol.messages import Ticket, TokenSource, TrajectoryRequest, TrajectoryStatus
+from protocol.messages import Ticket, TokenSource, TrajectoryRecord, TrajectoryRequest, TrajectoryStatus, Turn
 from tests.rigs.made_up_batch import made_up_batch
 
 MakeConfig = Callable[..., RunConfig]
@@ -33,6 +33,10 @@ REQUESTS = (
     TrajectoryRequest(greedy=True),
 )
 PREFIXES = np.array([1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0], bool)
+
+
+def sampled_turn(start: int, end: int) -> tuple[Turn, ...]:
+    return (Turn(start=start, end=end),) if start < end else ()
 
 
 def group_of_requests(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
@@ -51,10 +55,34 @@ def group_of_requests(config: RunConfig, processor: PromptProcessor) -> Received
         "versions": np.where(PREFIXES, 1, 2).astype(np.int32),
     }
     scored = [
-        record.model_copy(update={"rewards": {"exact_match": record.reward}, "role": ticket.role(index)})
+        record.model_copy(
+            update={
+                "rewards": {"exact_match": record.reward},
+                "role": ticket.role(index),
+                "turns": sampled_turn(len(REQUESTS[index].prefix), LENGTHS[index]),
+            }
+        )
         for index, record in enumerate(item.group.trajectories)
     ]
     group = item.group.model_copy(update={**columns, "trajectories": tuple(scored)})
+    return ReceivedGroup(replace(item.prepared, ticket=ticket), group)
+
+
+def group_without_requests(config: RunConfig, processor: PromptProcessor) -> ReceivedGroup:
+    """That group where all of it was sampled."""
+    item = group_of_requests(config, processor)
+    ticket = item.ticket.model_copy(update={"requests": ()})
+    ends = np.isin(np.arange(len(PREFIXES)), np.cumsum(LENGTHS) - 1)
+    columns = {
+        "token_ids": np.where(ends, STOP, 20).astype(np.int32),
+        "source": np.full(len(PREFIXES), TokenSource.POLICY, np.uint8),
+        "versions": np.full(len(PREFIXES), 2, np.int32),
+    }
+    records = tuple(
+        record.model_copy(update={"role": ticket.role(index), "turns": sampled_turn(0, LENGTHS[index])})
+        for index, record in enumerate(item.group.trajectories)
+    )
+    group = item.group.model_copy(update={**columns, "trajectories": records})
     return ReceivedGroup(replace(item.prepared, ticket=ticket), group)
 
 
@@ -125,6 +153,45 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing behind a hint": ({"lengths": {0: 2, 1: 5}}, "completion 0 has 2 tokens, .* something must be sampled"),
     "a shorter hint": ({"lengths": {0: 1, 1: 6}}, "completion 0 does not begin"),
 }
+
+
+WRONG_RECORDS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "a turn over a part": (1, {"turns": (Turn(start=1, end=4),)}, r"1 has the turn \[1, 4\), .* tokens are \[0, 4\)"),
+    "a turn over a hint": (0, {"turns": (Turn(start=0, end=3),)}, r"0 has the turn \[0, 3\), .* tokens are \[2, 3\)"),
+    "a turn without an end": (3, {"turns": (Turn(start=0, end=0),)}, "3 has the turn"),
+    "no turn": (1, {"turns": ()}, r"1 has the turn none, .* are \[0, 4\)"),
+    "a turn of a demonstration": (2, {"turns": (Turn(start=0, end=2),)}, "2 has the turn"),
+    "a turn's reward": (1, {"turns": (Turn(start=0, end=4, reward=9.0),)}, "1 has the turn"),
+    "a turn's state": (1, {"turns": (Turn(start=0, end=4, state_key="ab"),)}, "1 has the turn"),
+    "a foreign image": (1, {"image_hashes": ("0" * 64,)}, "saw other images for completion 1"),
+    "a foreign component": (
+        1,
+        {"status": "error", "reward": None, "error_kind": "reward_nan", "rewards": {"mine": 1.0}},
+        "trajectory 1 has the reward components mine",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [(name, asked) for name, (index, *_) in WRONG_RECORDS.items() for asked in (True, False) if asked or index == 1],
+)
+def test_a_record_that_does_not_fit_its_tokens_is_refused(make_config: MakeConfig, name: str, asked: bool) -> None:
+    """With requests and without: their records are compared, too."""
+    index, changes, reason = WRONG_RECORDS[name]
+    config = make_config(data={"max_prompt_length": 64}, batch={"prompts_per_step": 2, "group_size": 4})
+    processor = PromptProcessor(config.model)
+    item = group_of_requests(config, processor) if asked else group_without_requests(config, processor)
+    sampling = item.ticket.sampling.model_copy(update={"max_new_tokens": 9})
+    ticket = Ticket.model_validate(item.ticket.model_dump() | {"sampling": sampling})
+    facts = {"sender": "s", "version": 2, "vocabulary": len(processor.tokenizer), "components": ("exact_match",)}
+    verify_group(item.group, ticket, item.prepared.measured, **facts)
+    records = list(item.group.trajectories)
+    records[index] = TrajectoryRecord.model_validate({**dict(records[index]), **changes})
+    with pytest.raises(ProtocolError, match=reason):
+        verify_group(
+            item.group.model_copy(update={"trajectories": tuple(records)}), ticket, item.prepared.measured, **facts
+        )
 
 
 @pytest.mark.parametrize("name", ["", *WRONG])

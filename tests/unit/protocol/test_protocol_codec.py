@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any, get_args
+from unittest import mock
 
 import msgpack
 import numpy as np
@@ -25,6 +27,7 @@ from protocol.messages import (
     Tickets,
     Wire,
 )
+from protocol.nesting import MAX_DEPTH
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, mutate, pack
 
@@ -133,7 +136,7 @@ MALFORMED = {
     "negative frame": [*header(type="chunk", version=0, offset=0, data={"frame": -1}), b"x"],
     **{
         f"{depth} nested {opening!r}": [b"\x82\xa4type\xa5group" + place + opening * depth + b"\x00"]
-        for depth in (300, 1023, 1024, 5000)
+        for depth in (MAX_DEPTH, 300, 1023, 1024, 5000)
         for opening, place in ((b"\x91", b"\xa9token_ids"), (b"\x81\xa1a", b"\xa5extra"))
     },
     "blob inside the header": header(type="chunk", version=0, offset=0, data=b"inline"),
@@ -143,6 +146,59 @@ MALFORMED = {
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed(frames: list[bytes]):
     assert refused(frames).code is ErrorCode.MALFORMED
+
+
+def test_values_travel_as_deep_as_they_may_and_no_deeper():
+    def columns(depth: int) -> dict[str, Any]:
+        return {"deep": functools.reduce(lambda inner, _: {"a": [inner]}, range(depth // 2), 0)}
+
+    deepest = MAX_DEPTH - 5  # below the header, tickets, ticket, prompt and columns
+    assert_same(right := content.example_tickets(columns=columns(deepest)), decode(frames_of(right), Tickets, LIMITS))
+    with pytest.raises(ProtocolError, match=f"nested more than {MAX_DEPTH} deep"):
+        encode(content.example_tickets(columns=columns(deepest + 2)))
+    fields = msgpack.unpackb(frames_of(right)[0])
+    fields["tickets"][0]["prompt"]["columns"] = columns(deepest + 2)
+    assert f"nested more than {MAX_DEPTH} deep" in refused([pack(fields), b"png"], Tickets).reason
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        "[" * 4000,
+        '{"a":' * 800,
+        '{"a":' + "[" * 100 + "]" * 100 + "}",
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        "[1]",
+        "{",
+        "1" * 4096,
+    ],
+    ids=lambda info: info[:12],
+)
+def test_facts_of_a_turn_that_are_no_json_object_are_refused(info: str):
+    """None of them raises anything else, however deep, whoever calls: 4,000 brackets ended the learner's thread."""
+    group = content.conversation(7)
+    turns = group.trajectories[0].turns
+    damaged = (turns[0].model_copy(update={"info": info}), *turns[1:])
+    record = group.trajectories[0].model_copy(update={"turns": damaged})
+    frames = frames_of(group.model_copy(update={"trajectories": (record, *group.trajectories[1:])}))
+    error = refused(frames, Group)
+    assert (error.code, "turns.0.info" in error.reason) == (ErrorCode.MALFORMED, True)
+
+
+def test_nothing_that_a_validator_raises_gets_past_the_decoder(monkeypatch: pytest.MonkeyPatch):
+    for error in (RecursionError("too deep"), KeyError("name"), MemoryError()):
+        monkeypatch.setattr(Error, "model_validate", mock.Mock(side_effect=error))
+        failed = refused(frames_of(Error(code=ErrorCode.MUTED, reason="x")))
+        assert (failed.code, type(error).__name__ in failed.reason) == (ErrorCode.MALFORMED, True)
+
+
+@pytest.mark.parametrize("seconds", [1e308, -1e308, -0.5, float("nan"), float("inf")])
+def test_times_that_nobody_measured_are_refused(seconds: float):
+    for message, name in ((make_group([3]), "timings"), (content.heartbeat(), "busy_s")):
+        fields = msgpack.unpackb(frames_of(message)[0])
+        fields[name] = {"generate_s": seconds, "reward_s": 0.0} if name == "timings" else seconds
+        assert name in refused([pack(fields), *frames_of(message)[1:]]).reason
 
 
 def tampered_group(**changes: Any) -> list[bytes]:

@@ -82,6 +82,7 @@ def test_limits_table():
         f"{limits.max_header_bytes >> 20} MiB",
         str(limits.max_frames),
         f"{codec.MAX_ELEMENTS:,}",
+        str(codec.MAX_DEPTH),
         f"{download.MAX_CHUNK_BYTES >> 20} MiB ({download.CHUNK_BYTES >> 20} MiB is asked for)",
         f"{CONTROL_QUEUES.send}, {CHUNK_QUEUES.send}",
         str(CONTROL_QUEUES.receive),
