@@ -21,7 +21,6 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
@@ -34,7 +33,7 @@ from rollout_server.production.group_producer import GroupProducer
 
 async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tuple[list[ReceivedGroup], float]:
     """A group of each of the first rows, as a server makes it but without rewards, and the seconds that it took."""
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
     tickets = [item.ticket.model_copy(update={"kind": TicketKind.PARITY}) for item in items]
     blobs = {digest: memoryview(data) for item in items for digest, data in item.blobs.items()}

@@ -30,7 +30,6 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.published import load_published
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import TicketWriter
@@ -67,7 +66,7 @@ class Run:
 
 def requests_of(config: RunConfig, processor: PromptProcessor, groups: int, longest: float) -> list[GenerationRequest]:
     """Lengths are given, one per group: all runs sample the same number of tokens."""
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     lengths = np.random.default_rng(1).lognormal(np.log(longest), LENGTH_SIGMA, groups).round().clip(2, 512)
     requests = []
     for ticket_id, length in enumerate(lengths.astype(int).tolist()):

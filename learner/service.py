@@ -13,7 +13,6 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.policy_export import finish_export
 from asyncrl.processing.processor import prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
@@ -103,9 +102,7 @@ class Learner:
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
-        self.writer = TicketWriter(
-            config.ticket_settings, self.processor, stop_token_ids(config.model, self.processor.tokenizer)
-        )
+        self.writer = TicketWriter(config.ticket_settings, self.processor, self.processor.ends.stop_token_ids)
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)
         self.training = Trainer(

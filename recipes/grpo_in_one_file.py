@@ -34,7 +34,6 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.devices.device import resolve_dtype, set_up_training
 from asyncrl.errors import UserError
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import sample_of
@@ -98,7 +97,7 @@ class Run:
         sampling = Sampling(
             **{name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             max_new_tokens=config.data.max_response_length,
-            stop_token_ids=stop_token_ids(config.model, self.processor.tokenizer),
+            stop_token_ids=self.processor.ends.stop_token_ids,
             banned_token_ids=self.processor.placeholder_ids,  # a sampled image token would have no image
         )
         rows = {position: self.row_at(position) for position in positions}

@@ -15,7 +15,7 @@ from asyncrl.data.survey.row_survey import PromptRows, RowSurvey, overlong_openi
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import UserError
-from asyncrl.models.loading import stop_token_ids
+from asyncrl.models.generation_settings import check_generation_config
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor, image_rule, prompt_processor
@@ -33,10 +33,11 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     if no row is usable, or one is bad under `data.on_bad_row: stop`, for a chat template that cannot take the turns of
     the run's environment, and for an environment that does not open.
     """
+    check_generation_config(config.model)
     processor = prompt_processor(config.model, config.environment)
     bridge: TurnBridge | None = None
     if config.environment.is_used:
-        bridge = TurnBridge(processor, stop_token_ids(config.model, processor.tokenizer))
+        bridge = TurnBridge(processor, processor.ends.stop_token_ids)
     limit = config.data.max_prompt_length
     sources = [
         PromptRows(rows, config.data, processor, config.network.max_message_mib, source)
@@ -44,7 +45,7 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
         if rows is not None
     ]
     surveys = [source.survey(SAMPLE) for source in sources]
-    found = [_describe(survey, config.data) for survey in surveys]
+    found = [*(_describe(survey, config.data) for survey in surveys), processor.ends.described]
     usable = surveys[0].usable
     if "target" in config.algorithm.needs and (without := surveys[0].num_without_target):
         found.append(f"of {len(usable):,} usable training rows {without:,} have no text in data.target_key")

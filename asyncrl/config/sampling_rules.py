@@ -29,7 +29,7 @@ _FIXES = {
     "n": "Set batch.group_size",
     "seed": "Set trainer.seed",
     "max_tokens max_new_tokens": "Set data.max_response_length",
-    "stop_token_ids": "Stop tokens are those of the model folder's generation_config.json",
+    "stop_token_ids": "Stop tokens are those of the model folder: change eos_token_id in its generation_config.json",
     "logit_bias bad_words allowed_token_ids": "Leave it out: the learner knows of no such restriction",
     "repetition_penalty presence_penalty frequency_penalty": (
         "Leave it out: the learner knows of no penalty. Use a reward instead"

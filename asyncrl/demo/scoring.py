@@ -141,6 +141,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     sampling = {
         "max_new_tokens": config.data.max_response_length,
         "suppress_tokens": banned or None,
+        "eos_token_id": list(processor.ends.stop_token_ids),
         # The folder's generation_config.json may cut the distribution: a top_k of 50 is transformers' own default.
         **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
         "do_sample": temperature > 0,
@@ -186,7 +187,7 @@ def _generate(
     ).to(model.device)
     output = model.generate(**inputs, **sampling)
     tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
-    stops = completions == tokenizer.eos_token_id
+    stops = torch.isin(completions, torch.tensor(sampling["eos_token_id"], device=completions.device))
     ended, before = stops.any(dim=1).tolist(), (stops.cumsum(dim=1) == 0).sum(dim=1).tolist()
     decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
     return [(prefix + text, stop, n + stop) for text, stop, n in zip(decoded, ended, before, strict=True)]

@@ -76,7 +76,7 @@ def _download(name: str, setting: str, *, with_code: bool) -> Path:
 def read_config(config: ModelConfig) -> dict[str, Any]:
     """The folder's config.json, whatever else is there. Raises UserError where its weights are quantised."""
     file = model_folder(config) / "config.json"
-    described = _read_json(file)
+    described = read_json(file)
     for part in ("text_config", "vision_config"):
         if not isinstance(described.get(part) or {}, dict):
             raise UserError(f"{part} in {file} is no mapping. Copy it from the original model again")
@@ -126,7 +126,7 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
             f"{folder} has a vision model but no image processor. Copy preprocessor_config.json (or "
             "processor_config.json) from the original model into the folder"
         )
-    in_tokenizer = "chat_template" in _read_json(folder / "tokenizer_config.json", missing={})
+    in_tokenizer = "chat_template" in read_json(folder / "tokenizer_config.json", missing={})
     if not in_tokenizer and not _has(folder, *_TEMPLATE_FILES, key="chat_template"):
         raise UserError(
             f"{folder} has no chat template: prompts cannot be rendered. Copy chat_template.jinja (or a "
@@ -139,7 +139,7 @@ def describe_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """transformers' configuration of a folder. Its Auto classes know a plug-in's model family afterwards."""
     from transformers import AutoConfig
 
-    family = _read_json(folder / "config.json").get("model_type")
+    family = read_json(folder / "config.json").get("model_type")
     if family in installed("models") and (register := description("models", family).register):
         implementation(register)()
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -163,12 +163,12 @@ def has_eyes(described: Mapping[str, Any]) -> bool:
 
 def _has(folder: Path, *files: str, key: str) -> bool:
     """True for a setting in a file of its own, or in processor_config.json."""
-    return any((folder / name).is_file() for name in files) or key in _read_json(
+    return any((folder / name).is_file() for name in files) or key in read_json(
         folder / "processor_config.json", missing={}
     )
 
 
-def _read_json(file: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_json(file: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     if missing is not None and not file.is_file():
         return missing
     try:

@@ -18,6 +18,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_model, model_folder, open_weights, weight_files
+from asyncrl.models.generation_settings import check_generation_config, make_savable
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.run_folder.export_record import read_record
 
@@ -39,7 +40,8 @@ def load_model(
     """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`.
 
     `stays_mapped`: on a CPU, parameters that a file has in that dtype stay there until somebody reads them, and take no
-    memory of this process's own: for a model whose parameters are copied into parts of it next.
+    memory of this process's own: for a model whose parameters are copied into parts of it next. Raises UserError for a
+    generation_config.json with which it could not be saved again.
     """
     compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
@@ -50,7 +52,9 @@ def load_model(
             "model.dtype=%s",
             *(folder, record.dtype, config.dtype, record.dtype),
         )
+    check_generation_config(config)
     model = kind.from_pretrained(folder, **options)
+    make_savable(model.generation_config, config)
     place_text_after_videos(model)
     attend_by_length(model)
     if text_attention == SHARED_PREFIX_ATTENTION:
@@ -169,22 +173,3 @@ def model_class(hf_config: Any) -> Any:
 
 def has_vision(hf_config: Any) -> bool:
     return getattr(hf_config, "vision_config", None) is not None
-
-
-def stop_token_ids(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the folder's generation config and of the tokenizer."""
-    from transformers import GenerationConfig
-
-    folder = model_folder(config)
-    declared = None
-    if (folder / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(folder).eos_token_id
-    ids = {declared} if isinstance(declared, int) else set(declared or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise UserError(
-            f"neither generation_config.json nor the tokenizer in {folder} names an end-of-sequence token: "
-            "completions could never finish. Set eos_token_id in generation_config.json"
-        )
-    return tuple(sorted(ids))

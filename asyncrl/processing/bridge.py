@@ -214,8 +214,7 @@ def _add(messages: list[_Rendered], role: str, parts: list[dict[str, str]]) -> N
 
 def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
     """Texts that would become tokens of another meaning: special ones, and those that the template writes itself."""
-    tokenizer = processor.tokenizer
-    template = str(getattr(processor.processor, "chat_template", None) or tokenizer.chat_template)
+    tokenizer, template = processor.tokenizer, str(processor.template.source)
     texts = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,11 @@ from asyncrl.environments.episodes import EnvironmentWorkers
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
+from asyncrl.model_files.folder import describe_folder, describe_model, has_eyes, model_folder
 from asyncrl.plugins import what_to_install
 from asyncrl.processing import torchvision_cpu
+from asyncrl.processing.chat_template import ChatTemplate
+from asyncrl.processing.completion_ends import CompletionEnds, completion_ends, declared_ends
 from asyncrl.processing.encoded_prompt import EncodedPrompt, VideoFrames, media_arguments, video_hash
 from asyncrl.processing.image_grids import (
     ImageGrids,
@@ -66,13 +69,15 @@ class PromptProcessor:
     """The model folder's processor and tokenizer, with a bounded cache of encoded prompts."""
 
     def __init__(self, config: ModelConfig, *, cache_mib: int = 256):
-        from transformers import AutoProcessor
+        from transformers import AutoProcessor, AutoTokenizer
 
-        describe_folder(config)
+        described = describe_folder(config)
         folder, remote = model_folder(config), config.trust_remote_code
         hf_config = describe_model(folder, trust_remote_code=remote)
+        # A text model's tokenizer may name the processor of a relative that sees, whose files it has not (Gemma 3 1B).
+        kind = AutoProcessor if has_eyes(described) else AutoTokenizer
         try:
-            self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=remote)
+            self.processor: Any = kind.from_pretrained(folder, trust_remote_code=remote)
         except Exception as problem:  # whatever a file that is missing, cut off or of another version leads to
             raise UserError(
                 f"the processor in {folder} cannot be loaded ({type(problem).__name__}: {problem}). Copy tokenizer*, "
@@ -81,13 +86,15 @@ class PromptProcessor:
         limit_pixels(self.processor, config)
         self._pixel_limits = config.pixel_limits
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
+        self.template = ChatTemplate(self.processor)
+        self._folder = folder
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
         self.family: str = hf_config.model_type
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
-        self._calls = CallForm(self._templated)
+        self._calls = CallForm(self.template.render)
         self._tools: ToolPrompt | None = None
         self.shown_tools: PromptTools | None = None
         self._grids = grids_of(self.family, self.processor) if self.sees_images else None
@@ -100,6 +107,11 @@ class PromptProcessor:
         """Prompts that a thread encodes just now: another one that asks for the same waits for it."""
         self._cache_left = cache_mib * 2**20
 
+    @cached_property
+    def ends(self) -> CompletionEnds:
+        """Tokens that end a completion. Raises UserError where none does."""
+        return completion_ends(self.template, self.tokenizer, declared_ends(self._folder, self.tokenizer))
+
     @property
     def fingerprint(self) -> str:
         """Equal for two processors that turn every prompt into the same ids and pixels.
@@ -111,7 +123,7 @@ class PromptProcessor:
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
             "special_tokens": self.tokenizer.special_tokens_map,
-            "chat_template": getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template,
+            "chat_template": self.template.source,
         }
         if self.sees_images:
             described["processor"] = self.processor.to_dict()
@@ -123,7 +135,7 @@ class PromptProcessor:
         """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
         self.shown_tools = shown if shown and shown.show != "off" else None
         self._tools = (
-            ToolPrompt(self.shown_tools, self._templated, self._placeholder_texts) if self.shown_tools else None
+            ToolPrompt(self.shown_tools, self.template.render, self._placeholder_texts) if self.shown_tools else None
         )
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
@@ -292,19 +304,7 @@ class PromptProcessor:
     def render_messages(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The chat template's text of messages whose contents are lists of parts, `{"type": "text", ...}` and such."""
         tools = self._tools.schemas if self._tools else None
-        return self._templated(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-
-    def _templated(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **options: Any
-    ) -> str:
-        if tools:
-            options["tools"] = tools
-        if not self.sees_images:  # text-only templates expect plain strings
-            messages = [
-                m if m["content"] is None else {**m, "content": "".join(part["text"] for part in m["content"])}
-                for m in messages
-            ]
-        return self.processor.apply_chat_template(messages, tokenize=False, **options)
+        return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of plain text, without special ones around it. Any thread may call it."""
@@ -312,8 +312,8 @@ class PromptProcessor:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def tokenize_completion(self, text: str) -> list[int]:
-        """Token ids of a completion that says `text`: as the policy would sample it, with a stop token at its end."""
-        return [*self.tokenize(text), self.tokenizer.eos_token_id]
+        """Token ids of a completion that says `text`: as the policy would sample it, closed as an assistant's turn."""
+        return [*self.tokenize(text), *self.ends.written]
 
     def starts_of_tokens(self, text: str) -> list[int]:
         """Place in the text where each of its tokens begins, in characters. Any thread may call it."""

@@ -15,9 +15,7 @@ from typing import Any, Protocol
 
 from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
-
-Rendered = list[dict[str, Any]]
-"""Messages as chat templates take them, with lists of parts."""
+from asyncrl.processing.chat_template import Rendered
 
 _MADE_UP = {
     "type": "function",

@@ -33,6 +33,9 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
     processor, data = prompt_processor(config.model, config.environment), config.data
+    if purpose == "training":
+        ends = processor.ends
+        yield Finding("stop tokens", ends.described, "ok" if ends.added is None else "note")
     survey = PromptRows(rows, data, processor, config.network.max_message_mib, purpose).survey()
     took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
     columns = ", ".join(rows.columns)

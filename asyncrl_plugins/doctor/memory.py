@@ -18,6 +18,7 @@ from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, make_plan
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
+from asyncrl.models.generation_settings import check_generation_config
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
@@ -29,6 +30,7 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     described = check_model(config.model)
     check_lengths(config, described)
     check_weights(config.model)
+    check_generation_config(config.model)
     check_devices(config, ("learner", "rollout_server"))
     check_engine(config)
     kind = described.get("model_type", "of no stated type")

@@ -21,7 +21,7 @@ from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.recording import Decode, EnvironmentHealth, described_turns
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder
-from asyncrl.models.loading import model_of_export, stop_token_ids
+from asyncrl.models.loading import model_of_export
 from asyncrl.models.lora import is_adapter_folder, read_adapter, resolve_adapter, settings_of
 from asyncrl.models.published import tensor_bytes
 from asyncrl.processing.processor import PromptProcessor
@@ -53,8 +53,7 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
     async def play(config: RunConfig) -> tuple[Group, Decode]:
         async with _playing(config) as (engine, producer, processor, _):
             await _start(engine, config, folder)
-            stops = stop_token_ids(config.model, processor.tokenizer)
-            ticket = _ticket(config, processor, stops, 0, rendered)
+            ticket = _ticket(config, processor, 0, rendered)
             blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
             (answer,) = [answer async for answer in producer.produce([ticket], blobs)]
         if not isinstance(answer, Group):
@@ -154,7 +153,7 @@ class _Rows:
     def __init__(self, config: RunConfig, processor: PromptProcessor, number: int, prompts: Iterator[RenderedPrompt]):
         self._processor = processor
         self._left = enumerate(prompts)
-        self._ticket = partial(_ticket, config, processor, stop_token_ids(config.model, processor.tokenizer))
+        self._ticket = partial(_ticket, config, processor)
         self._scored: dict[int, list[EvaluatedRow]] = {}
         """Scores by ticket."""
         self._health = EnvironmentHealth("then evaluate again")
@@ -194,9 +193,7 @@ class _Rows:
         return [EvaluatedRow(_sample(ticket, ""), score)] * ticket.group_size
 
 
-def _ticket(
-    config: RunConfig, processor: PromptProcessor, stops: tuple[int, ...], index: int, rendered: RenderedPrompt
-) -> Ticket:
+def _ticket(config: RunConfig, processor: PromptProcessor, index: int, rendered: RenderedPrompt) -> Ticket:
     return evaluation_ticket(
         config.evaluation,
         config.environment,
@@ -206,7 +203,7 @@ def _ticket(
         version=0,
         run_seed=config.trainer.seed,
         max_response_length=config.data.max_response_length,
-        stop_token_ids=stops,
+        stop_token_ids=processor.ends.stop_token_ids,
         banned_token_ids=processor.placeholder_ids,
     )
 

@@ -27,7 +27,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl.launch.command import command
-from asyncrl.models.loading import load_model, stop_token_ids
+from asyncrl.models.loading import load_model
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
@@ -173,7 +173,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
         processor.show_tools(PromptTools.from_json(tools))
     if checkpoint and state and not state.adapter:
         config = config.with_policy(checkpoint / MODEL_FOLDER)
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     training = Trainer(config, processor, writer.num_train_rows, checkpoint, state)
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())

@@ -30,6 +30,7 @@ from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.memory_plan.plan import check_plan
+from asyncrl.models.export import check_export
 from asyncrl.models.policy_export import ROWS, finish_export
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
@@ -78,6 +79,8 @@ class SupervisedTrainer:
         self.engine = TorchEngine(config.model_settings, config.sft.optim, num_steps, ranks)
         tokens = choose_tokens(config, self.engine.device, ranks)
         self.engine.prepare()
+        if ranks.leads:
+            check_export(self.engine.model, processor.processor)
         self.roles = Roles(self.engine, ranks=ranks)
         self.features = self.roles.share_features(config.learner)
         self.budget = TokenBudget(self.roles, tokens)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.replay.replay import ReplayableRun
 from learner.groups.recorded_batch import batch_again, read_batch
@@ -49,7 +48,7 @@ class BareLoop:
 def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
     config = run.config
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     training = Trainer(config, processor, writer.num_train_rows)
     bare_engine = TorchEngine(config.model_settings, config.learner.optim, steps)
     bare_engine.prepare()

@@ -27,7 +27,6 @@ from asyncrl.config.sections import RewardFunctionConfig, component_name
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import call_reward, load_reward
@@ -110,7 +109,7 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
     from trl.data_utils import prepare_multimodal_messages
 
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     for place, row in enumerate(rows[: config.batch.prompts_per_step]):
         ours = writer.write(TicketSlot(place, place, version=0, bound=0)).measured.token_ids.tolist()
         (theirs,), *_ = trainer._tokenize_prompts([prepare_multimodal_messages(row["prompt"], images=row["images"])])

@@ -22,6 +22,7 @@ from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
+from asyncrl.models.export import check_export
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
@@ -111,6 +112,8 @@ class Trainer:
         self.config = config = with_token_budget(config, self.engine.device, ranks)
         check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
+        if ranks.leads:
+            check_export(self.engine.model, processor.processor)
         self.architecture = self.engine.facts.architecture
         self.critic = (
             Critic(config.critic_settings, config.critic, updates, ranks)

@@ -11,7 +11,6 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import max_logprob_difference
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.group_verification import verify_group
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
@@ -49,9 +48,7 @@ def parity_judge(config: RunConfig, *parts: Any) -> ParityJudge:
 
 
 def parity_tickets(config: RunConfig, processor: PromptProcessor) -> list[PreparedTicket]:
-    return TicketWriter(
-        config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer)
-    ).write_parity()
+    return TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids).write_parity()
 
 
 async def answers(

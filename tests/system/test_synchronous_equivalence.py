@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.loading import load_model, stop_token_ids
+from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
@@ -40,7 +40,7 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
     """Generate, score, train, copy the weights over; no protocol, no processes, no threads of ours."""
     torch.manual_seed(config.trainer.seed)
     processor = PromptProcessor(config.model)
-    writer = TicketWriter(config.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     engine, rewards = HFEngine(config, processor), RewardScorer(config.reward)
     trainer = TorchEngine(config.model_settings, config.learner.optim, config.trainer.max_steps)
     trainer.prepare()

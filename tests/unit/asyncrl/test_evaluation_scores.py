@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,3 +53,13 @@ def test_the_configured_temperature_and_group_size_are_used(
     assert len(set(first[:3])) > 1, "three different completions of the first row"
     assert first == again, "the same seed"
     assert all(text.startswith("answer") for text in first)
+
+
+def test_a_completion_ends_at_every_stop_token_of_training(
+    make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path
+) -> None:
+    """generation_config.json names each token: the first that is sampled ends a completion."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(343))}))
+    samples = module.complete_held_out(make_config(data={"max_val_rows": 2}), folder)
+    assert [(sample.finish_reason, sample.num_tokens) for sample in samples] == [("stop", 1)] * 2
