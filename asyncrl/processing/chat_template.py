@@ -9,7 +9,7 @@ from typing import Any
 Rendered = list[dict[str, Any]]
 """Messages as chat templates take them, with lists of parts, `{"type": "text", ...}` and such."""
 _CLOCK = "strftime_now"
-"""The one clock of a template: a function that formats the time."""
+"""Name of the clock that a template may ask: a function that formats the time."""
 
 
 class ChatTemplate:
