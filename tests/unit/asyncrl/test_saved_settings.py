@@ -84,7 +84,7 @@ def test_an_export_names_the_end_of_turn_by_which_its_completions_ended(tiny_mod
     processor = PromptProcessor(config)
     end, other = processor.tokenizer.eos_token_id, processor.tokenizer.pad_token_id
     processor.tokenizer.eos_token = "<|endoftext|>"
-    model = load_model(config, device=torch.device("cpu"))
+    model: Any = load_model(config, device=torch.device("cpu"))
     model.generation_config = GenerationConfig(eos_token_id=other)
     export_model(model, processor.processor, tmp_path / "export")
     assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == [other, end]
