@@ -23,7 +23,6 @@ from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError
 from asyncrl.models.export import export_model, write_whole
-from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.lora import is_adapter_folder, load_policy, merge
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
@@ -57,7 +56,7 @@ def finish_export(
     tokens = 0
     if merged or is_rounded:
         policy = load_policy(model, folder, quantization)
-        sampled = SampledTokens(policy, model, processor, prompts()[:ROWS])
+        sampled = SampledTokens(policy, processor, prompts()[:ROWS])
         exported = load_policy(model, folder) if is_rounded else policy
         del policy
         exported = merge(exported) if merged else exported
@@ -80,11 +79,9 @@ def finish_export(
 class SampledTokens:
     """Completions that a policy samples, and its log-probs of their tokens."""
 
-    def __init__(
-        self, policy: Any, config: ModelConfig, processor: PromptProcessor, prompts: Sequence[RenderedPrompt]
-    ) -> None:
+    def __init__(self, policy: Any, processor: PromptProcessor, prompts: Sequence[RenderedPrompt]) -> None:
         self._inputs = _inputs(processor, prompts)
-        self._stops = stop_token_ids(config, processor.tokenizer)
+        self._stops = processor.ends.stop_token_ids
         self._tokens: torch.Tensor | None = None
         """[B, T] token ids"""
         with torch.random.fork_rng(devices=[]):
