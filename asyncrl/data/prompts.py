@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class PromptRenderer:
 
     def _answer(self, row: Mapping[str, Any], row_id: str) -> Any:
         answer = row.get(self._config.answer_key)
+        if isinstance(answer, float) and math.isnan(answer):
+            return None  # as pandas writes a missing one
         if not _is_wire_safe(answer):
             raise UserError(
                 f"row {row_id}: the answer in column {self._config.answer_key!r} (data.answer_key) is a "

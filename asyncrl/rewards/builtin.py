@@ -6,8 +6,10 @@ row has no usable answer: a broken row is an error to be shown, not a wrong comp
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.rewards.sample import RewardSample
@@ -35,7 +37,7 @@ def contains(sample: RewardSample, *, ignore_case: bool = True, whole_words: boo
     Example: completion "The capital is Paris.", answer "paris" -> 1; answer "par" -> 0 (not a whole word)
     """
     completion = _plain(sample.completion, ignore_case)
-    edges = (r"(?<!\w)", r"(?!\w)") if whole_words else ("", "")
+    edges = (r"(?<!\w)(?<!\d\.)", r"(?!\w|\.\d)") if whole_words else ("", "")  # 5 is no word of 1.5 or 5.5
     answers = [re.escape(_plain(answer, ignore_case)) for answer in accepted_answers(sample)]
     return float(any(re.search(edges[0] + answer + edges[1], completion) for answer in answers))
 
@@ -43,18 +45,17 @@ def contains(sample: RewardSample, *, ignore_case: bool = True, whole_words: boo
 def number_match(sample: RewardSample, *, tolerance: float = 1e-6, relative_tolerance: float = 0.0) -> float:
     """1 if the last number of the completion is the answer's, within either tolerance.
 
-    The answer is a number or a text whose last number counts (GSM8K's `... #### 72`).
+    The answer is a number or a text whose last number counts (GSM8K's `... #### 72`), or a list of them.
     Example: completion "5 - 3 = 2, so 1,002 in total.", answer 1002 -> 1
     """
-    if isinstance(sample.answer, int | float) and not isinstance(sample.answer, bool):
-        expected: float | None = float(sample.answer)
-    else:
-        expected = _last_number(" ".join(accepted_answers(sample)))
-    if expected is None:
-        raise ValueError(f"row {sample.row_id}: number_match needs a number as answer, got {sample.answer!r}")
+    expected = list(map(_last_number, accepted_answers(sample)))
     given = _last_number(sample.completion)
-    allowed = max(tolerance, relative_tolerance * abs(expected))
-    return float(given is not None and abs(given - expected) <= allowed)
+    right = False
+    for number in expected:
+        if number is None:
+            raise ValueError(f"row {sample.row_id}: number_match needs a number as answer, got {sample.answer!r}")
+        right |= given is not None and abs(given - number) <= max(tolerance, relative_tolerance * abs(number))
+    return float(right)
 
 
 def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
@@ -63,10 +64,10 @@ def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
     From clear to vague: `answer is B`, `\\boxed{B}`, `(B)` or `**B**`, a line beginning `B.`, a lone letter.
     Example: completion "A dog, so the answer is (B).", answer "B" -> 1
     """
-    answer = accepted_answers(sample)[0].strip().strip("().").upper()
-    if len(answer) != 1 or answer not in choices.upper():
+    answers = [answer.strip().strip("().").upper() for answer in accepted_answers(sample)]
+    if not all(len(answer) == 1 and answer in choices.upper() for answer in answers):
         raise ValueError(f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}")
-    return float(chosen_letter(sample.completion, choices.upper()) == answer)
+    return float(chosen_letter(sample.completion, choices.upper()) in answers)
 
 
 def boxed_match(sample: RewardSample) -> float:
@@ -135,12 +136,36 @@ def length_limit(sample: RewardSample) -> int:
 
 
 def accepted_answers(sample: RewardSample) -> list[str]:
-    """The accepted answers as text; never empty."""
+    """The accepted answers as text; never empty.
+
+    A number or a truth value has each text that says it: 5.0, as tables have whole numbers, is `5` and `5.0`.
+    Raises ValueError for what no completion says: nothing, a blank, NaN, infinity, a map.
+    """
     accepted: list[Any] = sample.answer if isinstance(sample.answer, list) else [sample.answer]
-    texts = ["" if answer is None else str(answer) for answer in accepted]
+    texts = [text for answer in accepted for text in _texts(answer)]
     if not texts or not all(text.strip() for text in texts):
-        raise ValueError(f"row {sample.row_id}: the answer is {sample.answer!r}. Check data.answer_key")
+        raise ValueError(
+            f"row {sample.row_id}: the answer is {sample.answer!r}, and text, a finite number, or a list of them is "
+            "needed. Check data.answer_key"
+        )
     return texts
+
+
+def _texts(answer: Any) -> list[str]:
+    """Texts that say an answer, the usual one first; blank where none does."""
+    if isinstance(answer, Mapping | list | tuple | bytes) or answer is None:
+        return [""]
+    if isinstance(answer, bool):
+        return [str(answer), str(answer).lower()]
+    if isinstance(answer, float):
+        if not math.isfinite(answer):
+            return [""]
+        if answer.is_integer():
+            return [str(int(answer)), str(answer)]
+        (as_float32,) = struct.unpack("f", struct.pack("f", answer)) if abs(answer) < 1e38 else (None,)
+        if as_float32 == answer:  # a column of 32 bits has 0.10000000149 for 0.1
+            return list(dict.fromkeys((f"{answer:.7g}", str(answer))))
+    return [str(answer)]
 
 
 def _plain(text: str, ignore_case: bool) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,8 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan import size
 from asyncrl.model_files.folder import model_folder, weight_files
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
-from asyncrl.rewards.sample import sample_of
+from asyncrl.rewards.builtin import accepted_answers
+from asyncrl.rewards.sample import RewardSample, sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
@@ -133,7 +136,7 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         return
     yield from _reward_models(config)
     scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
-    failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
+    failed = ((name, score) for scores in scored.values() for name, score in scores.items() if score.status != "ok")
     for name, score in failed:
         value = f"{score.error_kind} on {name}: {score.error_message}"
         fix = "fix the function: a trajectory that it fails on is left out of training, never scored 0"
@@ -142,18 +145,21 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
     if not scored:
         yield Finding("reward", "was loaded, but there is no row to score", "note")
         return
-    for name in config.reward.component_names:
-        parts = [
-            f"{', '.join(f'{score.components[name]:g}' for score in scores)} for {completion}"
-            for completion, scores in scored.items()
-        ]
-        yield Finding("reward", f"{name}: {'; '.join(parts)}")
-    weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
-    worthless = weighted.pop(NOTHING)
-    if not config.environment.is_used and all(values == worthless for values in weighted.values()):
-        value = f"the weighted sum does not tell {' or '.join(weighted)} from {NOTHING}"
+    completions = list(dict.fromkeys(name for scores in scored.values() for name in scores))
+    for component in config.reward.component_names:
+        given = {
+            name: ", ".join(f"{scores[name].components[component]:g}" for scores in scored.values() if name in scores)
+            for name in completions
+        }
+        yield Finding("reward", f"{component}: {'; '.join(f'{each} for {name}' for name, each in given.items())}")
+    alike = [row for row, scores in scored.items() if len({score.reward for score in scores.values()}) == 1]
+    if alike and not config.environment.is_used:
+        on = f" on {', '.join(alike)}" if len(alike) < len(scored) else ""
+        told = " or ".join(name for name in completions if name != NOTHING)
         fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, fix it"
-        yield Finding("reward", value, "warning", fix)
+        if on:
+            fix = "look at the answers of these rows (data.answer_key)"
+        yield Finding("reward", f"the weighted sum does not tell {told} from {NOTHING}{on}", "warning", fix)
 
 
 def _reward_models(config: RunConfig) -> Iterator[Finding]:
@@ -177,15 +183,25 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
             continue
 
 
-async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
-    """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration."""
+def _said(answer: Any) -> str:
+    """The answer as a completion would say it."""
+    try:
+        return accepted_answers(RewardSample("", answer=answer))[0]
+    except ValueError:  # of a form that the user's own function reads
+        return json.dumps(answer, ensure_ascii=False, default=str)
+
+
+async def _score(
+    config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]
+) -> dict[str, dict[str, Score]]:
+    """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration. By row."""
     processor = PromptProcessor(config.model)
     scorer, key = RewardScorer(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await scorer.start()
     try:
-        scored: dict[str, list[Score]] = defaultdict(list)
+        scored: dict[str, dict[str, Score]] = {}
         for rendered, row in rows:
-            completions = {"the answer": str(rendered.prompt.answer), NOTHING: ""}
+            completions = {"the answer": _said(rendered.prompt.answer), NOTHING: ""}
             if row.get(key):
                 completions[key] = str(row[key])
             samples = [
@@ -201,8 +217,7 @@ async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[st
             ]
             group = scorer.group(len(samples))
             scores = await asyncio.gather(*(group.score(i, sample) for i, sample in enumerate(samples)))
-            for name, score in zip(completions, scores, strict=True):
-                scored[name].append(score)
+            scored[rendered.prompt.row_id] = dict(zip(completions, scores, strict=True))
         return scored
     finally:
         await scorer.close()

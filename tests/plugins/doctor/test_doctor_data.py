@@ -108,6 +108,28 @@ def test_what_a_reward_gives_for_the_answer_and_for_nothing(
     assert found.value.startswith(value)
 
 
+@pytest.mark.parametrize(
+    ("answers", "function", "value"),
+    [
+        ([5.0, 6.0], "exact_match", "exact_match: 1, 1 for the answer; 0, 0 for nothing"),
+        (["5", "five"], "exact_match", "exact_match: 1, 1 for the answer; 0, 0 for nothing"),
+        (["5", {"x": 1}], "exact_match", "reward_exception on the answer: "),
+        (["5", "6", "x"], "NUMBERS", "the weighted sum does not tell the answer from nothing on rows.jsonl:2"),
+    ],
+)
+def test_each_answer_is_tried_as_a_completion_says_it(
+    make_config: MakeConfig, tmp_path: Path, answers: list[Any], function: str, value: str
+) -> None:
+    (tmp_path / "n.py").write_text("def NUMBERS(sample):\n    return float(sample.completion.isdigit())\n")
+    function = f"{tmp_path / 'n.py'}:NUMBERS" if function == "NUMBERS" else function
+    rows = [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
+    config = make_config(
+        data=write_rows(tmp_path, rows), reward={"functions": [{"function": function}], "workers": 1, "accuracy": ""}
+    )
+    found = list(find_rewards(config, open_train(config.data), PromptRenderer(config.data)))
+    assert found[-1].value.startswith(value)
+
+
 def test_an_environment_alone_may_reward(make_config: MakeConfig) -> None:
     room: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
     config = make_config(**room, environment={"name": "tests/rigs/lamp.py:Lamp"}, reward={"functions": []})

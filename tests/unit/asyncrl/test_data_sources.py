@@ -325,6 +325,16 @@ def test_an_answer_reaches_the_reward_by_the_name_of_its_column_too() -> None:
     assert prompt.columns == {}, "not twice under one name"
 
 
+def test_an_answer_that_is_not_a_number_is_none(tmp_path: Path) -> None:
+    """So rows without one are told from others: pandas has NaN for them, in a column of numbers."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": NaN}\n{"prompt": "q", "answer": 5.0}\n')
+    pq.write_table(pa.table({"prompt": ["q", "q"], "answer": [float("nan"), 5.0]}), tmp_path / "d.parquet")
+    (tmp_path / "d.csv").write_text("prompt,answer\nq,\nq,5.0\n")
+    for name, five in (("d.jsonl", 5.0), ("d.parquet", 5.0), ("d.csv", "5.0")):
+        config = config_for(tmp_path / name)
+        assert [one.prompt.answer for one in render_all(open_train(config), config)] == [None, five]
+
+
 def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": 1, "image": "x.png"}])
     with pytest.raises(UserError, match=r"no row has a column 'pictures' \(data.image_key\)"):

@@ -45,6 +45,26 @@ CASES: list[tuple[str, str, Any, dict[str, Any], float]] = [
     ("boxed_match", "\\boxed{7.0}", "7", {}, 1),
     ("boxed_match", "\\boxed{\\leftarrow}", "arrow", {}, 0),  # only \left itself is dropped
     ("boxed_match", "\\boxed{7", "7", {}, 0),
+    *[
+        (name, completion, answer, {}, right)
+        for name in ("exact_match", "contains", "number_match")
+        for completion, answer, right in (
+            ("5", 5.0, 1),  # a column of whole numbers with a gap, as pandas has it
+            ("5.0", 5.0, 1),
+            ("-12", -12.0, 1),
+            ("2.5", 2.5, 1),
+            ("0.1", 0.10000000149011612, 1),  # of 32 bits
+            ("6", [5.0, 6.0], 1),
+            ("5", [5.0, 6.0], 1),
+            ("7", [5.0, 6.0], 0),
+        )
+    ],
+    ("exact_match", "true", True, {}, 1),
+    ("exact_match", "False", False, {}, 1),
+    ("contains", "15.0 or 5.5", 5.0, {}, 0),
+    ("boxed_match", "\\boxed{5}", 5.0, {}, 1),
+    ("choice_match", "(B)", ["A", "B"], {}, 1),
+    ("number_match", "6 of them", ["5", "6"], {}, 1),
     ("format_think", "<think>3 + 4 = 7</think> 7", None, {}, 1),
     ("format_think", "<think>a\nb</think>\n\n7\n", None, {}, 1),
     ("format_think", "<think> </think> 7", None, {}, 0),
@@ -66,6 +86,11 @@ UNUSABLE = [
     ("boxed_match", None),
     ("number_match", True),
     ("choice_match", "E"),
+    *[
+        (name, answer)
+        for name in ("exact_match", "contains", "number_match", "boxed_match", "choice_match")
+        for answer in (float("nan"), float("inf"), {"x": 1}, {}, [float("nan")], [["5"]], [{"x": 1}], ["5", None])
+    ],
 ]
 
 
