@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SYNC = "trainer.mode=sync"
 RESUME = "continue run_dir from its newest checkpoint"
+ACCEPT_CHANGES = "with --resume: go on with rows and rewards that have changed, and journal the change"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 OVERRIDES = (
     "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
@@ -107,14 +108,17 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     ):
         train = _command(commands, name, handler, help)
         train.add_argument("--resume", action="store_true", help=RESUME)
+        train.add_argument("--accept-changes", action="store_true", help=ACCEPT_CHANGES)
         train.add_argument("--unattended", action="store_true", help=UNATTENDED)
         train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
+        train.add_argument("--all", action="store_true", help="with --dry-run: print keys at their defaults, too")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
     )
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
+    learn.add_argument("--accept-changes", action="store_true", help=ACCEPT_CHANGES)
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
 
 
@@ -169,12 +173,15 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    _check_flags(arguments)
     config = _load(arguments)
     if arguments.dry_run:
         from asyncrl.checks.inputs import dry_run
 
-        dry_run(config)
+        dry_run(config, whole=arguments.all)
         return ExitCode.FINISHED
+    if arguments.all:
+        raise UserError("--all says what --dry-run prints: add --dry-run")
     from asyncrl.launch.train import train
     from asyncrl.run_folder.contents import is_to_resume
 
@@ -185,7 +192,14 @@ def _train(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         unattended=arguments.unattended,
     )
-    return ExitCode.FINISHED if resume is None else train(config, resume=resume)
+    if resume is None:
+        return ExitCode.FINISHED
+    return train(config, resume=resume, accept_changes=arguments.accept_changes)
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    if arguments.accept_changes and not arguments.resume:
+        raise UserError("--accept-changes is about a run that goes on: add --resume")
 
 
 def _sync(arguments: argparse.Namespace) -> int:
@@ -204,7 +218,9 @@ def _rollout(arguments: argparse.Namespace) -> int:
 def _learn(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.one_service import learn
 
-    learn(arguments.config, arguments.overrides, resume=arguments.resume, unattended=arguments.unattended)
+    _check_flags(arguments)
+    flags = {name: getattr(arguments, name) for name in ("resume", "unattended", "accept_changes")}
+    learn(arguments.config, arguments.overrides, **flags)
     return ExitCode.FINISHED
 
 

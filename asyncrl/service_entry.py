@@ -35,16 +35,19 @@ class StartMode:
     resume: bool = False
     unattended: bool = False
     """Started by a machine, which starts it again after failures."""
+    accept_changes: bool = False
+    """A resumed run takes rows and rewards that have changed as they are now."""
 
 
 Main = Callable[[RunConfig, StartMode], None]
 
 
 def run_service(name: str, main: Main) -> NoReturn:
-    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main`, and exit."""
+    """Parse `--config FILE [--resume [--accept-changes]] [--unattended] [key=value ...]`, run `main`, and exit."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
+    parser.add_argument("--accept-changes", action="store_true", help="with rows and rewards as they are now")
     parser.add_argument("--unattended", action="store_true", help="started by a machine, again after failures")
     parser.add_argument("--failure-file", type=Path, help="where to save why it stopped, for a launcher")
     parser.add_argument("overrides", nargs="*", help="key=value")
@@ -64,7 +67,8 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
         config = resolved(config)
-        return _run(name, main, config, StartMode(arguments.resume, arguments.unattended), arguments.failure_file)
+        start = StartMode(arguments.resume, arguments.unattended, arguments.accept_changes)
+        return _run(name, main, config, start, arguments.failure_file)
     except UserError as error:
         _print_error(error)
         return ExitCode.USER_ERROR

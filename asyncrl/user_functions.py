@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+import xxhash
+
 from asyncrl.errors import METHOD_OVERLAYS, UserError, did_you_mean, file_hint
 from asyncrl.plugins import Group, descriptions, what_to_install
 
@@ -143,6 +145,47 @@ def read_source(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def source_fingerprint(function: UserFunction) -> str:
+    """Hash of the file and of those that it imports from its folder or package, which are read, not run.
+
+    Raises UserError for a file that cannot be read.
+    """
+    package = function.package.split(".") if function.package else []
+    root = function.path.parents[len(package)]
+    own = root.joinpath(*package[:1])
+    sources: dict[Path, bytes] = {}
+    waiting = [function.path]
+    while waiting:
+        path = waiting.pop()
+        if path not in sources and path.is_relative_to(own):
+            sources[path] = read_source(path)
+            waiting += _imported_files(path, sources[path], root)
+    hashed = xxhash.xxh3_64()
+    for _, source in sorted(sources.items()):
+        hashed.update(source)
+    return hashed.hexdigest()
+
+
+def _imported_files(path: Path, source: bytes, root: Path) -> Iterator[Path]:
+    """Yield the files below `root` that a source names in its imports."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return
+    for node in nodes:
+        names, base = list[str](), root
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else root
+            names = [".".join(filter(None, (node.module, *more))) for more in ((), *((a.name,) for a in node.names))]
+        for name in names:
+            if name.partition(".")[0] in ("", "asyncrl", "asyncrl_plugins"):  # a clone of ours is no part of a reward
+                continue
+            module = base.joinpath(*name.split("."))
+            yield from (file for file in (module.with_suffix(".py"), module / "__init__.py") if file.is_file())
 
 
 def load_module(path: Path, source: bytes, package: str = "") -> ModuleType:

@@ -1,4 +1,4 @@
-"""`python -m learner --config CONFIG [--resume] [--unattended] [key=value ...]`"""
+"""`python -m learner --config CONFIG [--resume [--accept-changes]] [--unattended] [key=value ...]`"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare(config: RunConfig, start: StartMode) -> Learner:
 
     require_fixed_ports(config.network)
     set_up_training(config.learner, config.trainer)
-    return Learner(config, resume=start.resume, unattended=start.unattended)
+    return Learner(config, resume=start.resume, unattended=start.unattended, accept_changes=start.accept_changes)
 
 
 def _follow(config: RunConfig) -> None:

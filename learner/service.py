@@ -25,9 +25,11 @@ from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.resume import (
     StartingPoint,
+    check_input_changes,
     check_steps_ahead,
     find_start,
     forget_run,
+    input_settings,
     lasting_settings,
     open_journal,
     sign_journal,
@@ -64,7 +66,10 @@ RECONNECTION_S = 4.0
 
 
 class Learner:
-    def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
+    def __init__(
+        self, config: RunConfig, *, resume: bool = False, unattended: bool = False, accept_changes: bool = False
+    ):
+        """`accept_changes`: a resumed run takes rows and rewards as they are now."""
         self.config = config
         self._goodbye: str | None = COULD_NOT_START
         environment = rank_variables(config.learner, config.trainer.mode)
@@ -73,6 +78,7 @@ class Learner:
             check_device_channel(config.rollout, "learner.device", config.learner.device)
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
+            self._accepts_changes = accept_changes
             self._was_finished = is_finished(config.run_path)
             self.processor = prompt_processor(config.model, config.environment)
             self._lease = self._take_lease(start)
@@ -103,6 +109,8 @@ class Learner:
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config.ticket_settings, self.processor, self.processor.ends.stop_token_ids)
+        self._inputs = input_settings(config, self.writer)
+        check_input_changes(start, self._inputs, accept=self._accepts_changes)
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)
         self.training = Trainer(
@@ -136,6 +144,7 @@ class Learner:
             self.journal,
             lasting_settings(config, self.writer, self.processor, self.engine.adapter, self.training.base),
             update_settings(config),
+            self._inputs,
             self.engine.published_state(),
         )
         check_steps_ahead(self.journal, config.trainer, self.progress.step, self.progress.total_steps)
@@ -160,7 +169,8 @@ class Learner:
             ),
             replay=make_replay_buffer(config.algorithm, config.trainer.seed),
         )
-        self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
+        withhold_s = config.network.heartbeat_s + RECONNECTION_S
+        self.ledger.recover(self.writer.write, withhold_s=withhold_s, drop_changed=self._accepts_changes)
         self.ledger.advance(self.progress.version)
         self._resources.enter_context(closing(PromptsAhead(self.ledger, self.processor)))
         self.publication = self._resources.enter_context(open_publication(self.run_id))
@@ -300,7 +310,7 @@ class Learner:
             logger.warning("%s", note)
         save_config(self.config.run_path, dump_config(self.config))
         self.reporter.started(self.progress.step, self.engine.device)
-        self.reporter.bad_rows(self.writer.bad_rows)
+        self.reporter.rows(self.writer.bad_rows, held_out_trained=self.writer.num_held_out_trained)
         self._status("starting")
         self.network.start()
         self._make_steps_again()
@@ -342,6 +352,7 @@ class Learner:
             self.schedule.open_for_work()
             self.schedule.finish_evaluation()  # one that has begun when this was not known to be the last step
             return
+        self._status("training")
         self._learn(self.ledger.take(), started + held_up_s, publish=True)
         if self.device.is_shared:
             self._save_if_due()  # while it is ours

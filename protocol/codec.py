@@ -21,10 +21,9 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.frames import FrameSink, FrameSource
 from protocol.messages import Message, Wire, printable
 from protocol.nesting import MAX_DEPTH, NestingError, check_depth
+from protocol.values import MAX_ELEMENTS
 
 MIB = 1 << 20
-MAX_ELEMENTS = 1 << 16
-"""Most elements of one list or map in a header; longer columns belong in frames."""
 MAX_REASON = 500
 """Characters of a reason that travels back to the peer."""
 REPORTED_ERRORS = 3
@@ -58,7 +57,7 @@ def encode(message: Wire, limits: Limits | None = None) -> list[bytes | memoryvi
             ErrorCode.MALFORMED,
             _shorten(
                 f"{type(message).__name__} holds a value that cannot travel: {problem}. "
-                f"Use text, numbers, booleans, bytes, lists and maps with text keys, at most {MAX_DEPTH} deep"
+                f"Use text, numbers, booleans, bytes, dates, decimals, lists and maps, at most {MAX_DEPTH} deep"
             ),
         ) from problem
     if limits is not None:

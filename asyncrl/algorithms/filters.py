@@ -38,8 +38,8 @@ class SampledGroup:
         """
         if component == ACCURACY and not any(component in record.rewards for record in self.trajectories):
             component = self.accuracy
-        scored = [record for record in self.trajectories if record.reward is not None]
-        return np.asarray([record.rewards[component] if component else record.reward for record in scored], float)
+        scores = (record.rewards.get(component) if component else record.reward for record in self.trajectories)
+        return np.asarray([score for score in scores if score is not None], float)
 
 
 GroupFilter = Callable[[SampledGroup, AlgorithmConfig], str | None]

@@ -5,7 +5,7 @@ leaves no run directory behind. Torch is only imported where devices, a plan or 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
-from asyncrl.rewards.spec import check_rewarded, check_rewards
+from asyncrl.rewards.spec import check_rewarded, check_rewards, hidden_columns
 from asyncrl.telemetry.tracker import check_trackers
 from asyncrl.user_functions import load, own_functions
 
@@ -53,9 +53,9 @@ def check_budget(config: RunConfig, *sides: Side) -> None:
             check_shared_memory(plan)
 
 
-def dry_run(config: RunConfig) -> None:
+def dry_run(config: RunConfig, *, whole: bool = False) -> None:
     """Explain the configuration, and refuse what `train` would refuse of it on any machine; what this one has not,
-    devices or what the engine needs, is a note. Raises UserError."""
+    devices or what the engine needs, is a note. `whole`: print keys at their defaults, too. Raises UserError."""
     from asyncrl.config.explain import explain
     from asyncrl.processing.lean_imports import import_processors, uncollected
     from asyncrl.rewards.scorer import try_loading
@@ -68,8 +68,10 @@ def dry_run(config: RunConfig) -> None:
         from asyncrl.checks.prompt_rows import preview_rows
 
         seen, num_rows = preview_rows(config)
-        print(explain(config, num_rows))
+        print(explain(config, num_rows, whole=whole))
         print(seen)
+        for note in data_notes(config):
+            print(f"note: {note}")
         if config.batch.tokens_per_microbatch == "auto":
             from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
 
@@ -97,6 +99,19 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_data(config, described, "rl")
     if "rollout_server" in sides:
         check_rewards(config.reward)
+
+
+def data_notes(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each column that a reward does not get, and for files that are trained on and held out."""
+    rows, held_out = open_train(config.data), open_validation(config.data)
+    yield from hidden_columns(config.reward, {*rows.columns} - config.data.prompt_columns)
+    if held_out is None or config.environment.is_used:  # which tells rows of one file apart
+        return
+    if shared := rows.files_shared_with(held_out):
+        yield (
+            f"{', '.join(shared)} is in data.train_files and in data.val_files: held-out accuracy is that of rows that "
+            "are trained on. Hold other rows out"
+        )
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:

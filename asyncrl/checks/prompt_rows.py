@@ -46,6 +46,8 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     ]
     surveys = [source.survey(SAMPLE) for source in sources]
     found = [*(_describe(survey, config.data) for survey in surveys), processor.ends.described]
+    if len(surveys) == 2 and not config.environment.is_used and (shared := surveys[1].shared_with(surveys[0])):
+        found.append(f"note: {len(shared):,} of the held-out prompts looked at are trained on, too")
     usable = surveys[0].usable
     if "target" in config.algorithm.needs and (without := surveys[0].num_without_target):
         found.append(f"of {len(usable):,} usable training rows {without:,} have no text in data.target_key")

@@ -15,9 +15,10 @@ from asyncrl.config.method import BY_SECTION
 from asyncrl.config.schema import RunConfig
 
 
-def explain(config: RunConfig, num_rows: int) -> str:
-    """The resolved configuration, its method in one line, schedules that the run is too short for, the three batch
-    numbers and all that follows from them. Rows are those left after filtering."""
+def explain(config: RunConfig, num_rows: int, *, whole: bool = False) -> str:
+    """The resolved configuration without the keys at their defaults, or `whole`, its method in one line, schedules that
+    the run is too short for, the three batch numbers and all that follows from them. Rows are those left after
+    filtering."""
     batch, updates = config.batch, config.algorithm.updates_per_batch
     longest = config.data.max_prompt_length + config.data.max_response_length
     per_group = "group_size" if config.trajectories_per_group == batch.group_size else "(group_size + a greedy one)"
@@ -44,7 +45,8 @@ def explain(config: RunConfig, num_rows: int) -> str:
     table = [f"{name:<{width}}  {value!s:>8}  {why}" for name, value, why in lines]
     notes = [f"note: {note}" for note in schedule_notes(config, total)]
     algorithm = ["# Algorithm", method_line(config.algorithm), *notes, ""]
-    return "\n".join(["# Configuration", dump_config(config), *algorithm, "# Batches", *table])
+    heading = "# Configuration" + (" (keys that differ from their defaults; --all prints every key)" * (not whole))
+    return "\n".join([heading, dump_config(config, whole=whole), *algorithm, "# Batches", *table])
 
 
 def schedule_notes(config: RunConfig, total_steps: int) -> Iterator[str]:

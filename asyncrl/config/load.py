@@ -68,9 +68,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def dump_config(config: RunConfig) -> str:
-    """YAML with every key. Loads back as an equal configuration."""
-    return yaml_text.write(config.model_dump(mode="json"))
+def dump_config(config: RunConfig, *, whole: bool = True) -> str:
+    """YAML with every key, or without those at their defaults. Loads back as an equal configuration."""
+    return yaml_text.write(config.model_dump(mode="json", exclude_defaults=not whole))
 
 
 @cache

@@ -165,6 +165,12 @@ class DataConfig(Section):
     max_val_rows: int = Field(default=0, ge=0)
     """Use only the first rows; 0 means all."""
 
+    @property
+    def prompt_columns(self) -> set[str]:
+        """Columns that are no columns of the reward: it gets them otherwise. Functions written for TRL take the answer
+        by the name of its column."""
+        return {self.prompt_key, self.image_key, self.video_key} | ({"answer"} & {self.answer_key})
+
 
 class RewardFunctionConfig(Section):
     function: str

@@ -108,6 +108,11 @@ class RowSource:
             return None
         return repr((tables, str(Path(self._image_dir).absolute()), self._length))
 
+    def files_shared_with(self, other: RowSource) -> list[str]:
+        """Names of files that are in both, as the same bytes in the same folder or as one path."""
+        theirs = {table.fingerprint for table in other._tables} - {None}
+        return [table.name for table in self._tables if table.fingerprint in theirs]
+
     def places_of(self, row_id: str) -> list[int]:
         """Indices of the rows with this id: several where files of one name lie in several folders."""
         name, _, place = row_id.rpartition(":")

@@ -15,6 +15,7 @@ from asyncrl.data.chat import PARTS, chat_messages, is_chat_text, marked_text, s
 from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, Prompt, TextPart, Video
+from protocol.values import pack_values
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,20 @@ class PromptRenderer:
 
     def render(self, row: Mapping[str, Any], row_id: str) -> RenderedPrompt:
         """Raises UserError naming the row for a bad image, message, template variable, or placeholder count."""
-        config = self._config
+        config, own = self._config, self._config.prompt_columns
         row = unpacked(row, config)
         images = self._images(row, row_id)
         videos = load_videos(row.get(config.video_key), Path(config.image_dir or "."), row_id)
         messages = _placed(self._messages(row, row_id), "video", len(videos), config.video_key, row_id)
         messages = _placed(messages, "image", len(images), config.image_key, row_id)
         blobs = {content_hash(data): data for data in (*images, *(frame for video in videos for frame in video))}
-        # A function written for TRL takes the answer by the name of its column.
-        keys = {config.prompt_key, config.image_key, config.video_key} | ({"answer"} & {config.answer_key})
         prompt = Prompt(
             row_id=row_id,
             messages=tuple(messages),
             image_hashes=tuple(map(content_hash, images)),
             videos=tuple(Video(frame_hashes=tuple(map(content_hash, v)), fps=config.video_fps) for v in videos),
             answer=self._answer(row, row_id),
-            columns={k: v for k, v in row.items() if k not in keys and _is_wire_safe(v)},
+            columns={name: self._carried(name, value, row_id) for name, value in row.items() if name not in own},
         )
         target = row.get(config.target_key)
         return RenderedPrompt(prompt, blobs, target if isinstance(target, str) else "")
@@ -67,12 +66,20 @@ class PromptRenderer:
         answer = row.get(self._config.answer_key)
         if isinstance(answer, float) and math.isnan(answer):
             return None  # as pandas writes a missing one
-        if not _is_wire_safe(answer):
+        return self._carried(self._config.answer_key, answer, row_id)
+
+    def _carried(self, column: str, value: Any, row_id: str) -> Any:
+        """The value, if it reaches the reward as it is. Raises UserError, which names the column."""
+        try:
+            pack_values(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            setting = " (data.answer_key)" if column == self._config.answer_key else ""
             raise UserError(
-                f"row {row_id}: the answer in column {self._config.answer_key!r} (data.answer_key) is a "
-                f"{type(answer).__name__}; it must be text, a number of at most 64 bits, or lists and maps of them"
-            )
-        return answer
+                f"row {row_id}: column {column!r}{setting} cannot be brought to the reward: it has {error}. "
+                "It may hold text, numbers, bytes, dates, times, durations, decimals, and lists and maps of them. "
+                "Convert it in the file, or leave the column out"
+            ) from error
+        return value
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
         config, content = self._config, row.get(self._config.prompt_key)
@@ -176,11 +183,3 @@ def template_text(format_prompt: str) -> str:
 def is_template(format_prompt: str) -> bool:
     """Whether it is a template and no path of one."""
     return "{{" in format_prompt or "{%" in format_prompt
-
-
-def _is_wire_safe(value: Any) -> bool:
-    if isinstance(value, Mapping | list | tuple):
-        return all(map(_is_wire_safe, value.values() if isinstance(value, Mapping) else value))
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**64  # what MessagePack can hold
-    return value is None or isinstance(value, str | float)

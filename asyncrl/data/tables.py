@@ -59,7 +59,7 @@ class ParquetTable(Table):
             raise UserError(f"cannot read {path} as Parquet: {error}") from None
         super().__init__(path.name, path.parent, self._file.schema_arrow.names)
         state = path.stat()
-        self._identity = f"{path.absolute()} {state.st_size} {state.st_mtime_ns}"
+        self._identity = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
         self._cache, metadata = cache, self._file.metadata
         self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
 
@@ -69,7 +69,7 @@ class ParquetTable(Table):
     def read(self, index: int) -> dict[str, Any]:
         group = bisect.bisect_right(self._ends, index)
         table = self._cache.get(self._file, group)
-        return table.slice(index - (self._ends[group - 1] if group else 0), 1).to_pylist()[0]
+        return _rows(table.slice(index - (self._ends[group - 1] if group else 0), 1))[0]
 
     def column(self, name: str) -> list[Any]:
         return self._file.read(columns=[name], use_threads=False).column(0).to_pylist()
@@ -114,7 +114,7 @@ class RowTable(Table):
 
     @property
     def fingerprint(self) -> str:
-        hashed = hashlib.sha256(str(self.base_dir.absolute()).encode())
+        hashed = hashlib.sha256(str(self.base_dir.resolve()).encode())
         for row in self._rows:
             text = row if isinstance(row, bytes) else json.dumps(row, sort_keys=True, default=repr).encode()
             hashed.update(len(text).to_bytes(8, "little") + text)
@@ -133,7 +133,7 @@ class HubTable(Table):
         return len(self._dataset)
 
     def read(self, index: int) -> dict[str, Any]:
-        return self._dataset[index : index + 1].to_pylist()[0]
+        return _rows(self._dataset[index : index + 1])[0]
 
     def column(self, name: str) -> list[Any]:
         return self._dataset.select_columns([name])[:].column(0).to_pylist()
@@ -141,6 +141,11 @@ class HubTable(Table):
     @property
     def fingerprint(self) -> str | None:
         return getattr(self._dataset, "_fingerprint", None)  # the library's own, of content and transformations
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """Rows of an Arrow table; a map is a dict. Raises KeyError where a map has a key twice."""
+    return table.to_pylist(maps_as_pydicts="strict")
 
 
 def read_json(path: Path) -> Table:

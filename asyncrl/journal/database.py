@@ -15,7 +15,7 @@ from asyncrl.journal.data_files import PLACE, Place, data_file_path, read_place,
 from asyncrl.journal.full_disk import find_no_room, is_disk_full
 from protocol.messages import PROTOCOL_MAJOR, Group
 
-SCHEMA = 7
+SCHEMA = 8
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES

@@ -24,6 +24,7 @@ from asyncrl.journal.full_disk import find_no_room
 from asyncrl.rewards.sample import plain_message
 from asyncrl.user_functions import storable
 from protocol.messages import Group, Prompt, TrajectoryRecord
+from protocol.values import as_json
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class PromptText:
 
     @classmethod
     def of(cls, prompt: Prompt) -> PromptText:
-        answer = prompt.answer if isinstance(prompt.answer, str) else _json(prompt.answer)
+        answer = prompt.answer if isinstance(prompt.answer, str) else _json(as_json(prompt.answer))
         return cls(
             prompt.row_id,
             tuple(map(plain_message, prompt.messages)),

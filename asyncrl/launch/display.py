@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -58,6 +59,16 @@ class RunProgress:
         """The newest value of a metric; slow metrics are not in every step."""
         return next((step[key] for step in reversed(self.steps[-50:]) if step.get(key) is not None), None)
 
+    def warnings(self) -> dict[str, str]:
+        """Active problems of a running run, by subject."""
+        found = "" if self.has_ended else without_spread(self.steps, self.groups_per_step)
+        return {LEARNS_NOTHING: f"{LEARNS_NOTHING}: {found}"} if found else {}
+
+    @property
+    def groups_per_step(self) -> float:
+        """Groups of a step that does not record their number; 0 where that is not known."""
+        return 0.0
+
     @property
     def phase(self) -> str:
         return str(self.status.get("phase", "starting"))
@@ -77,6 +88,32 @@ def has_step(record: dict[str, Any]) -> bool:
     return isinstance(step, int | float) and not isinstance(step, bool) and isfinite(step)
 
 
+LEARNS_NOTHING = "The run learns nothing (answer format? reward? stop tokens? length?)"
+USUAL_CAUSES = (
+    "Read completions (samples.jsonl): are answers in the form that the reward reads, and do they end (stop tokens) "
+    "before data.max_response_length? `asyncrl doctor` tries the reward"
+)
+LEAST_STEPS, LEAST_GROUPS = 3, 24
+"""Steps and groups without spread that are no chance any more."""
+
+
+def without_spread(steps: Sequence[Mapping[str, Any]], per_step: float = 0) -> str:
+    """Describe these steps where no group of them had rewards that differ, so that nothing could be learned; empty
+    where one had, or they are too few to tell. `per_step`: groups of a step that does not record their number."""
+    groups = judged = 0.0
+    for step in steps:
+        number, alike = step.get("groups", per_step), step.get("zero_variance_groups")
+        taught = step.get("teaching_groups")
+        if not isinstance(number, int | float) or not isinstance(alike, int | float) or not number:
+            continue
+        if taught if isinstance(taught, int | float) else alike < number:
+            return ""
+        groups, judged = groups + number, judged + 1
+    if judged < LEAST_STEPS or groups < LEAST_GROUPS:
+        return ""
+    return f"the rewards of each group of {judged:.0f} steps ({groups:.0f} groups) are all the same"
+
+
 REFRESH_S = 1.0
 STUCK_S = 60.0
 """Seconds without a step before a line says what the run waits for; each time doubles them."""
@@ -92,6 +129,7 @@ class Display(AbstractContextManager["Display"]):
         self._from_the_start = from_the_start
         self._printed_step = 0
         self._printed_evaluations: list[dict[str, Any]] = []
+        self._printed_warnings: set[str] = set()
         self._refreshed_at = self._new_step_at = time.monotonic()
         self._stuck_s = STUCK_S
 
@@ -122,6 +160,10 @@ class Display(AbstractContextManager["Display"]):
             if evaluation not in self._printed_evaluations:
                 self.print(_evaluation_line(evaluation))
         self._printed_evaluations = self.run.evaluations
+        warnings = self.run.warnings()
+        for name in warnings.keys() - self._printed_warnings:
+            self.print(f"warning: {warnings[name]}")
+        self._printed_warnings |= warnings.keys()  # once: some come and go with every look
         step = self.run.latest.get("step", self._printed_step)
         if step != self._printed_step or self.run.has_ended:
             if step != self._printed_step:  # a resumed learner cuts back to its checkpoint
@@ -129,8 +171,8 @@ class Display(AbstractContextManager["Display"]):
             self._printed_step = step
             self._new_step_at, self._stuck_s = now, STUCK_S
         elif now - self._new_step_at >= self._stuck_s:
-            waiting = self.run.waiting_for or "nothing"
-            self.print(f"step {step}: no new step for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
+            waiting = f", waiting for {self.run.waiting_for}" if self.run.waiting_for else ""
+            self.print(f"step {step}: no new step for {self._stuck_s:.0f} s, {self.run.phase}{waiting}")
             self._stuck_s *= 2
 
     def print(self, line: str) -> None:

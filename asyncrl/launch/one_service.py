@@ -14,7 +14,9 @@ from asyncrl.launch.command import become
 from learner.ranks.rank_variables import rank_of_service, rank_variables, with_given_ranks
 
 
-def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: bool) -> None:
+def learn(
+    file: Path, overrides: Sequence[str], *, resume: bool, unattended: bool, accept_changes: bool = False
+) -> None:
     """Become the learner. Returns where an unattended start finds that the run is finished. Raises UserError."""
     config = load_config(file, overrides)
     if rank_of_service() == 0:  # another one tells rank 0 what is wrong on its machine, once it has joined it
@@ -26,7 +28,8 @@ def learn(file: Path, overrides: Sequence[str], *, resume: bool, unattended: boo
 
     resumes = is_to_resume(config.run_path, config.trainer.max_steps, file, resume=resume, unattended=unattended)
     if resumes is not None:
-        flags = [*(["--resume"] if resumes else []), *(["--unattended"] if unattended else [])]
+        given = {"--resume": resumes, "--accept-changes": accept_changes, "--unattended": unattended}
+        flags = [flag for flag, is_given in given.items() if is_given]
         become("learner", "--config", str(file), *flags, *overrides)
 
 

@@ -149,7 +149,9 @@ class ServiceProcess:
         return b"".join(ends).decode(errors="replace").splitlines()
 
 
-def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus: Sequence[str] = ()) -> ServiceProcess:
+def learner_service(
+    config: RunConfig, config_file: Path, *, resume: bool, accept_changes: bool = False, gpus: Sequence[str] = ()
+) -> ServiceProcess:
     """Describe `python -m learner`. After a crash it resumes, unless it crashed before it had written anything.
 
     `gpus` are all that the launcher sees.
@@ -158,7 +160,8 @@ def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus:
     def resume_flag() -> Sequence[str]:
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
 
-    command = [sys.executable, "-m", "learner", "--config", str(config_file), *(["--resume"] if resume else [])]
+    flags = [*(["--resume"] if resume else []), *(["--accept-changes"] if accept_changes else [])]
+    command = [sys.executable, "-m", "learner", "--config", str(config_file), *flags]
     ranks, sharing_device = config.learner.num_processes, config.trainer.mode == "sync"
     environment = service_variables(config.learner.cpu_threads, sharing=ranks, sharing_device=sharing_device)
     environment |= gpu_environment(config.learner.device, assign_gpus(config, len(gpus)).learner, gpus)

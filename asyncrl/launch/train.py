@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks.inputs import check_inputs, gpus_of_run
+from asyncrl.checks.inputs import check_inputs, data_notes, gpus_of_run
 from asyncrl.config.explain import method_line, schedule_notes
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
@@ -17,7 +17,15 @@ from asyncrl.data.dataset import open_train
 from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.launch.display import MISSING, RunProgress, number, open_display
+from asyncrl.launch.display import (
+    LEARNS_NOTHING,
+    MISSING,
+    USUAL_CAUSES,
+    RunProgress,
+    number,
+    open_display,
+    without_spread,
+)
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
@@ -33,7 +41,7 @@ logger = logging.getLogger(__name__)
 LOST = [status for status in TrajectoryStatus if not status.is_scored]
 
 
-def train(config: RunConfig, *, resume: bool) -> int:
+def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> int:
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
     refuse_busy(config.run_path)
     check_run_dir(config.run_path, resume=resume)
@@ -43,7 +51,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
             refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
             check_run_dir(config.run_path, resume=resume)  # another launcher may have been here meanwhile
             try:
-                return _launch(resolved, resume=resume)
+                return _launch(resolved, resume=resume, accept_changes=accept_changes)
             finally:
                 (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
     except OSError as error:
@@ -52,14 +60,15 @@ def train(config: RunConfig, *, resume: bool) -> int:
         raise BadStateError(describe_full_disk(error, config.run_path)) from None
 
 
-def _launch(config: RunConfig, *, resume: bool) -> int:
+def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     file = write_candidate(config)
     gpus = gpus_of_run(config.learner.device, config.rollout.device)
-    services = [learner_service(config, file, resume=resume, gpus=gpus), *server_services(config, file, gpus=gpus)]
+    learner = learner_service(config, file, resume=resume, accept_changes=accept_changes, gpus=gpus)
+    services = [learner, *server_services(config, file, gpus=gpus)]
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     print(f"method {method_line(config.algorithm)}", flush=True)
     rows = 0 if config.trainer.max_steps else len(open_train(config.data))  # else steps follow from them
-    for note in schedule_notes(config, config.total_steps(rows)):
+    for note in (*schedule_notes(config, config.total_steps(rows)), *data_notes(config)):
         print(f"note: {note}", flush=True)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
@@ -102,6 +111,8 @@ def report(config: RunConfig, outcome: Outcome, run: RunProgress) -> int:
     if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
         print(_why(config, outcome, run.since), file=sys.stderr)
         return outcome.code
+    if found := without_spread(run.steps):
+        print(f"warning: {LEARNS_NOTHING}: {found}. {USUAL_CAUSES}")
     if outcome.code == ExitCode.FINISHED:
         if unscored := sum(_is_unscored(step) for step in run.steps):
             print(
@@ -121,7 +132,9 @@ def report(config: RunConfig, outcome: Outcome, run: RunProgress) -> int:
         if run.evaluations:
             before, after = run.evaluations[0], run.evaluations[-1]
             shown = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
-            print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows")
+            also = int(run.status.get("held_out_trained") or 0)
+            trained = f", of which {also:,} are trained on, too" if also else ""
+            print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows{trained}")
         for source, count in run.status.get("bad_rows", {}).items() if run.status else ():
             print(f"{count:,} {source} rows were left out, named in {config.run_path / BAD_ROWS_FILE}")
         record = read_record(config.run_path / EXPORT_FOLDER)

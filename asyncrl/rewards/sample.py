@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # a reward worker begins without pydantic
 class RewardSample:
     """One completion and the dataset row that it answers.
 
-    Everything but `images` is made of MessagePack types (None, bool, 64-bit int, float, str, bytes,
-    list, dict): it travels to a worker process. Tuples arrive as lists.
+    `answer` and `columns` are as the file has them: also dates, times, durations, decimals, bytes and maps
+    (`protocol.values`). Tuples arrive as lists.
 
     Example:
         RewardSample(completion="It is 7.", prompt="What is 3 + 4?", answer="7", row_id="train.jsonl:12")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 
 SETTING = "a function in reward.functions"
+LISTS = {
+    "completions": "the policy's texts",
+    "prompts": "texts of the prompts",
+    "images": "the prompts' images",
+    "answer": "data.answer_key",
+}
+"""Names of the lists that a function of TRL's form takes, whatever columns are called so, and their meanings."""
 
 
 def load_reward(function: str) -> Callable[..., Any]:
@@ -107,7 +114,7 @@ def call_reward(
     """One value for each sample: of `function(sample, **kwargs)`, or with `group` of `function(samples, **kwargs)`.
 
     A function with a parameter `completions` is called as TRL does, with lists: `prompts` and `completions` (texts),
-    `images`, `answer`, and the row's columns by name, as far as the function takes them. It returns a list.
+    `images`, `answer`, and the row's other columns by name, as far as the function takes them. It returns a list.
     `scores` are values of another component, which the function gets as `score`.
     """
     parameters = _parameters(function)
@@ -115,11 +122,11 @@ def call_reward(
     if "completions" in parameters:
         known = [
             {
+                **sample.columns,
                 "completions": sample.completion,
                 "prompts": sample.prompt,
                 "images": sample.images,
                 "answer": sample.answer,
-                **sample.columns,
             }
             for sample in samples
         ]
@@ -141,6 +148,38 @@ def _as_many(returned: Any, samples: Sequence[RewardSample]) -> Sequence[Any]:
         few = "one reward for one completion" if len(samples) == 1 else f"{len(samples)} rewards, one per completion"
         raise TypeError(f"expected a list of {few}, got {returned!r:.100}")
     return returned
+
+
+def hidden_columns(config: RewardConfig, columns: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each of the rows' `columns` that a function of TRL's form does not get, because an argument
+    of another meaning has its name. The user's files are read, not run."""
+    for component in config.functions:
+        named, takes_all = _taken_lists(component)
+        given = {**dict.fromkeys(component.kwargs, "given in its kwargs"), **LISTS}
+        if component.shapes:
+            given["score"] = "the score that it shapes"
+        for name in given if "completions" in named else ():
+            if name in columns and (takes_all or name in named):
+                yield (
+                    f"column {name!r} does not reach the reward {component.function}, where `{name}` is {given[name]}. "
+                    "Rename the column if the reward needs it"
+                )
+
+
+def _taken_lists(component: RewardFunctionConfig) -> tuple[Collection[str], bool]:
+    """Parameters of a function, and whether it takes any other; those that TRL gives where that is seen only when the
+    file runs, and the file names `completions`."""
+    located = locate(component.function)
+    if located is None:
+        parameters = {} if scorer_of(component) else _parameters(load_reward(component.function))
+        return parameters, any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    source = user_functions.read_source(located.path)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == located.name:
+            arguments = node.args
+            every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+            return [one.arg for one in every], arguments.kwarg is not None
+    return (LISTS, True) if re.search(rb"\bcompletions\b", source) else ((), False)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -166,6 +205,11 @@ def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], 
     kwargs = kwargs | ({"score": None} if shapes else {})
     try:
         if "completions" in signature.parameters:  # which columns the rows have is seen when it is called
+            if taken := [key for key in kwargs if key in LISTS]:
+                raise UserError(
+                    f"reward {name}{signature} has the kwargs {', '.join(taken)}, which would replace "
+                    f"{LISTS[taken[0]]}. Give that argument another name"
+                )
             signature.bind_partial(**kwargs)
         else:
             signature.bind(None, **kwargs)

@@ -23,14 +23,15 @@ import msgpack
 from asyncrl.errors import UserError
 from asyncrl.user_functions import one_line, shorten
 from asyncrl.workers import reaper
+from protocol.values import as_extension, of_extension
 
 LONGEST_MESSAGE = 256 << 20
 """Bytes. A longer reply did not come from our worker loop: observations carry images."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Raises TypeError, ValueError or OverflowError for what MessagePack cannot carry."""
-    packed = msgpack.packb(message, unicode_errors="surrogatepass")
+    """Raises TypeError, ValueError or OverflowError for what cannot travel (`protocol.values`)."""
+    packed = msgpack.packb(message, default=as_extension, unicode_errors="surrogatepass")
     assert packed is not None  # None only from a Packer with autoreset off
     return packed
 
@@ -38,7 +39,9 @@ def pack(message: dict[str, Any]) -> bytes:
 def unpacker(stream: BinaryIO | None = None) -> msgpack.Unpacker:
     """Iterate over the messages of an unbuffered stream until it closes, or of the bytes that are fed."""
     most = LONGEST_MESSAGE if stream is None else 0
-    return msgpack.Unpacker(stream, max_buffer_size=most, unicode_errors="surrogatepass", strict_map_key=False)
+    return msgpack.Unpacker(
+        stream, max_buffer_size=most, unicode_errors="surrogatepass", strict_map_key=False, ext_hook=of_extension
+    )
 
 
 class Channel:

@@ -66,9 +66,7 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
 
 def find_overlap(train: RowSurvey, held_out: RowSurvey) -> Findings[None]:
     """Report held-out prompts that are also in the training data."""
-    trained = {facts.digest: index for index, facts in enumerate(train.facts) if facts}
-    asked = {facts.digest: index for index, facts in enumerate(held_out.facts) if facts}
-    shared = [(index, trained[digest]) for digest, index in asked.items() if digest in trained]
+    shared, asked = held_out.shared_with(train), {facts.prompt for facts in held_out.facts if facts}
     value = f"{len(shared):,} of {len(asked):,} held-out prompts are trained on, too"
     if shared:
         held, same = held_out.row_ids(shared[0][0]), train.row_ids(shared[0][1])

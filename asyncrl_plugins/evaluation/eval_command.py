@@ -15,6 +15,7 @@ from asyncrl.demo.scoring import EvaluatedRow, score_held_out, scores_line, summ
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.errors import UserError
 from asyncrl.telemetry.jsonl import write_atomically
+from protocol.values import as_json
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -76,8 +77,8 @@ def write_scored(scored: Sequence[EvaluatedRow], file: Path) -> None:
     lines = (
         {
             "row_id": sample.row_id,
-            "answer": sample.answer,
-            "columns": sample.columns,
+            "answer": as_json(sample.answer),
+            "columns": as_json(sample.columns),
             "completion": sample.completion,
             "components": None if score.reward is None else score.components,
             "reward": score.reward,

@@ -35,6 +35,7 @@ from asyncrl_plugins.tools.environment import call_record
 from asyncrl_plugins.tools.prompt import CallSettings, prompt_tools, show_wish
 from asyncrl_plugins.tools.schema import Tool
 from protocol.nesting import read_json
+from protocol.values import as_json
 
 VERIFIERS_PROGRAM = Path(__file__).with_name("program.py")
 MAX_LINE_BYTES = 16 << 20
@@ -206,10 +207,10 @@ class _Program:
                 self._reading = asyncio.create_task(self._read(self._process))
         number = next(self._numbers)
         waiting = self._playing[number] = asyncio.get_running_loop().create_future()
-        line = {"id": number, "base_url": task.base_url, "row": task.row, "seed": task.seed}
+        line = {"id": number, "base_url": task.base_url, "row": as_json(task.row), "seed": task.seed}
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
             await self._process.stdin.drain()
             said = await waiting
         finally:

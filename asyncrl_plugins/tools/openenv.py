@@ -26,6 +26,7 @@ from asyncrl_plugins.tools.environment import CallError, ToolEnvironment
 from asyncrl_plugins.tools.prompt import ToolSettings
 from asyncrl_plugins.tools.schema import Tool
 from protocol.nesting import read_json
+from protocol.values import as_json
 
 SCHEMA_S = 20.0
 """Seconds for the server to say what its actions are."""
@@ -88,7 +89,7 @@ class OpenEnvEnvironment(ToolEnvironment):
         columns = start.columns(config.row_kwargs, "environment.config.row_kwargs")
         address = config.url.rstrip("/").replace("http", "ws", 1) + "/ws"
         self._socket = await _connect()(address, max_size=MAX_MESSAGE_BYTES)
-        answer = await self._ask("reset", {"seed": start.seed % 2**31, **columns})
+        answer = await self._ask("reset", {"seed": start.seed % 2**31, **as_json(columns)})
         return observe(*self._seen(answer["observation"]), role="user")
 
     async def call(self, tool: Tool, arguments: dict[str, Any]) -> Any:

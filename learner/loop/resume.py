@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -20,18 +20,21 @@ from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import PARTS
+from asyncrl.config.sections import PARTS, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.published import tensor_bytes
+from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl.rewards.spec import locate
 from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders
-from asyncrl.user_functions import own_functions, read_source
+from asyncrl.user_functions import locate as user_function
+from asyncrl.user_functions import own_functions, read_source, source_fingerprint
 from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
-from learner.tickets.ticket_writer import TicketWriter
+from learner.tickets.ticket_writer import ANSWERS, PROMPTS, USABLE, TicketWriter
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,9 @@ FIXED = ("algorithm.updates_per_batch", "learner.optimizer")
 moments of one optimiser."""
 TOOLS = "tools that prompts tell of"
 """The recorded setting that has them as JSON, for a replay, which runs no environment."""
+SAMPLED_BY = (PROMPTS, "data.max_response_length")
+"""Inputs by which journaled groups were sampled: they may change where no step has to be made again."""
+ACCEPT = "--accept-changes"
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
 """Advice that turns a checkpoint into a model to start from."""
 
@@ -139,19 +145,21 @@ def sign_journal(
     journal: Journal,
     settings: Mapping[str, float | str],
     update: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     model: Iterable[tuple[str, torch.Tensor]],
 ) -> str:
     """Return the run id, from the journal or new; raise UserError if journal, checkpoint and settings disagree.
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
-    checkpoint, the same initial `model`. `find_start` has compared `update`; a change is recorded, with the step after
-    which it holds.
+    checkpoint, the same initial `model`. `find_start` has compared `update`, and `check_input_changes` the `inputs`; a
+    change is recorded, with the step after which it holds.
     """
     run_id = journal.meta("run_id")
     if run_id is None:
         run_id = uuid.uuid4().hex[:12]
+        recorded = {"settings": settings, "update": update, "inputs": inputs}
         journal.set_meta(
-            run_id=run_id, settings=json.dumps(dict(settings)), update=json.dumps(dict(update)), model=_digest(model)
+            run_id=run_id, model=_digest(model), **{name: json.dumps(dict(one)) for name, one in recorded.items()}
         )
         return run_id
     if start.state and start.state.run_id != run_id:
@@ -166,12 +174,61 @@ def sign_journal(
         )
     if start.checkpoint is None:
         check_initial_model(journal, model)
-    recorded = recorded_updates(journal)
-    if recorded and (changed := _changes(recorded[-1].settings, update)):
-        step = start.state.step if start.state else 0
-        journal.set_meta(**{f"update.{len(recorded)}": json.dumps([step, dict(update)])})
-        logger.warning("steps after %d are made by other settings: %s", step, "; ".join(changed.values()))
+    step = start.state.step if start.state else 0
+    for name, now, said in (
+        ("update", update, "made by other settings"),
+        ("inputs", inputs, "of other inputs"),
+    ):
+        recorded = recorded_updates(journal, name)
+        if recorded and (changed := _changes(recorded[-1].settings, now)):
+            journal.set_meta(**{f"{name}.{len(recorded)}": json.dumps([step, dict(now)])})
+            logger.warning("steps after %d are %s: %s", step, said, "; ".join(changed.values()))
     return run_id
+
+
+def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, accept: bool) -> None:
+    """Raise UserError where a resumed run would get other rows or rewards than it had, unless `accept`."""
+    journal, saved_step = start.journal, start.state.step if start.state else 0
+    recorded = recorded_updates(journal, "inputs") if journal else []
+    if journal is None or not recorded or not (changed := _changes(recorded[-1].settings, inputs)):
+        return
+    where = f"--resume of {journal.path}: {'; '.join(changed.values())}"
+    if not accept:
+        raise UserError(
+            f"{where}. Its groups so far are of the former. Put that back, or add {ACCEPT}: the run goes on with what "
+            "is there now, and the journal says from which step on"
+        )
+    last = journal.last_step()
+    if last > saved_step and (fixed := [key for key in SAMPLED_BY if key in changed]):
+        raise UserError(
+            f"{where}. {ACCEPT} cannot take {', '.join(fixed)}: steps {saved_step + 1} to {last} have no checkpoint, "
+            "and are made again of the rows that they were made of. Put these back until a checkpoint holds the last "
+            f"step. {_same_or_new(journal)}"
+        )
+
+
+def input_settings(config: RunConfig, writer: TicketWriter) -> dict[str, Any]:
+    """Rows and rewards of a run, which change under it only where the user says so.
+
+    A file that is not on this machine, where only rollout servers need it, has no fingerprint.
+    """
+    inputs: dict[str, Any] = {"data.max_response_length": config.data.max_response_length}
+    lasting = {USABLE, ANSWERS} if _tickets_need_answers(config) else {USABLE}
+    inputs |= {name: value for name, value in writer.fingerprints().items() if name not in lasting}
+    inputs["reward.accuracy"] = config.reward.accuracy_component
+    for component in config.reward.functions:
+        described = component.model_dump(mode="json", exclude_defaults=True) | {"weight": component.weight}
+        files = {key: Path(value) for key, value in component.kwargs.items() if isinstance(value, str) and value}
+        described |= {f"file of {key}": _hash_of(file) for key, file in files.items() if file.is_file()}
+        with suppress(UserError):
+            if located := locate(component.function):
+                described["source"] = source_fingerprint(located)
+        inputs[f"reward component {component_name(component)}"] = described
+    if (name := config.environment.name) and name not in installed("environments"):
+        with suppress(UserError):
+            if located := user_function(name, (), "environment.name"):
+                inputs["environment's source"] = source_fingerprint(located)
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -182,11 +239,11 @@ class RecordedUpdate:
     settings: Mapping[str, Any]
 
 
-def recorded_updates(journal: JournalView) -> list[RecordedUpdate]:
+def recorded_updates(journal: JournalView, name: Literal["update", "inputs"] = "update") -> list[RecordedUpdate]:
     """Settings that the run began with, and each change since. Of two after the same step, the later one holds."""
-    first = journal.meta("update")
+    first = journal.meta(name)
     found = [] if first is None else [RecordedUpdate(0, json.loads(first))]
-    while found and (text := journal.meta(f"update.{len(found)}")):
+    while found and (text := journal.meta(f"{name}.{len(found)}")):
         found.append(RecordedUpdate(*json.loads(text)))
     return found
 
@@ -253,6 +310,7 @@ def lasting_settings(
     config: RunConfig, writer: TicketWriter, processor: PromptProcessor, adapter: AdapterSpec | None, base: str
 ) -> dict[str, float | str]:
     """Settings that must not change on resume: they decide which ticket is which, and the journal's log-probs."""
+    fingerprints = writer.fingerprints()
     settings: dict[str, float | str] = {
         "batch.prompts_per_step": config.batch.prompts_per_step,
         "batch.group_size": config.batch.group_size,
@@ -266,13 +324,15 @@ def lasting_settings(
         "prompt source": ", ".join(chosen_hooks("prompt_source", config.algorithm)),
         "staleness controller": ", ".join(chosen_hooks("staleness_controller", config.algorithm)),
         "number of training rows": writer.num_train_rows,
-        "fingerprint of the training rows": writer.data_fingerprint(),
+        USABLE: fingerprints[USABLE],
         "fingerprint of processor and chat template": processor.fingerprint,
     }
     hooks = tuple(f"algorithm.{name}." for name in chosen_hooks("ticket_hook", config.algorithm))
     settings |= {key: attrgetter(key)(config) for key in all_keys() if hooks and key.startswith(hooks)}
     if "target" in config.algorithm.needs:
         settings |= {key: attrgetter(key)(config) for key in ("data.target_key", "data.max_response_length")}
+    if _tickets_need_answers(config):
+        settings[ANSWERS] = fingerprints[ANSWERS]
     if "total_steps" in config.algorithm.needs:
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
     if config.environment.is_used:
@@ -291,6 +351,11 @@ def lasting_settings(
     return settings
 
 
+def _tickets_need_answers(config: RunConfig) -> bool:
+    """Whether columns beside the prompt's decide which ticket is which, or what it puts into completions."""
+    return "target" in config.algorithm.needs or bool(config.data.curriculum.order_by)
+
+
 def update_settings(config: RunConfig) -> dict[str, Any]:
     """Settings of the update, by dotted key, which must not change between a step and its repetition.
 
@@ -307,11 +372,15 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
         with suppress(KeyError):  # of a method that is not chosen
             settings[name] = reduce(getitem, name.split("."), everything)
     for function in own_functions(config.algorithm.functions):
-        settings[f"fingerprint of {function.path.name}"] = xxhash.xxh3_64_hexdigest(read_source(function.path))
+        settings[f"fingerprint of {function.path.name}"] = source_fingerprint(function)
     for setting, model in config.other_models:
         if setting == "reference.path" or model.path != config.model.path:  # a checkpoint holds no frozen weights
             settings[f"fingerprint of {setting.partition('.')[0]} weights"] = base_fingerprint(model)
     return settings
+
+
+def _hash_of(file: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(read_source(file))
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:

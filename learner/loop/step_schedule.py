@@ -143,8 +143,13 @@ class StepSchedule:
             )
 
     def _describe_wait(self) -> str:
-        needed, counts = self.settings.prompts_per_step, self.ledger.counts()
-        text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
+        needed, counts, running = self.settings.prompts_per_step, self.ledger.counts(), self.ledger.evaluation
+        step = self.progress.step + 1
+        text = f"groups of step {step} (needs {needed}, has {counts.buffered})"
+        if counts.buffered >= needed and (late := self.ledger.late()):
+            text = f"{len(late)} groups that are due before step {step}, which has the {needed} that it needs"
+        if running is not None and not running.is_complete:
+            text += f"; the evaluation of step {running.step} goes on ({running.arrived} of {running.rows} rows)"
         if any(counts.dropped.values()):
             text += f"; dropped so far: {counts.describe_dropped()}"
         if self.device.is_shared:

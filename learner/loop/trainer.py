@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.config.installed_methods import chosen_hooks
+from asyncrl.config.installed_methods import chosen_hooks, method_of
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.host_copies import host_copy
 from asyncrl.memory_plan import size
@@ -172,7 +172,9 @@ class Trainer:
             defers_pixels=self.ranks.size > 1,  # a rank needs those of its share alone
         )
         version = self.progress.version
-        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
+        estimator, accuracy = method_of("advantage", algorithm.adv_estimator), self.config.reward.accuracy_component
+        compares = estimator is not None and estimator.compares_rows
+        values = describe_batch(batch, version, accuracy, compares_rows=compares) | self.step(batch, version)
         before = self.bound
         for controller in self._controllers.values():
             controller.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan))

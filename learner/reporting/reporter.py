@@ -70,6 +70,7 @@ class Reporter:
         self._device = torch.device("cpu")
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
+        self._held_out_trained = 0
         self._unscored = ""
         """Error of the newest trajectory without a score."""
         counts = ledger.counts()
@@ -120,10 +121,13 @@ class Reporter:
         self._device = device
         record_start(self.recorder.run_path, step, device_name(device))
 
-    def bad_rows(self, rows: Sequence[BadRow]) -> None:
-        """Record the rows that the run leaves out."""
-        self.recorder.bad_rows([vars(row) for row in rows])
-        self._bad_rows = dict(Counter(row.source for row in rows))
+    def rows(self, bad: Sequence[BadRow], *, held_out_trained: int) -> None:
+        """Record the rows that the run leaves out, and how many held-out prompts are trained on, too."""
+        self.recorder.bad_rows([vars(row) for row in bad])
+        self._bad_rows = dict(Counter(row.source for row in bad))
+        self._held_out_trained = held_out_trained
+        if held_out_trained:
+            logger.warning("%d held-out prompts are trained on, too: hold other rows out", held_out_trained)
         self.exporter.bad_rows(self._bad_rows)
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
@@ -146,6 +150,7 @@ class Reporter:
             errors=dict(self._network.servers.errors),
             unscored=self._unscored,
             bad_rows=self._bad_rows,
+            held_out_trained=self._held_out_trained,
             device=_device_holder(self.recorder.run_path) if self._trainer.mode == "sync" else {},
         )
         if phase in ENDINGS:

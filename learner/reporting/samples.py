@@ -11,6 +11,7 @@ from asyncrl.environments.recording import Decode, described_messages, described
 from asyncrl.rewards.sample import plain_text
 from learner.groups.ticket import ReceivedGroup
 from protocol.messages import TrajectoryRequest
+from protocol.values import as_json
 
 
 def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -39,7 +40,7 @@ def sample_of_group(item: ReceivedGroup, step: int, decode: Decode) -> tuple[dic
         "step": step,
         "row_id": prompt.row_id,
         "prompt": plain_text(prompt.messages[-1]),
-        "answer": prompt.answer,
+        "answer": as_json(prompt.answer),
         "images": list(prompt.image_hashes),
         "videos": first_frames,
         "completions": completions,

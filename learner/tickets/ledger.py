@@ -38,6 +38,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.service_sections import OnStale
 from asyncrl.data.prompt_sources import PromptSource
+from asyncrl.errors import UserError
 from asyncrl.journal.database import DROPPED
 from asyncrl.journal.writer import Journal, TicketSlot
 from learner.groups.recorded_batch import as_journaled, batch_again, read_batch
@@ -286,6 +287,11 @@ class TicketLedger:
             ids = self._late(self._earliest()) or sorted(out)
             return [(i, ", ".join(out[i].holders) or None, now - out[i].issued_at) for i in ids]
 
+    def late(self) -> list[int]:
+        """Tickets that must arrive before the next step, though it has all its groups."""
+        with self.changed:
+            return self._late(self._earliest())
+
     def _late(self, earliest: list[int]) -> list[int]:
         """Tickets that must arrive before the next step, for later steps to take all that is due by then (`wait`)."""
         if self._on_stale != "wait":
@@ -345,17 +351,32 @@ class TicketLedger:
 
     # --- after a restart --------------------------------------------------------------------------
 
-    def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
+    def recover(
+        self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float, drop_changed: bool = False
+    ) -> None:
         """Restore from the journal: arrived groups to the buffer, tickets to `out`, for servers that still have them.
 
-        Raises UserError if a journaled group is of another prompt than its ticket has now.
+        A journaled group of another prompt than its ticket has now raises UserError. With `drop_changed` it is dropped,
+        and its position is issued again.
         """
         with self.changed:
             until = time.monotonic() + withhold_s
             for slot in self._unfinished:
                 self.out.add(write(slot), withheld_until=until)
+            gone: list[TicketSlot] = []
             for slot in self._arrived_before:
-                self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
+                try:
+                    self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
+                except UserError:
+                    if not drop_changed:
+                        raise
+                    gone.append(slot)
+            if gone:
+                logger.warning("%d groups that wait for their step are of rows that have changed: dropped", len(gone))
+                with self.journal.transaction():
+                    self.journal.drop_tickets(gone)
+                    self._count(dropped_stale=len(gone))
+                self._again = sorted([*self._again, *(slot.position for slot in gone)])
             if any(not slot.bound for slot in self._unfinished):  # else the last to arrive has had them judged
                 first = self._counters["issued_together_from"]
                 self._unjudged = {i for i, item in self._buffer.items() if not item.slot.bound and i >= first}

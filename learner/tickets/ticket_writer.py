@@ -9,7 +9,6 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from asyncrl.config.part_settings import TicketSettings
 from asyncrl.config.sections import CurriculumConfig
@@ -18,7 +17,7 @@ from asyncrl.data.images import content_hash
 from asyncrl.data.prompt_sources import DataOrder
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, conversation_limits, evaluation_ticket, ticket_seed
-from asyncrl.data.survey.row_survey import BadRow, PromptRows, check_message
+from asyncrl.data.survey.row_survey import BadRow, PromptRows, check_message, facts_of
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
@@ -28,8 +27,11 @@ from learner.groups.ticket import PreparedTicket
 from learner.tickets.ticket_hook import TicketContext, TicketRow, ticket_hooks
 from protocol.messages import NO_REQUEST, Sampling, Ticket, TicketKind, TrajectoryRequest
 
-FINGERPRINTED_ROWS = 64
-"""Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
+USABLE, PROMPTS, ANSWERS, HELD_OUT = (
+    f"fingerprint of the {rows}"
+    for rows in ("usable rows", "training prompts", "training rows' answers and columns", "held-out rows")
+)
+UNDER_A_RUN = "the data must not change under it"
 PARITY_IDS = 2**62
 """Parity tickets are numbered from here."""
 PARITY_TOKENS = 16
@@ -88,34 +90,47 @@ class TicketWriter:
         return len(self._held_out_rows)
 
     @property
+    def num_held_out_trained(self) -> int:
+        """Number of held-out prompts that are trained on, too; 0 with an environment, which tells equal rows apart."""
+        if self.held_out_survey is None or self.settings.environment.is_used:
+            return 0
+        return len(self.held_out_survey.shared_with(self.train_survey))
+
+    @property
     def bad_rows(self) -> list[BadRow]:
         """Rows of both sources that are left out."""
         return [*self.train_survey.bad, *(self.held_out_survey.bad if self.held_out_survey else [])]
 
     def _measure(self, rows: PromptRows, index: int) -> tuple[RenderedPrompt, EncodedPrompt]:
-        """Make a usable row a prompt. Raises UserError if it is not usable any more."""
+        """Make a usable row a prompt. Raises UserError if it is not the row any more that the survey has seen."""
         try:
-            return rows.measure(index)
+            rendered, measured = rows.measure(index)
         except UserError as error:
-            raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
+            raise UserError(f"{error} (it was usable when the run began: {UNDER_A_RUN})") from error
+        survey = self.train_survey if rows is self.train else self.held_out_survey
+        seen, now = survey.facts[index] if survey else None, facts_of(rendered, measured)
+        if seen != now:
+            other = "its answer or another column" if seen and seen.prompt == now.prompt else "its prompt or an image"
+            raise UserError(
+                f"row {rendered.prompt.row_id}: {other} is not what it was when the run began: {UNDER_A_RUN}. "
+                "Put it back and go on with --resume, or take it as it is with --resume --accept-changes"
+            )
+        return rendered, measured
 
     def some_prompts(self) -> list[RenderedPrompt]:
         """Prompts of the first held-out rows, or of training where none are held out, to compare policies by."""
         rows, usable = (self.held_out or self.train), (self._held_out_rows or self._train_rows)
         return [self._measure(rows, index)[0] for index in usable[:COMPARED_ROWS]]
 
-    def data_fingerprint(self) -> str:
-        """Equal for two sources whose order and prompts are the same, as far as FINGERPRINTED_ROWS rows tell."""
-        hashed = xxhash.xxh3_64()
-        number = min(self.num_train_rows, FINGERPRINTED_ROWS)
-        for place in range(number):
-            rendered, _ = self._measure(self.train, self._train_rows[place * self.num_train_rows // number])
-            hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
-            if "target" in self.settings.algorithm.needs:
-                hashed.update(rendered.target.encode())
-        if bad := self.train_survey.bad:
-            hashed.update("\n".join(one.row_id for one in bad).encode())
-        return hashed.hexdigest()
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of all usable rows, by what they are of."""
+        held_out = self.held_out_survey.fingerprint("index", "prompt", "rest") if self.held_out_survey else "none"
+        return {
+            USABLE: self.train_survey.fingerprint("index"),
+            PROMPTS: self.train_survey.fingerprint("prompt"),
+            ANSWERS: self.train_survey.fingerprint("rest"),
+            HELD_OUT: held_out,
+        }
 
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """Write the training ticket of a position in the data order."""

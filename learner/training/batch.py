@@ -233,11 +233,14 @@ def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
     }
 
 
-def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:
+def describe_batch(
+    batch: Batch, version: int, accuracy_component: str, *, compares_rows: bool = True
+) -> dict[str, float]:
     """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`.
 
     Rewards and lengths are those of what the policy sampled: greedy trajectories and those inserted whole count in the
-    statuses alone, and greedy ones have metrics of their own.
+    statuses alone, and greedy ones have metrics of their own. `compares_rows`: credit is the difference from a group's
+    other trajectories.
     """
     groups = [item.group for item in batch.received]
     everyone = [record for group in groups for record in group.trajectories]
@@ -259,23 +262,34 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     described |= _describe_conversations(conversations)
     scored = [record for record, mine in zip(everyone, is_sampled, strict=True) if mine and record.reward is not None]
     for name in sorted({name for record in scored for name in record.rewards}):
-        described[f"reward/{name}"] = float(np.mean([record.rewards[name] for record in scored]))
+        values = [record.rewards[name] for record in scored if name in record.rewards]  # rewards may change at a resume
+        described[f"reward/{name}"] = float(np.mean(values))
     if scored:
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        described["accuracy"] = described[f"reward/{accuracy_component or 'mean'}"]
+        accuracy = described.get(f"reward/{accuracy_component or 'mean'}")
+        described |= {} if accuracy is None else {"accuracy": accuracy}
     if provenance.saw_other_images.any():
         described["other_images/reward"] = float(batch.scores[provenance.saw_other_images].nanmean())
     rewards_of_groups: dict[int, set[float]] = {number: set() for number in range(len(groups))}
     for number, record, is_out in zip(batch.groups.tolist(), everyone, provenance.is_baseline, strict=True):
         if record.reward is not None and not is_out:
             rewards_of_groups[number].add(record.reward)
-    described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups.values()))
+    alike = sum(len(rewards) <= 1 for rewards in rewards_of_groups.values())
+    differing = len(groups) - alike
+    if not compares_rows and len(set().union(*rewards_of_groups.values())) > 1:
+        differing = len(groups)
+    inserted = sum(item.provenance.is_inserted.any() for item in batch.received)  # they teach whatever they score
+    described |= {
+        "groups": float(len(groups)),
+        "zero_variance_groups": float(alike),
+        "teaching_groups": float(max(differing, inserted)),
+    }
     if provenance.is_baseline.any():
         described["baseline/missing"] = float(sum(item.lacks_baseline for item in batch.received))
         described["baseline/reward"] = float(batch.scores[provenance.is_baseline].nanmean())
     if provenance.is_inserted.any():
-        described["inserted/groups"] = float(sum(i.provenance.is_inserted.any() for i in batch.received))
+        described["inserted/groups"] = float(inserted)
     return described
 
 

@@ -7,10 +7,11 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, SerializationInfo, ValidationInfo, model_validator
 
-from protocol.frames import Blob, Float32Array, Int32Array
+from protocol.frames import Blob, Float32Array, FrameSink, FrameSource, Int32Array
 from protocol.messages.wire import ContentHash, Many, TicketId, TrajectoryRole, Version, Wire
+from protocol.values import pack_values, unpack_values
 
 
 class TextPart(Wire):
@@ -54,6 +55,18 @@ class ChatMessage(Wire):
     `tool_call_id` and `reasoning_content`."""
 
 
+def _packed(value: Any, info: SerializationInfo) -> Any:
+    return pack_values(value) if isinstance(info.context, FrameSink) else value
+
+
+def _unpacked(value: Any, info: ValidationInfo) -> Any:
+    return unpack_values(value) if isinstance(info.context, FrameSource) else value
+
+
+_ON_WIRE = BeforeValidator(_unpacked), PlainSerializer(_packed)
+"""A value of the data set is bytes on the wire, packed with types that the header has not (`protocol.values`)."""
+
+
 class Prompt(Wire):
     """One dataset row, rendered to messages."""
 
@@ -64,8 +77,8 @@ class Prompt(Wire):
     """Content hash of each image in order of appearance; the bytes travel once per message."""
     videos: Many[Video] = ()
     """Videos in order of appearance; their frames travel as images do."""
-    answer: Any = None
-    columns: dict[str, Any] = Field(default_factory=dict)
+    answer: Annotated[Any, *_ON_WIRE] = None
+    columns: Annotated[dict[str, Any], *_ON_WIRE] = Field(default_factory=dict)
     """The row's other columns, for the reward."""
 
     @model_validator(mode="after")

@@ -257,7 +257,7 @@ def reverse_rows(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "override", "says"),
     [
-        (reverse_rows, "data.train_files=[{run}/reversed.parquet]", "fingerprint of the training rows was"),
+        (reverse_rows, "data.train_files=[{run}/reversed.parquet]", "fingerprint of the training prompts was"),
         (lambda run: None, "rollout.temperature=0.7", "rollout.temperature was 1.0, is 0.7"),
         (_other_run, "", "is a checkpoint of run 0"),
     ],

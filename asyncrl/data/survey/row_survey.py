@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -31,6 +31,7 @@ from asyncrl.processing.processor import PromptProcessor
 from protocol.codec import MIB, Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Sampling, Ticket, TicketKind, Tickets
+from protocol.values import pack_values
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,20 @@ class RowSurvey:
     def num_looked_at(self) -> int:
         """Number of rows that were looked at: all, or a sample."""
         return sum(facts is not None for facts in self.facts) + len(self.refused)
+
+    def fingerprint(self, *parts: Literal["index", "prompt", "rest"]) -> str:
+        """Hash of these parts of the usable rows."""
+        hashed = xxhash.xxh3_64()
+        for index in self.usable:
+            known = {"index": index, **self.facts[index]._asdict()} if self.facts[index] else {}
+            hashed.update(repr([known[part] for part in parts]).encode())
+        return hashed.hexdigest()
+
+    def shared_with(self, other: RowSurvey) -> list[tuple[int, int]]:
+        """Index of each prompt that the other source has, too, and its index there."""
+        theirs = {facts.prompt: index for index, facts in enumerate(other.facts) if facts}
+        ours = {facts.prompt: index for index, facts in enumerate(self.facts) if facts}
+        return [(index, theirs[prompt]) for prompt, index in ours.items() if prompt in theirs]
 
     def leaves_out(self, config: DataConfig) -> bool:
         """True if bad rows are left out; False if they keep a run from beginning, as `stop` and no usable row do."""
@@ -167,6 +182,21 @@ def check_message(rendered: RenderedPrompt, most_mib: int) -> None:
             f"{limits.max_frames - 1:,} images, {most_mib} MiB (network.max_message_mib), and "
             f"{limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out what the reward does not need"
         ) from problem
+
+
+def facts_of(rendered: RenderedPrompt, measured: EncodedPrompt) -> RowFacts:
+    prompt = xxhash.xxh3_64(measured.token_ids.tobytes())
+    prompt.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
+    row = rendered.prompt
+    rest = xxhash.xxh3_64(pack_values([row.answer, sorted(row.columns.items()), rendered.target]))
+    return RowFacts(
+        len(measured.token_ids),
+        measured.media_tokens,
+        prompt.hexdigest(),
+        rest.hexdigest(),
+        has_answer=row.answer is not None,
+        has_target=bool(rendered.target),
+    )
 
 
 class PromptRows:
@@ -275,15 +305,7 @@ class PromptRows:
             check_message(rendered, self._max_message_mib)
         else:
             self._check(rendered)
-        seen = xxhash.xxh3_64(measured.token_ids.tobytes())
-        seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
-        return RowFacts(
-            len(measured.token_ids),
-            measured.media_tokens,
-            seen.hexdigest(),
-            has_answer=rendered.prompt.answer is not None,
-            has_target=bool(rendered.target),
-        )
+        return facts_of(rendered, measured)
 
     def _judged(self, facts: list[RowFacts | None], refused: dict[int, str], seconds: float) -> RowSurvey:
         """Judge what is known of all rows: rows without an answer beside others that have one, and overlong ones."""

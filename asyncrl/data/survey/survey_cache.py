@@ -41,8 +41,10 @@ class RowFacts(NamedTuple):
     tokens: int
     """Length of the prompt, images and videos included."""
     media_tokens: int
-    digest: str
-    """Equal for two rows whose prompts, images included, are the same to the model."""
+    prompt: str
+    """Digest, equal for two rows whose prompts, images included, are the same to the model."""
+    rest: str
+    """Digest of answer, columns and target."""
     has_answer: bool
     """False where the answer is missing or null."""
     has_target: bool

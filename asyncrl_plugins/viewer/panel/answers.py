@@ -22,7 +22,7 @@ SPARKLINE_CELLS = 48
 RANGE_CELLS = 16
 STALENESS = (("staleness mean", "mean", 2), ("max", "max", 0), ("of at most", "bound", 0))
 """Names of facts, keys and digits."""
-WARNINGS = 3
+WARNINGS = 4
 """Most lines of warnings."""
 PHASE_STYLES = {"training": "green", "evaluating": "cyan", "finished": "bold green", "failed": "bold red"}
 Fact = tuple[str, str] | tuple[str, str, str]
@@ -113,7 +113,8 @@ class Answers:
 
     def pipeline(self) -> Iterator[PanelRow]:
         run, status, latest = self.run, self.run.status, self.run.latest
-        warnings = [Text(cut(message, self.cells), "bold yellow") for message in run.warnings().values()]
+        said = (line for message in run.warnings().values() for line in cut_lines(message, self.cells, 2))
+        warnings = [Text(line, "bold yellow") for line in said]
         if warnings:
             yield PanelRow("WARNING", warnings[:WARNINGS])
         staleness = [(name, number(latest.get(f"staleness/{key}"), digits)) for name, key, digits in STALENESS]

@@ -34,7 +34,6 @@ class RunDisplay(Display):
         self._live: Live | None = None
         self._size = self._console.size
         self._drawn_at = self._pause_s = 0.0
-        self._printed_warnings: set[str] = set()
 
     def __enter__(self) -> RunDisplay:
         super().__enter__()
@@ -67,10 +66,6 @@ class RunDisplay(Display):
     def show(self) -> None:
         if self._live is None:
             super().show()
-            warnings = self.run.warnings()
-            for name in warnings.keys() - self._printed_warnings:
-                self.print(f"warning: {warnings[name]}")
-            self._printed_warnings |= warnings.keys()  # once: some come and go with every look
             return
         began = time.thread_time()
         self.run.refresh()

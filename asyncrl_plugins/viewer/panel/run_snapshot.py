@@ -99,11 +99,17 @@ class RunSnapshot(RunProgress):
         steps = critic.get("warmup_steps") if isinstance(critic, dict) else None
         return f"not before step {steps + 1}: the critic warms up" if isinstance(steps, int) else "the critic warms up"
 
+    @property
+    def groups_per_step(self) -> float:
+        batch = self.config.get("batch")
+        return number(batch.get("prompts_per_step")) or 0.0 if isinstance(batch, dict) else 0.0
+
     def warnings(self) -> dict[str, str]:
         """Active problems of the newest steps, by subject; none for a run that has ended."""
         starts = [{"time": self.since}, *read_starts(self.run_dir)[-1:]]
         newest = self.steps[-JUDGED_STEPS:]
-        return warnings(RecordedRun(self.run_dir, newest, self.evaluations, self.status, self.rewards, starts))
+        found = warnings(RecordedRun(self.run_dir, newest, self.evaluations, self.status, self.rewards, starts))
+        return super().warnings() | found
 
     def seconds_taken(self) -> float | None:
         """Return the seconds in which learners ran; None where that is not recorded."""

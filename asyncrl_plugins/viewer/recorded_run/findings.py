@@ -14,7 +14,7 @@ from itertools import groupby
 from statistics import fmean, linear_regression
 from typing import Literal
 
-from asyncrl.launch.display import ENDED
+from asyncrl.launch.display import ENDED, LEARNS_NOTHING, USUAL_CAUSES, without_spread
 from asyncrl_plugins.viewer.numbers import count, duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     STARVES_AT_BOUND,
@@ -54,7 +54,8 @@ def findings(run: RecordedRun, checks: Mapping[str, Check]) -> list[RunFinding]:
 
 def warnings(run: RecordedRun) -> dict[str, str]:
     """Active problems of a running run, by subject."""
-    found = [] if run.ending in ENDED else findings(run, CHECKS)
+    checks = {name: check for name, check in CHECKS.items() if check is not _learns_nothing}  # `RunProgress.warnings`
+    found = [] if run.ending in ENDED else findings(run, checks)
     return {f.what: f"{f.what}: {f.value}" for f in found if f.level != "info"}
 
 
@@ -281,6 +282,11 @@ def _mismatch(run: RecordedRun) -> Iterator[RunFinding]:
         yield RunFinding("warning", "Learner and engine disagree", value, advice)
 
 
+def _learns_nothing(run: RecordedRun) -> Iterator[RunFinding]:
+    if found := without_spread(run.steps, number(run.setting("batch.prompts_per_step")) or 0.0):
+        yield RunFinding("critical", LEARNS_NOTHING, found, USUAL_CAUSES)
+
+
 CHECKS: Mapping[str, Check] = {
     "its end": _stopped,
     "silence": _silent,
@@ -289,6 +295,7 @@ CHECKS: Mapping[str, Check] = {
     "the ledger": _residual,
     "non-finite numbers": _not_a_number,
     "what was learned": _got_worse,
+    "anything to learn from": _learns_nothing,
     "reward against held-out accuracy": _reward_hacking,
     "entropy": _entropy,
     "effective sample size": _effective_sample_size,

@@ -90,7 +90,8 @@ def _zero_variance(run: RecordedRun) -> Iterator[RunFinding]:
         advice = (
             "Their completions all scored the same. Leave out rows that are too easy or too hard, or raise group_size."
         )
-        yield RunFinding("info", "Most groups teach nothing", f"{share(part)} of the groups in the last fifth", advice)
+        value = f"{share(part)} of the groups in the last fifth"
+        yield RunFinding("warning", "Most groups teach nothing", value, advice)
 
 
 def _truncated(run: RecordedRun) -> Iterator[RunFinding]:

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.launch.display import LEARNS_NOTHING
+from asyncrl_plugins.viewer.panel.console import Console
+from asyncrl_plugins.viewer.panel.panel import RunPanel
+from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     FIRST_STEP_S,
     STANDARD_ERRORS,
@@ -112,7 +116,7 @@ def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
             "Steps taught nothing, all their tokens were masked",
             r"21 of 40 steps, the last of them 40",
         ),
-        (sick("zero_variance_groups", 3.0), "info", "Most groups teach nothing", r"75% of the groups"),
+        (sick("zero_variance_groups", 3.0), "warning", "Most groups teach nothing", r"75% of the groups"),
     ],
 )
 def test_what_is_wrong_is_found(tmp_path: Path, change: Change, level: str, what: str, value: str) -> None:
@@ -231,3 +235,43 @@ def test_restarts_and_errors_are_told(tmp_path: Path) -> None:
     assert told["It was started again"] == ("warning", "5 restarts of the learner, after steps 10, 20, 30, 40, 50")
     assert told["Errors were counted"] == ("info", "KeyError 10, bad_hash 3")
     assert list(found(run_with(tmp_path, accuracy=()))) == ["Nothing was held out"]
+
+
+def same(number: int, groups: int = 8) -> dict[str, Any]:
+    """A step whose groups have no spread."""
+    return {"groups": float(groups), "zero_variance_groups": float(groups), "teaching_groups": 0.0, "grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "fires"),
+    [
+        (3, same, True),
+        (40, same, True),
+        (3, lambda n: same(n) | ({"zero_variance_groups": 7.0, "teaching_groups": 1.0} if n == 2 else {}), False),
+        (40, lambda n: same(n) | ({"zero_variance_groups": 7.0, "teaching_groups": 1.0} if n == 30 else {}), False),
+        (2, lambda n: same(n, 32), False),
+        (3, lambda n: same(n, 7), False),
+        (6, lambda n: same(n, 4), True),
+        (6, lambda n: {"zero_variance_groups": 4.0}, True),  # as an earlier version has recorded it
+        (6, lambda n: {"zero_variance_groups": 3.0 if n == 5 else 4.0}, False),
+        (3, lambda n: same(n) | {"teaching_groups": 8.0}, False),  # credit that compares no rows of a group
+    ],
+)
+def test_a_run_whose_groups_have_no_spread_is_not_called_healthy(
+    tmp_path: Path, steps: int, change: Change, fires: bool
+) -> None:
+    """As soon as three steps, of at least 24 groups, have none; one group in 24 that has some is enough."""
+    status = {"phase": "training", "servers": [{}], "time": time.time()}
+    run = run_with(tmp_path, lambda n: {**change(n), "time": time.time()}, steps=steps, status=status)
+    tone, sentence = verdict(run, all_findings(run))
+    panel = RunSnapshot(tmp_path / "run")
+    panel.refresh()
+    said = panel.warnings().get(LEARNS_NOTHING, "")
+    assert (tone == "critical", bool(said)) == (fires, fires)
+    if fires:
+        causes = "the run learns nothing (answer format? reward? stop tokens? length?)"
+        assert f"Not healthy: {causes}" in sentence
+        console = Console(width=110, height=60, force_terminal=True)
+        with console.capture() as shown:
+            console.print(RunPanel(panel))
+        assert "The run learns nothing (answer format? reward? stop tokens?" in shown.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -192,9 +193,10 @@ def heartbeat(running: int = 1) -> ServerHeartbeat:
 EXAMPLE_IMAGE = "ab" * 32
 
 
-def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
+def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None, answer: Any = "7") -> Tickets:
     right = ticket(7, 2)
-    prompt = right.prompt.model_copy(update={"columns": {"level": {"score": 0.5}} if columns is None else columns})
+    columns = {"level": {"score": Decimal("0.5")}} if columns is None else columns
+    prompt = right.prompt.model_copy(update={"columns": columns, "answer": answer})
     requests = (
         TrajectoryRequest(prefix=(5, STOP)),
         TrajectoryRequest(greedy=True),

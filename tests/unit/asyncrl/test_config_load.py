@@ -250,6 +250,20 @@ def test_a_dry_run_explains_the_derived_numbers(minimal: Path) -> None:
     assert config.total_steps(100) == 19
 
 
+def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_of_it_on_demand(minimal: Path) -> None:
+    config = load_config(minimal, ["gspo", "batch.group_size=4", "rollout.temperature=1.0", "data.on_bad_row=stop"])
+    changed, whole = (explain(config, 100, whole=whole).partition("# Algorithm")[0] for whole in (False, True))
+    assert "on_bad_row: stop" in changed
+    assert "group_size: 4" in changed
+    assert "policy_loss: gspo" in changed
+    assert "--all" in changed.splitlines()[0]
+    assert "temperature" not in changed, "it is the default"
+    assert len(changed.splitlines()) < 40 < 200 < len(whole.splitlines())
+    written = minimal.with_name("changed.yaml")
+    written.write_text(changed)
+    assert load_config(written) == config
+
+
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [

@@ -7,10 +7,13 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,8 +24,15 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.rewards.sample import sample_of
+from asyncrl.rewards.sample import RewardSample, sample_of
+from asyncrl.rewards.score import request_of, samples_of
 from asyncrl.rewards.spec import call_reward
+from asyncrl.workers.channel import pack, unpacker
+from protocol.codec import Limits, decode
+from protocol.messages import ControlFromLearner, Tickets
+from protocol.values import pack_values, unpack_values
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.mutations import frames_of
 
 COLOURS = ("red", "green", "blue", "white", "black")
 
@@ -207,21 +217,59 @@ def test_image_dir_is_the_base_of_relative_paths(tmp_path: Path, monkeypatch: py
     assert list(rendered.blobs.values()) == [PNGS["red"]]
 
 
-def test_columns_for_the_reward_leave_bytes_out_and_the_same_image_twice_is_one_blob(tmp_path: Path) -> None:
-    row = {
-        "prompt": "<image>=<image>?",
-        "answer": {"x": [1, 2.5]},
-        "images": structs(["red", "red"]),
-        "note": "n",
-        "mask": b"\x89PNG",
-        "deep": {"raw": b"x"},
+def test_every_column_reaches_the_reward_as_the_file_has_it(tmp_path: Path) -> None:
+    """Over the wire to the server, and from there to a worker; the same image twice is one blob."""
+    zone = timezone(timedelta(hours=2))
+    columns: dict[str, tuple[pa.DataType | None, Any]] = {
+        "note": (None, "n"),
+        "mask": (None, b"\x89PNG"),
+        "extra": (None, {"bytes": b"x", "path": None}),
+        "when": (pa.timestamp("us"), datetime(2024, 5, 6, 7, 8, 9, 10)),
+        "there": (pa.timestamp("ms", "+02:00"), datetime(2024, 5, 6, 7, 8, 9, tzinfo=zone)),
+        "day": (pa.date32(), date(2024, 2, 29)),
+        "noon": (pa.time64("us"), time(12, 0, 0, 1)),
+        "dur": (pa.duration("us"), timedelta(days=-2, microseconds=3)),
+        "price": (pa.decimal128(12, 4), Decimal("1.2300")),
+        "half": (pa.float16(), 0.5),
+        "kv": (pa.map_(pa.string(), pa.int64()), {"a": 1, "b": 2}),
+        "by_day": (pa.map_(pa.date32(), pa.list_(pa.decimal128(5, 1))), {date(2024, 1, 2): [Decimal("0.5")]}),
+        "seen": (pa.list_(pa.struct([("at", pa.date32()), ("raw", pa.binary())])), [{"at": date(1, 1, 1), "raw": b""}]),
     }
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+    fixed: dict[str, Any] = {"prompt": "<image>=<image>?", "answer": {"x": [1, 2.5]}, "images": structs(["red", "red"])}
+    arrays = {name: pa.array([value]) for name, value in fixed.items()}
+    for name, (kind, value) in columns.items():
+        arrays[name] = pa.array([list(value.items()) if name in ("kv", "by_day") else value], kind)
+    pq.write_table(pa.table(arrays), tmp_path / "d.parquet")
     config = config_for(tmp_path / "d.parquet")
     (rendered,) = render_all(open_train(config), config)
-    assert rendered.prompt.columns == {"note": "n"}
-    assert rendered.prompt.answer == {"x": [1, 2.5]}
     assert (len(rendered.prompt.image_hashes), len(rendered.blobs)) == (2, 1)
+    tickets = content.example_tickets(columns=rendered.prompt.columns, answer=rendered.prompt.answer)
+    arrived = decode(frames_of(tickets), ControlFromLearner, Limits())
+    assert isinstance(arrived, Tickets)
+    sample = RewardSample("text", columns=arrived.tickets[0].prompt.columns, answer=arrived.tickets[0].prompt.answer)
+    stream = unpacker()
+    stream.feed(pack(request_of([sample], [], [])))
+    (seen,) = samples_of(next(stream))
+    assert seen.answer == fixed["answer"]
+    wanted = {name: value for name, (_, value) in columns.items()}
+    assert seen.columns == wanted
+    assert {name: type(value) for name, value in seen.columns.items()} == {n: type(v) for n, v in wanted.items()}
+
+
+@pytest.mark.parametrize("value", [{1, 2}, pd.Timestamp("2024-01-01 00:00:00.000000001"), [object()]])
+@pytest.mark.parametrize("column", ["answer", "other"])
+def test_a_column_that_the_reward_cannot_get_is_named(column: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"row d:3: column '{column}'.* cannot be brought to the reward: it has a \w+"):
+        PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": "q", "answer": "4", column: value}, "d:3")
+
+
+def test_integers_of_any_length_reach_the_reward() -> None:
+    row = {"prompt": "q", "answer": 2**80, "least": -(2**63) - 1, "list": [{"n": 10**30}]}
+    prompt = PromptRenderer(DataConfig(train_files=("x",))).render(row, "d:0").prompt
+    assert unpack_values(pack_values([prompt.answer, prompt.columns])) == [
+        2**80,
+        {"least": -(2**63) - 1, "list": [{"n": 10**30}]},
+    ]
 
 
 def test_chat_messages_and_system_prompt() -> None:
@@ -245,7 +293,7 @@ def test_chat_messages_and_system_prompt() -> None:
         ({"prompt": None}, "is empty"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, "role 'usr'; use system, user"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "has the part"),
-        ({"prompt": "q", "answer": [1, b"x"]}, r"the answer in column 'answer' \(data.answer_key\)"),
+        ({"prompt": "q", "answer": [1, {2}]}, r"column 'answer' \(data.answer_key\) cannot be brought to the reward"),
         ({"prompt": "q", "images": [PNGS["red"], "red.pgn"]}, "image 1: there is no image .*did you mean .*red.png"),
         ({"prompt": "q", "images": [b"not a png"]}, "image 0: these 9 bytes are no image .* leave the row out"),
         ({"prompt": "q", "images": "data:image/png,x"}, "image 0: 'data:image/png,x'... cannot be decoded: it is not"),

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.launch import display as module
 from asyncrl.launch.display import Display, RunProgress
+from asyncrl.telemetry.recorder import RunRecorder
 from tests.rigs.shown_run import write_run
 
 
@@ -55,6 +56,34 @@ def test_a_long_wait_is_said_with_its_reason(
         pass
     said = capsys.readouterr().out
     assert said == "step 40: no new step for 0 s, training, waiting for groups of step 41 (needs 8, has 3)\n"
+
+
+def test_a_long_step_is_not_said_to_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path).status(phase="catching up", waiting_for="")  # a new phase is written at once
+    monkeypatch.setattr(module, "STUCK_S", 0.0)
+    with Display(RunProgress(tmp_path)):
+        pass
+    assert capsys.readouterr().out == "step 40: no new step for 0 s, catching up\n"
+
+
+def test_a_run_without_spread_is_told_as_soon_as_that_is_known(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
+    """Three steps and 24 groups; a group of another run that has spread ends the warning."""
+    recorder = RunRecorder(tmp_path)
+    recorder.status(phase="training", total_steps=9)
+    alike = {"groups": 8.0, "zero_variance_groups": 8.0, "teaching_groups": 0.0}
+    told = []
+    for step in range(1, 5):
+        recorder.step({"step": step, **alike})
+        told.append([line for line in plain(tmp_path) if line.startswith("warning: ")])
+    assert told[:2] == [[], []]
+    assert told[2] == [
+        "warning: The run learns nothing (answer format? reward? stop tokens? length?): the rewards of each group of "
+        "3 steps (24 groups) are all the same"
+    ]
+    recorder.step({"step": 5, **alike, "teaching_groups": 1.0})
+    assert not any(line.startswith("warning: ") for line in plain(tmp_path))
 
 
 def test_damaged_files_end_no_display(tmp_path: Path, plain: Callable[..., list[str]]) -> None:

@@ -143,3 +143,30 @@ def test_a_finished_run_says_how_many_of_its_steps_had_no_score(
     run.steps = [{"step": 1, "rows/error": 4.0}, {"step": 2, "rows/error": 3.0, "rows/truncated": 1.0}]
     assert report(config, Outcome(0), run) == 0
     assert re.search("of 1 of the last 2 steps .* environment_exception: no map", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("taught", "fires"), [(0.0, True), (1.0, False)])
+def test_a_finished_run_says_that_it_has_learned_nothing(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], taught: float, fires: bool
+) -> None:
+    """With the usual causes; one group of 24 that had spread is enough."""
+    config = make_config()
+    config.run_path.mkdir()
+    run = RunProgress(config.run_path)
+    run.steps = [
+        {"step": n, "groups": 8.0, "zero_variance_groups": 8.0, "teaching_groups": taught if n == 2 else 0.0}
+        for n in range(1, 4)
+    ]
+    assert report(config, Outcome(0), run) == 0
+    said = re.search(r"warning: The run learns nothing .*samples\.jsonl.*stop tokens", capsys.readouterr().out)
+    assert bool(said) == fires
+
+
+def test_a_finished_run_says_how_many_held_out_rows_it_has_trained_on(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    config.run_path.mkdir()
+    run = RunProgress(config.run_path, status={"held_out_trained": 3}, evaluations=[{"accuracy": 1.0, "rows": 16}])
+    assert report(config, Outcome(0), run) == 0
+    assert "held-out accuracy 1.000 over 16 rows, of which 3 are trained on, too" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.scorer import RewardScorer
-from asyncrl.rewards.spec import check_rewards, load_reward
+from asyncrl.rewards.spec import call_reward, check_call, check_rewards, hidden_columns, load_reward
 from tests.rigs.tiny import ROOT
 
 
@@ -165,3 +165,60 @@ def test_the_documentations_snippets_are_accepted(block: str):
 
 def test_the_documentation_names_all_that_is_built_in():
     assert {name for name in BUILTIN_REWARDS if f"`{name}`" not in PAGE} == set()
+
+
+TRL = """
+from my_constants import bonus as imported
+def wants(completions, **kwargs): return [float(text == "RIGHT") for text in completions]
+def answers(completions, answer): return [float(one == "4") for one in answer]
+def shown(prompts, completions, images): return [float(len(images[0])) + len(prompts[0])]
+def few(completions, level): return [1.0]
+def plain(sample): return 1.0
+def graded(completions, solution, score): return list(score)
+wrapped = wants
+"""
+
+
+def test_the_lists_of_trl_are_those_of_the_policy_whatever_columns_are_called(tmp_path: Path) -> None:
+    (tmp_path / "trl.py").write_text(TRL)
+    (tmp_path / "my_constants.py").write_text("bonus = 0.5")
+    columns = {"completions": "RIGHT", "prompts": "zzz", "answer": "5", "images": ["x"] * 9, "level": 3}
+    sample = RewardSample("wrong", prompt="q", answer="4", columns=columns, images=[b"png"])
+    for name, expected in (("wants", 0.0), ("answers", 1.0), ("shown", 2.0)):
+        assert call_reward(load_reward(f"{tmp_path}/trl.py:{name}"), [sample], {}) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns", "hidden"),
+    [
+        ({"function": "wants"}, "completions prompts level", ["completions", "prompts"]),
+        ({"function": "answers"}, "answer images", ["answer"]),
+        ({"function": "shown"}, "images prompts answer completions", ["completions", "prompts", "images"]),
+        ({"function": "few"}, "prompts images answer level", []),
+        ({"function": "wants", "kwargs": {"level": 1}}, "level other", ["level"]),
+        ({"function": "graded", "shapes": "sum"}, "score solution", ["score"]),
+        ({"function": "plain"}, "completions answer", []),
+        ({"function": "wrapped"}, "completions level", ["completions"]),
+        ({"function": "imported"}, "level", []),
+    ],
+)
+def test_a_column_with_the_name_of_a_list_is_named_before_the_run(
+    tmp_path: Path, entry: dict[str, Any], columns: str, hidden: list[str]
+) -> None:
+    """The user's file is read, not run: the module that it imports is not there."""
+    (tmp_path / "trl.py").write_text(TRL)
+    first = {"function": "exact_match"}
+    config = RewardConfig.model_validate(
+        {"functions": [first, {**entry, "name": "x", "function": f"{tmp_path}/trl.py:{entry['function']}"}]}
+    )
+    notes = list(hidden_columns(config, columns.split()))
+    assert [re.match(r"column '(\w+)' does not reach the reward", note)[1] for note in notes] == hidden
+
+
+@pytest.mark.parametrize("name", ["completions", "prompts", "images", "answer"])
+def test_settings_of_a_reward_do_not_replace_the_lists_of_trl(name: str) -> None:
+    def wants(completions: list[str], **kwargs: Any) -> list[float]:
+        return []
+
+    with pytest.raises(UserError, match=f"has the kwargs {name}, which would replace "):
+        check_call(wants, "wants", {name: ["RIGHT"]})

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from asyncrl.checks.inputs import data_notes
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train
 from asyncrl.data.survey import row_survey, survey_cache
 from asyncrl.data.survey.row_survey import PromptRows, RowSurvey
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
-from learner.tickets.ticket_writer import TicketWriter
+from learner.tickets.ticket_writer import ANSWERS, HELD_OUT, PROMPTS, USABLE, TicketWriter
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -146,8 +150,8 @@ def test_rows_without_question_or_answer_and_what_no_message_holds_are_bad(
             f": {unanswered}",
             ": column 'prompt' (data.prompt_key) is empty",
             " is too large to be sent to a rollout server: 0 images, 0.0 MiB, and 9.0 MiB of text and columns",
-            " cannot be sent to a rollout server: the header is not MessagePack: 70000 exceeds",
-            " cannot be sent to a rollout server: Tickets holds a value that cannot travel: 'utf-8' codec can't",
+            " cannot be sent to a rollout server: tickets.tickets.0.prompt.columns: Value error, no packed values: 7",
+            ": column 'text' cannot be brought to the reward: it has 'utf-8' codec can't",
         ),
         strict=True,
     ):
@@ -220,8 +224,8 @@ def test_a_run_with_other_bad_rows_is_another_run(make_config: MakeConfig, tmp_p
     config = configured(make_config, tmp_path)
     processor = PromptProcessor(config.model)
     before = TicketWriter(config.ticket_settings, processor, (1,))
-    first = before.data_fingerprint()
-    assert first == TicketWriter(config.ticket_settings, processor, (1,)).data_fingerprint()
+    first = before.fingerprints()
+    assert first == TicketWriter(config.ticket_settings, processor, (1,)).fingerprints()
     (tmp_path / "there.png").rename(tmp_path / "gone.png")
     lines = (tmp_path / "rows.jsonl").read_text().replace("there.png", "other.png").splitlines()
     lines[5] = lines[5].replace("other.png", "broken.png")  # row 5 is bad in place of row 2
@@ -231,4 +235,94 @@ def test_a_run_with_other_bad_rows_is_another_run(make_config: MakeConfig, tmp_p
     after = TicketWriter(config.ticket_settings, processor, (1,))
     assert [bad.row_id for bad in (*before.bad_rows, *after.bad_rows)] == ["rows.jsonl:2", "rows.jsonl:5"]
     assert before.num_train_rows == after.num_train_rows
-    assert first != after.data_fingerprint()
+    assert first[USABLE] != after.fingerprints()[USABLE]
+
+
+def rows_and_images(folder: Path, name: str = "rows.jsonl") -> list[dict[str, Any]]:
+    """Rows of two images, written as `write_rows` does."""
+    for number, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (30, 30), colour).save(folder / f"{number}.png")
+    rows = [{"prompt": f"q {i}", "answer": str(i), "level": i, "images": [f"{i % 2}.png"]} for i in range(100)]
+    write_rows(folder, rows, name)
+    return rows
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_every_row_and_image_counts_in_the_fingerprints(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = rows_and_images(tmp_path)
+    write_rows(tmp_path, rows[:3], "held.jsonl")
+    config = make_config(data={"train_files": [f"{tmp_path}/rows.jsonl"], "val_files": [f"{tmp_path}/held.jsonl"]})
+    processor = PromptProcessor(config.model)
+
+    def changed() -> set[str]:
+        now = TicketWriter(config.ticket_settings, processor, (1,)).fingerprints()
+        return {name for name in now if now[name] != first[name]}
+
+    first = TicketWriter(config.ticket_settings, processor, (1,)).fingerprints()
+    assert changed() == set()
+    rows[41]["answer"] = "99"
+    write_rows(tmp_path, rows)
+    assert changed() == {ANSWERS}
+    write_rows(tmp_path, [{**row, "answer": str(i), "level": 7} for i, row in enumerate(rows)])
+    assert changed() == {ANSWERS}, "columns are the reward's, too"
+    rows[41] |= {"answer": "41", "prompt": "another"}
+    write_rows(tmp_path, rows)
+    assert changed() == {PROMPTS}
+    rows[41]["prompt"] = "q 41"
+    write_rows(tmp_path, rows)
+    Image.new("RGB", (30, 30), "green").save(tmp_path / "1.png")
+    assert changed() == {PROMPTS, HELD_OUT}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "0.png").write_bytes((folder / "1.png").read_bytes()), "its prompt or an image"),
+        (lambda folder: write_table(folder, answer="99"), "its answer or another column"),
+        (lambda folder: write_table(folder, level=5), "its answer or another column"),
+        (lambda folder: write_table(folder, prompt="another"), "its prompt or an image"),
+    ],
+    ids=["an image", "an answer", "a column", "a prompt"],
+)
+def test_a_row_that_changes_under_a_run_stops_it(
+    make_config: MakeConfig, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    """Trained and held-out rows; JSONL is read at the start, Parquet row by row."""
+    rows_and_images(tmp_path)
+    write_table(tmp_path)
+    config = make_config(data={"train_files": [f"{tmp_path}/rows.parquet"], "val_files": [f"{tmp_path}/rows.parquet"]})
+    writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
+    writer.write(TicketSlot(0, 0, 0, 0))
+    change(tmp_path)
+    reason = f"{said} is not what it was when the run began: the data must not change under it.*--accept-changes"
+    for write in (lambda: writer.write(TicketSlot(0, 0, 0, 0)), lambda: writer.write_evaluation(0, 0)):
+        writer.train.rows, writer.held_out.rows = (open_train(config.data) for _ in range(2))  # as mapped memory is
+        with pytest.raises(UserError, match=rf"row rows.parquet:\d+: {reason}"):
+            write()
+
+
+def write_table(folder: Path, **changes: Any) -> None:
+    """Rows that all have one image."""
+    row = {"prompt": "q", "answer": "4", "level": 3, "images": ["0.png"], **changes}
+    pq.write_table(pa.Table.from_pylist([row] * 4), folder / "rows.parquet")
+
+
+def test_held_out_rows_that_are_trained_on_are_told_before_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """By file, which costs nothing, and by prompt, which the survey has measured."""
+    rows = rows_and_images(tmp_path)
+    write_rows(tmp_path, rows[:7], "some.jsonl")
+    write_rows(tmp_path, [{**row, "prompt": "others"} for row in rows], "others.jsonl")
+
+    def notes(train: str, val: str) -> tuple[list[str], int]:
+        config = make_config(data={"train_files": [f"{tmp_path}/{train}"], "val_files": [f"{tmp_path}/{val}"]})
+        writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
+        return [note.partition(" is in ")[0] for note in data_notes(config)], writer.num_held_out_trained
+
+    assert notes("rows.jsonl", "rows.jsonl") == (["rows.jsonl"], 100)
+    assert notes("rows.jsonl", "../" + tmp_path.name + "/rows.jsonl") == (["rows.jsonl"], 100)
+    assert notes("[rs]*.jsonl", "some.jsonl") == (["some.jsonl"], 7)
+    assert notes("rows.jsonl", "some.jsonl") == ([], 7)
+    assert notes("others.jsonl", "some.jsonl") == ([], 0)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,15 +19,19 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.run_folder.contents import checkpoint_folder
-from learner.loop.checkpoint import STATE_FILE, LearnerState, write_checksums
+from learner.loop.checkpoint import STATE_FILE, LearnerState, newest_checkpoint, read_state, write_checksums
 from learner.loop.resume import (
     RecordedUpdate,
     StartingPoint,
+    check_input_changes,
     find_start,
+    input_settings,
+    lasting_settings,
     recorded_updates,
     sign_journal,
     update_settings,
 )
+from learner.tickets.ticket_writer import ANSWERS, HELD_OUT, PROMPTS, USABLE, TicketWriter
 
 LOSS = "from asyncrl.algorithms.losses import ppo as loss"
 
@@ -40,7 +46,7 @@ def begun(make_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
     )
     config.run_path.mkdir(parents=True)
     journal = Journal(config.run_path / JOURNAL_FILE)
-    sign_journal(StartingPoint(), journal, {}, update_settings(config), [])
+    sign_journal(StartingPoint(), journal, {}, update_settings(config), {}, [])
     journal.close()
     return config
 
@@ -53,7 +59,7 @@ def resume(config: RunConfig, *overrides: str) -> list[RecordedUpdate]:
         changed = load_config(file, overrides)
         start = find_start(changed, resume=True, resources=resources)
         assert start.journal is not None
-        sign_journal(start, start.journal, {}, update_settings(changed), [])
+        sign_journal(start, start.journal, {}, update_settings(changed), {}, [])
         return recorded_updates(start.journal)
 
 
@@ -139,3 +145,112 @@ def test_what_a_checkpoint_depends_on_never_changes(begun: RunConfig, override: 
     make_step(begun, 1, save=True)
     with pytest.raises(UserError, match=r"All steps of a run are made by the same\. Resume with the same values"):
         resume(begun, override)
+
+
+# --- rows and rewards -------------------------------------------------------------------------------
+
+
+class Rows:
+    """Fingerprints of rows, in the place of a ticket writer."""
+
+    def __init__(self, **changed: str) -> None:
+        self.changed = changed
+
+    def fingerprints(self) -> dict[str, str]:
+        return {USABLE: "u", PROMPTS: "p", ANSWERS: "a", HELD_OUT: "h", **self.changed}
+
+
+@pytest.fixture
+def rewarded(make_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
+    """A run with a reward of the user's own, whose file imports another one, and a template beside a setting."""
+    (tmp_path / "rw.py").write_text("from parts import helper\ndef length(sample, **kwargs): return helper(sample)\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from .inner import helper\n")
+    (tmp_path / "parts" / "inner.py").write_text("def helper(sample): return 1.0\n")
+    (tmp_path / "unrelated.py").write_text("")
+    (tmp_path / "judge.txt").write_text("How good is it?")
+    entry = {"function": f"{tmp_path}/rw.py:length", "kwargs": {"prompt": f"{tmp_path}/judge.txt"}}
+    config = make_config(reward={"functions": [entry]})
+    config.run_path.mkdir(parents=True)
+    with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
+        sign_journal(StartingPoint(), journal, {}, {}, input_settings(config, cast(TicketWriter, Rows())), [])
+    return config
+
+
+def go_on(config: RunConfig, rows: Rows, *overrides: str, accept: bool = False) -> list[RecordedUpdate]:
+    """Resume as a learner does. Returns what the journal says of the inputs then."""
+    file = config.run_path.parent / "config.yaml"
+    file.write_text(dump_config(config))
+    changed = load_config(file, overrides)
+    with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
+        saved = newest_checkpoint(config.run_path)
+        start = StartingPoint(journal, saved, read_state(saved) if saved else None)
+        inputs = input_settings(changed, cast(TicketWriter, rows))
+        check_input_changes(start, inputs, accept=accept)
+        sign_journal(start, journal, {}, {}, inputs, [])
+        return recorded_updates(journal, "inputs")
+
+
+def edit(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], Rows, str, str]] = {
+    "answers": (lambda _: None, Rows(**{ANSWERS: "x"}), "", f"{ANSWERS} was a, is x"),
+    "held-out rows": (lambda _: None, Rows(**{HELD_OUT: "x"}), "", f"{HELD_OUT} was h, is x"),
+    "source": (edit("rw.py", "def length(sample, **kwargs): return 2"), Rows(), "", "reward component length was"),
+    "an imported file": (edit("parts/inner.py", "helper = len"), Rows(), "", "reward component length was"),
+    "a file of its kwargs": (edit("judge.txt", "How bad?"), Rows(), "", "reward component length was"),
+    "weight": (lambda _: None, Rows(), "reward.functions.0.weight=2", "'weight': 1.0.*'weight': 2.0"),
+    "kwargs": (lambda _: None, Rows(), "reward.functions.0.kwargs={}", "reward component length was"),
+    "name": (lambda _: None, Rows(), "reward.functions.0.name=slow", "reward component slow was None"),
+    "one more": (lambda _: None, Rows(), "reward.functions+=[{function: exact_match}]", "exact_match was None"),
+    "length": (lambda _: None, Rows(), "data.max_response_length=9", "data.max_response_length was 8, is 9"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_rows_and_rewards_are_refused_or_accepted_and_journaled(
+    rewarded: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    change, rows, override, said = CHANGES[name]
+    make_step(rewarded, 1, save=True)
+    edit("unrelated.py", "x = 1")(tmp_path)
+    assert [one.after_step for one in go_on(rewarded, Rows())] == [0], "nothing has changed"
+    change(tmp_path)
+    overrides = override.split("\n") if override else []
+    with pytest.raises(UserError, match=rf"{said}.* Put that back, or add --accept-changes"):
+        go_on(rewarded, rows, *overrides)
+    recorded = go_on(rewarded, rows, *overrides, accept=True)
+    assert [one.after_step for one in recorded] == [0, 1]
+    assert "steps after 1 are of other inputs: " in caplog.text
+    assert go_on(rewarded, rows, *overrides) == recorded, "accepted once for all"
+
+
+@pytest.mark.parametrize("name", ["prompts", *CHANGES])
+def test_steps_that_are_made_again_are_of_the_rows_that_they_were_made_of(
+    rewarded: RunConfig, tmp_path: Path, name: str
+) -> None:
+    """Their groups have their rewards, so that answers and rewards may change; prompts and lengths may not."""
+    prompts = (lambda _: None, Rows(**{PROMPTS: "x"}), "", "")
+    change, rows, override, _ = {**CHANGES, "prompts": prompts}[name]
+    make_step(rewarded, 1)
+    change(tmp_path)
+    if name not in ("prompts", "length"):
+        assert len(go_on(rewarded, rows, *filter(None, [override]), accept=True)) == 2
+        return
+    with pytest.raises(UserError, match=r"--accept-changes cannot take .*: steps 1 to 1 have no checkpoint"):
+        go_on(rewarded, rows, *filter(None, [override]), accept=True)
+
+
+def test_answers_that_decide_the_tickets_never_change(make_config: Callable[..., RunConfig]) -> None:
+    """They order the rows here; with demonstrations they are in the completions (tests/plugins/demonstrations)."""
+    plain, ordered = make_config(), make_config(data={"curriculum": {"order_by": "level"}})
+    writer, processor = cast(TicketWriter, Ordered()), SimpleNamespace(fingerprint="f", shown_tools=None)
+    lasting = [set(lasting_settings(one, writer, cast(Any, processor), None, "")) for one in (plain, ordered)]
+    asked = [set(input_settings(one, writer)) for one in (plain, ordered)]
+    assert lasting[1] - lasting[0] == asked[0] - asked[1] == {ANSWERS}
+
+
+class Ordered(Rows):
+    num_train_rows = 4

@@ -350,6 +350,17 @@ def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
     with pytest.raises(UserError, match="ticket 0 was not sampled from row fuzz:0 as it is now: prompt ids differ"):
         again.recover(rewritten, withhold_s=0.0)
+    changed = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    changed.recover(
+        lambda slot: rewritten(slot) if slot.position else prepared(slot), withhold_s=0.0, drop_changed=True
+    )
+    counts = changed.counts()
+    assert (counts.buffered, counts.dropped["stale"], counts.residual) == (1, 1, 0)
+    assert [slot.position for slot in changed.admissible(0)] == [1], "its position is issued again"
+    ledger = make_ledger(2, 0, 4)
+    issue(ledger, 0)
+    for item in ledger.out.waiting():
+        arrive(ledger, item, 0)
     step(ledger)
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
     with pytest.raises(UserError, match="not sampled from row fuzz:0"):
