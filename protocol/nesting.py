@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 MAX_DEPTH = 64
-"""Most maps and lists in each other; a ticket has a row's columns at depth 5."""
+"""Most maps and lists in each other; the columns of a ticket's row count by themselves."""
 
 
 _NESTED = (dict, list, tuple)
