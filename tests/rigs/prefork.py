@@ -156,7 +156,7 @@ def _become(
 
 def _run_module(module: str, arguments: Sequence[str]) -> int:
     """Run a module as `python -m` does, and return its exit code. A command forks its services and stages, or becomes a
-    service."""
+    service; torchrun forks its ranks."""
     code = 0
     sys.argv = [module, *arguments]
     if module == "asyncrl":
@@ -167,6 +167,9 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
         if arguments[0] == "demo":
             stages: Any = importlib.import_module("asyncrl.demo.prepare")
             stages.subprocess = SimpleNamespace(call=_call)
+    if module == "torch.distributed.run":
+        handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
+        handlers.SubprocessHandler._popen = lambda _, words, env: _rank(words, env)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -184,6 +187,20 @@ def _call(command: Sequence[str]) -> int:
     assert command[1] == "-m", command
     here = sys.stdout.fileno(), dict(os.environ), os.getcwd()
     return ForkedProcess(multiprocessing.get_context("fork"), _become, command[2], command[3:], *here).wait()
+
+
+def _rank(words: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+    """Replacement of torchrun's `subprocess.Popen` of `python -u -m MODULE ARGUMENTS`: its child, by a fork of it."""
+    assert words[1:3] == ("-u", "-m"), words
+
+    def begin() -> None:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # torchrun's own handlers
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _become(words[3], words[4:], sys.stdout.fileno(), environment, os.getcwd())
+
+    return ForkedProcess(multiprocessing.get_context("fork"), begin)
 
 
 def _launch(

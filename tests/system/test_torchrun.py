@@ -15,14 +15,14 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from protocol import faults
 from tests.rigs.ports import own_port
-from tests.rigs.prefork import Service
+from tests.rigs.prefork import Service, fork_module
 from tests.rigs.small_runs import assert_every_prompt_trained_once, small
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 STEPS = 8
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = "torch.distributed.run"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
     )
     run, log, file = Path(config.run_dir), tmp_path / "torchrun.log", write_config(config, tmp_path)
     server = start("rollout_server", file)
-    learner = start_ranks(file, log, restarts, crash_at=crash_at)
+    learner = start_ranks(file, log, restarts, crash_at=crash_at, anew=bool(restarts))
     try:
         if crash_at:
             assert learner.wait(timeout=240) == 1
@@ -51,7 +51,7 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
             learner = start_ranks(file, log, restarts)
         else:
             wait_until(lambda: steps_of(run) >= 2, "two steps of two ranks", tmp_path, timeout_s=180)
-            (second,) = ranks_of(learner, "1")
+            _, second = sorted(psutil.Process(learner.pid).children(), key=lambda rank: rank.pid)
             second.kill()
         if not restarts and not crash_at:
             assert learner.wait(timeout=120) == 1
@@ -79,15 +79,20 @@ def start_ranks(
     place: Sequence[str] = ("--standalone", "--nproc-per-node=2"),
     crash_at: str = "",
     words: Sequence[str] = ("learn", "--unattended"),
-) -> subprocess.Popen[bytes]:
-    command = [*TORCHRUN, *place, f"--max-restarts={restarts}", "-m", "asyncrl", words[0], str(file), *words[1:]]
+    anew: bool = False,
+) -> Service:
+    """A torchrun of ranks; `anew`: it and they are started as a user's are, and import what they need."""
+    arguments = [*place, f"--max-restarts={restarts}", "-m", "asyncrl", words[0], str(file), *words[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {faults.VARIABLE: crash_at}
+    if not anew:
+        return fork_module(TORCHRUN, arguments, log, environment)
     with log.open("ab") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-m", TORCHRUN, *arguments]
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def end(*processes: Service | subprocess.Popen[bytes]) -> None:
+def end(*processes: Service) -> None:
     """Kill what is still there, with the ranks of a torchrun."""
     for process in processes:
         if process.poll() is None:
@@ -95,10 +100,6 @@ def end(*processes: Service | subprocess.Popen[bytes]) -> None:
                 child.kill()
             process.kill()
             process.wait()
-
-
-def ranks_of(torchrun: subprocess.Popen[bytes], rank: str) -> list[psutil.Process]:
-    return [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == rank]
 
 
 def steps_of(run: Path) -> int:
