@@ -31,6 +31,8 @@ from tests.rigs.scripted_path import FOLDER as SCRIPTED
 ROOT = Path(__file__).parents[2]
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
+RANKS_ANEW = "TESTS_START_RANKS_ANEW"
+"""Variable with which rank 0 starts Python for the other ranks, as it does for users, in place of a fork."""
 SHARED = "TESTS_FORKS"
 """Variable of the socket on which pytest's first process tells its workers of the process that forks."""
 
@@ -167,9 +169,12 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
         if arguments[0] == "demo":
             stages: Any = importlib.import_module("asyncrl.demo.prepare")
             stages.subprocess = SimpleNamespace(call=_call)
+    if RANKS_ANEW not in os.environ:
+        ranks: Any = importlib.import_module("learner.ranks.processes")
+        ranks.subprocess = SimpleNamespace(Popen=_launch, DEVNULL=None)
     if module == "torch.distributed.run":
         handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
-        handlers.SubprocessHandler._popen = lambda _, words, env: _rank(words, env)
+        handlers.SubprocessHandler._popen = lambda _, words, env: _torchruns_rank(words, env)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -189,30 +194,36 @@ def _call(command: Sequence[str]) -> int:
     return ForkedProcess(multiprocessing.get_context("fork"), _become, command[2], command[3:], *here).wait()
 
 
-def _rank(words: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+def _torchruns_rank(words: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
     """Replacement of torchrun's `subprocess.Popen` of `python -u -m MODULE ARGUMENTS`: its child, by a fork of it."""
     assert words[1:3] == ("-u", "-m"), words
-
-    def begin() -> None:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # torchrun's own handlers
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _become(words[3], words[4:], sys.stdout.fileno(), environment, os.getcwd())
-
-    return ForkedProcess(multiprocessing.get_context("fork"), begin)
+    return _fork(words[1:], environment)
 
 
 def _launch(
-    args: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], preexec_fn: Callable[[], None], **_: Any
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    preexec_fn: Callable[[], None],
+    stdout: IO[bytes] | None = None,
+    **_: Any,
 ) -> ForkedProcess:
-    """Replacement of the launcher's `subprocess.Popen`: its child, by a fork of it."""
+    """Replacement of the `subprocess.Popen` of the launcher, and of rank 0: its child, by a fork of it."""
+    return _fork(args, env, stdout.fileno() if stdout else 1, preexec_fn)
+
+
+def _fork(
+    words: Sequence[str], environment: Mapping[str, str], output: int = 1, prepare: Callable[[], None] | None = None
+) -> ForkedProcess:
+    """`python -m MODULE ARGUMENTS` in a session of its own, with the handlers of signals that Python starts with."""
 
     def begin() -> None:
         os.setsid()
-        preexec_fn()
+        if prepare:
+            prepare()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _become(args[2], args[3:], stdout.fileno(), env, os.getcwd())
+        _become(words[2], words[3:], output, environment, os.getcwd())
 
     return ForkedProcess(multiprocessing.get_context("fork"), begin)
