@@ -53,8 +53,8 @@ SHARED = {
     "test_vllm_lora": "vLLM",  # it starts its own
     "test_vllm_agents": "vLLM",  # as the one before
     "test_vllm_quantization": "vLLM",
-    "test_sglang_engine": "SGLang",  # the last test kills it
-    "test_three_engines": "SGLang",
+    "test_three_engines": "vLLM",  # and SGLang
+    "test_sglang_engine": "vLLM",  # SGLang, which the last test kills
     "test_finished_run": "finished run",
     "test_replay": "finished run",
     "test_run_scores": "finished run",

@@ -40,11 +40,12 @@ def start(
     return fork_module(module, ["--config", str(config_file), *arguments], log, environment, of_this=of_this)
 
 
-def start_command(*arguments: str, log: Path) -> Service:
-    """`asyncrl ARGUMENTS`, which writes what it prints to `log`. The services that it launches are forked, too."""
+def start_command(*arguments: str, log: Path, of_this: bool = False) -> Service:
+    """`asyncrl ARGUMENTS`, which writes what it prints to `log`. The services that it launches are forked, too.
+    `of_this`: a fork of this process."""
     log.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return fork_module("asyncrl", arguments, log, environment)
+    return fork_module("asyncrl", arguments, log, environment, of_this=of_this)
 
 
 def write_config(config: RunConfig, folder: Path) -> Path:

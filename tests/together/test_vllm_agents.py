@@ -21,7 +21,7 @@ from asyncrl.journal.database import JournalReader
 from asyncrl.launch.ports import free_port
 from asyncrl_plugins.sft.run import SupervisedRun
 from protocol.messages import TrajectoryRecord, TrajectoryStatus
-from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
+from tests.plugins.vllm.vllm_rig import NEEDS_VLLM, fork_cores
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command, with_ports, write_config
@@ -105,8 +105,10 @@ def recorded(run: Path) -> Sequence[TrajectoryRecord]:
 def test_the_agent_demo_trains_through_vllm(warm: Path, tmp_path: Path, mode: str) -> None:
     run = tmp_path / "run"
     words = ["trainer.mode=sync", "learner.max_staleness=0"] if mode == "sync" else []
-    file = write_config(with_ports(agent_run(warm, run, *words), free_port), tmp_path / "config")
-    train: Any = start_command("train", str(file), log=tmp_path / "out")
+    config = with_ports(agent_run(warm, run, *words), free_port)
+    fork_cores(config)
+    file = write_config(config, tmp_path / "config")
+    train: Any = start_command("train", str(file), log=tmp_path / "out", of_this=True)
     try:
         deadline = time.monotonic() + 300
         while train.poll() is None and time.monotonic() < deadline:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl_plugins.sglang import process
 from asyncrl_plugins.sglang.engine import SGLangEngine
 from asyncrl_plugins.sglang.environment import python_of
 from asyncrl_plugins.sglang.plugin import SGLangConfig
@@ -18,6 +19,7 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from tests.rigs.engine_rig import Rig
 from tests.rigs.policies import Weights
 
+FORKED = Path(__file__).with_name("forked_launch.py")
 MISSING = not python_of(SGLangConfig()).is_file()
 NEEDS_SGLANG = [
     pytest.mark.slow,
@@ -33,6 +35,7 @@ class SGLangRig(Rig):
     def make_engine(self) -> Any:
         self.answers: list[dict[str, Any]] = []
         """Answers of SGLang to requests for completions, as they came."""
+        process.ENTRY = FORKED
         return WatchedEngine(self.config, self.processor, self.answers)
 
     async def sampled(self, tokens: int, requests: Sequence[GenerationRequest]) -> None:
