@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
 from tests.rigs.ports import own_port
+from tests.rigs.prefork import Service, fork_module
 from tests.rigs.small_runs import assert_every_prompt_trained_once, small
 from tests.rigs.two_processes import with_ports, write_config
 from tests.rigs.zero import HAS_ZERO, zero
@@ -104,8 +105,12 @@ def run(config: RunConfig, folder: Path, ranks: int, *, by_torchrun: bool = True
     return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(name: str, command: Sequence[str], folder: Path, given: Mapping[str, str] | None = None) -> Popen[bytes]:
+def start(name: str, command: Sequence[str], folder: Path, given: Mapping[str, str] | None = None) -> Service:
+    """A process of `python -m MODULE ARGUMENTS`; a fork where there is no GPU, which a fork could not use."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo", **(given or {})}
-    with (folder / f"{name}.log").open("wb") as output:
-        return Popen(command, env=environment, stdout=output, stderr=STDOUT)
+    log = folder / f"{name}.log"
+    if not torch.cuda.is_available():
+        return fork_module(command[2], command[3:], log, environment)
+    with log.open("wb") as output:
+        return Popen(command, env=environment, stdout=output, stderr=STDOUT, text=True)

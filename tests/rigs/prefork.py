@@ -26,11 +26,15 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
 
+import psutil
+
 from tests.rigs.scripted_path import FOLDER as SCRIPTED
 
 ROOT = Path(__file__).parents[2]
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
+RANK_NAME = "rank {}"
+"""Name of a forked rank's process: it has the command line of the one that forked."""
 RANKS_ANEW = "TESTS_START_RANKS_ANEW"
 """Variable with which rank 0 starts Python for the other ranks, as it does for users, in place of a fork."""
 SHARED = "TESTS_FORKS"
@@ -116,6 +120,13 @@ def _start_forking() -> str:
         forkserver.ensure_running()
     served: Any = forkserver._forkserver
     return served._forkserver_address
+
+
+def rank_of(process: int, rank: int) -> psutil.Process | None:
+    """The forked rank among the children of a process, and theirs."""
+    name = RANK_NAME.format(rank)
+    found = (child for child in psutil.Process(process).children(recursive=True) if child.name() == name)
+    return next(found, None)
 
 
 def share_forks() -> None:
@@ -224,6 +235,8 @@ def _fork(
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if rank := environment.get("RANK"):
+            Path("/proc/self/comm").write_text(RANK_NAME.format(rank))
         _become(words[2], words[3:], output, environment, os.getcwd())
 
     return ForkedProcess(multiprocessing.get_context("fork"), begin)

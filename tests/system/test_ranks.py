@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from learner.training.engine import TorchEngine
 from learner.training.roles import Critic
 from tests.conftest import small_config
 from tests.rigs.one_process import in_one_process
+from tests.rigs.prefork import rank_of
 from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, write_config
@@ -218,8 +218,9 @@ def check_run_with_a_killed_rank(
     run, log = Path(config.run_dir), tmp_path / "train.log"
     train = start_command("train", str(write_config(config, tmp_path / "given")), log=log)
     try:
-        wait_until(lambda: second_ranks(run), "rank 1", timeout_s=120)
-        (second,) = second_ranks(run)
+        wait_until(lambda: rank_of(train.pid, 1) is not None, "rank 1", timeout_s=120)
+        second = rank_of(train.pid, 1)
+        assert second
         wait_until(lambda: at(run), "the time to kill rank 1", timeout_s=120)
         second.kill()
         assert train.wait(timeout=180) == 0, f"{log.read_text()}\n{logs(run)}"
@@ -248,12 +249,3 @@ def check_run_with_a_killed_rank(
 def steps_of(run: Path) -> int:
     file = run / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def second_ranks(run: Path) -> list[psutil.Process]:
-    found = [(process, process.info["cmdline"] or ["", ""]) for process in psutil.process_iter(["cmdline"])]
-    return [
-        process
-        for process, words in found
-        if "learner" in words and any(str(run) in word for word in words) and words[-1].endswith("1.json")
-    ]
