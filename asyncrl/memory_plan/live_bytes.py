@@ -27,9 +27,9 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.live = 0
         self.peak = 0
-        self._seen = WeakIdKeyDictionary()
+        self.__seen = WeakIdKeyDictionary()
         for tensor in known:
-            self._seen[tensor.untyped_storage()] = True
+            self.__seen[tensor.untyped_storage()] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,18 +39,18 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if tensor.device.type == self.device_type:
-                self._count(tensor.untyped_storage())
+                self.__count(tensor.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
+    def __count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.__seen:
             return
-        self._seen[storage] = True
+        self.__seen[storage] = True
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, storage.nbytes())
+        weakref.finalize(storage, self.__freed, storage.nbytes())
 
-    def _freed(self, nbytes: int) -> None:
+    def __freed(self, nbytes: int) -> None:
         self.live -= nbytes
 
 

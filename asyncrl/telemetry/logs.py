@@ -57,22 +57,22 @@ class RepeatLimitingHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
-        self._clock = clock
-        self._windows: dict[Place, _Window] = {}
+        self.__clock = clock
+        self.__windows: dict[Place, _Window] = {}
         """Windows in the order in which they began."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        now = self._clock()
-        self._end_windows(began_before=now - WINDOW_S)
+        now = self.__clock()
+        self.__end_windows(began_before=now - WINDOW_S)
         if record.levelno <= logging.DEBUG:
             super().emit(record)
             return
         place = (record.name, record.pathname, record.lineno)
-        if place not in self._windows:
-            if len(self._windows) >= MAX_LINES_KNOWN:
-                self._end_window(next(iter(self._windows)))
-            self._windows[place] = _Window(now, record)
-        window = self._windows[place]
+        if place not in self.__windows:
+            if len(self.__windows) >= MAX_LINES_KNOWN:
+                self.__end_window(next(iter(self.__windows)))
+            self.__windows[place] = _Window(now, record)
+        window = self.__windows[place]
         window.last = record
         if window.said < LINES_PER_WINDOW:
             window.said += 1
@@ -83,23 +83,23 @@ class RepeatLimitingHandler(logging.StreamHandler[TextIO]):
     def close(self) -> None:
         self.acquire()
         try:
-            self._end_windows(began_before=float("inf"))
+            self.__end_windows(began_before=float("inf"))
         finally:
             self.release()
         super().close()
 
-    def _end_windows(self, began_before: float) -> None:
-        for place, window in list(self._windows.items()):
+    def __end_windows(self, began_before: float) -> None:
+        for place, window in list(self.__windows.items()):
             if window.began > began_before:
                 break
-            self._end_window(place)
+            self.__end_window(place)
 
-    def _end_window(self, place: Place) -> None:
-        window = self._windows.pop(place)
+    def __end_window(self, place: Place) -> None:
+        window = self.__windows.pop(place)
         if not window.unsaid:
             return
         last = window.last
-        seconds = max(1.0, self._clock() - window.began)
+        seconds = max(1.0, self.__clock() - window.began)
         times = f"{window.unsaid:,} time{'s' * (window.unsaid > 1)}"
         message = f"repeated {times} in {seconds:.0f} s, the last time: {last.getMessage()}"
         super().emit(logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, message, None, None))

@@ -172,18 +172,18 @@ class Trackers:
             thread.finish(deadline)
 
 
-class TrackerThread(threading.Thread):
-    """Thread that opens one tracker, calls it in order, and counts its errors, which never stop training."""
+class TrackerThread:
+    """A thread that opens one tracker, calls it in order, and counts its errors, which never stop training."""
 
     def __init__(self, tracker: str, run: TrackedRun, opener: Opener, errors: Counter[str]):
-        super().__init__(name=f"tracker {tracker}", daemon=True)
         self._tracker = tracker
         self._run = run
         self._opener = opener
         self._errors = errors
         self._has_warned = False
         self._queue: queue.Queue[Call | None] = queue.Queue(QUEUE_LENGTH)
-        self.start()
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {tracker}", daemon=True)
+        self._thread.start()
 
     def put(self, call: Call | None) -> None:
         """Add a call, without waiting; None is the last one."""
@@ -193,11 +193,11 @@ class TrackerThread(threading.Thread):
             self._failed(f"it is {QUEUE_LENGTH} calls behind")
 
     def finish(self, deadline: float) -> None:
-        self.join(max(0.0, deadline - time.monotonic()))
-        if self.is_alive():
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
             self._failed(f"it was not done {CLOSE_S:g} s after the end")
 
-    def run(self) -> None:
+    def _serve(self) -> None:
         try:
             tracker = self._opener(self._run)
         except Exception as error:

@@ -89,8 +89,8 @@ class TwoTowers(PreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
         """[N, 3, H, W] as the first tower's image processor makes them -> features [N, S, W1 + W2], the only one of
         `hidden_states`."""
-        first = self._features(0, pixel_values)
-        second = self._features(1, other := self._second_pixels(pixel_values))
+        first = self.__features(0, pixel_values)
+        second = self.__features(1, other := self.__second_pixels(pixel_values))
         if self.config.mix == "channels":
             grid = _grid(pixel_values, self.config.first)
             if (theirs := _grid(other, self.config.second)) != grid:
@@ -104,12 +104,12 @@ class TwoTowers(PreTrainedModel):
         made: Any = BaseModelOutputWithPooling  # whose fields are annotated with classes of tensors
         return made(last_hidden_state=mixed, hidden_states=(mixed,))
 
-    def _features(self, number: int, pixels: torch.Tensor) -> torch.Tensor:
+    def __features(self, number: int, pixels: torch.Tensor) -> torch.Tensor:
         tower = (self.first, self.second)[number]
         states = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
         return states[self.config.feature_layer][:, int(self.config.class_tokens[number]) :]
 
-    def _second_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def __second_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         scale, shift = (
             torch.tensor(values, device=pixels.device)[:, None, None]
             for values in (self.config.second_scale, self.config.second_shift)

@@ -198,14 +198,14 @@ class _RefreshOnScrape(Collector):
 
     def __init__(self, registry: CollectorRegistry):
         self.call: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
+        self.__lock = threading.Lock()
         registry.register(self)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        with self._lock:  # two scrapes at once would each raise a counter by the same
+        with self.__lock:  # two scrapes at once would each raise a counter by the same
             self.call()
         return iter(())
 
@@ -215,26 +215,26 @@ class _OfOneRun(CollectorRegistry):
 
     def __init__(self, shown: Collector, run: str):
         super().__init__()
-        self._shown, self._run = shown, run
+        self.__shown, self.__run = shown, run
 
     def collect(self) -> Iterator[Family]:
-        for family in self._shown.collect():
+        for family in self.__shown.collect():
             labelled = Family(family.name, family.documentation, family.type, family.unit)
             labelled.samples = [
-                sample._replace(labels={**sample.labels, "run": self._run}) for sample in family.samples
+                sample._replace(labels={**sample.labels, "run": self.__run}) for sample in family.samples
             ]
             yield labelled
 
     def restricted_registry(self, names: Iterable[str]) -> Any:
-        return _OfOneRun(cast(CollectorRegistry, self._shown).restricted_registry(names), self._run)
+        return _OfOneRun(cast(CollectorRegistry, self.__shown).restricted_registry(names), self.__run)
 
 
 class _LibraryMetrics(Collector):
     def __init__(self, prefix: str):
-        self._prefix = prefix
+        self.__prefix = prefix
 
     def collect(self) -> Iterator[Family]:
-        return (family for family in REGISTRY.collect() if family.name.startswith(self._prefix))
+        return (family for family in REGISTRY.collect() if family.name.startswith(self.__prefix))
 
 
 def document(table: Sequence[Metric]) -> str:

@@ -313,11 +313,11 @@ class _ServerMetrics(Collector):
     """SGLang's own metrics, read from it at each scrape of ours."""
 
     def __init__(self, url: str):
-        self._url = f"{url}/metrics"
+        self.__url = f"{url}/metrics"
 
     def describe(self) -> Sequence[Family]:
         return ()  # else it were asked when it is registered
 
     def collect(self) -> Iterator[Family]:
-        with suppress(OSError, ValueError), LOOPBACK.open(self._url, timeout=SCRAPE_S) as answer:
+        with suppress(OSError, ValueError), LOOPBACK.open(self.__url, timeout=SCRAPE_S) as answer:
             yield from text_string_to_metric_families(answer.read().decode())

@@ -76,7 +76,7 @@ class WeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightUpdate])
 
     def start_weight_update(self) -> None:
         model: Any = self.model
-        self._tied = tied_parameters(model)  # before the reload, which takes them apart
+        self.__tied = tied_parameters(model)  # before the reload, which takes them apart
         initialize_layerwise_reload(model)
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
@@ -91,7 +91,7 @@ class WeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightUpdate])
         # A GPU reads mapped memory slowly. vLLM keeps what it is given until it has a whole layer.
         pins = self.process.device.type == "cuda" and bool(update_info.path)
         loaded = set(model.load_weights((name, t.pin_memory() if pins else t) for name, t in tensors()))
-        for other, first in self._tied.items():
+        for other, first in self.__tied.items():
             # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
             for name, tensor in tensors():
                 if name.endswith(_layer_and_name(first)):
@@ -167,7 +167,7 @@ class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
         """`place`: V1 gives the device, V2 the state of its requests, which names it."""
         banned = vllm_config.additional_config[BANNED_KEY]
         device = place if isinstance(place, torch.device) else place.device
-        self._banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
+        self.__banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
 
     def is_argmax_invariant(self) -> bool:
         return False  # greedy decoding must not choose one either
@@ -177,7 +177,7 @@ class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """[N, V] -> [N, V], in place. `ctx` is V2's layout of the batch: every row is treated alike."""
-        return logits.index_fill_(-1, self._banned, float("-inf"))
+        return logits.index_fill_(-1, self.__banned, float("-inf"))
 
 
 class WorkerExtension:

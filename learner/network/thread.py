@@ -97,7 +97,7 @@ class ThreadMailbox:
             socket.close(linger=0)
 
 
-class NetworkThread(threading.Thread):
+class NetworkThread:
     def __init__(
         self,
         settings: NetworkSettings,
@@ -114,7 +114,7 @@ class NetworkThread(threading.Thread):
         check_ranks: Callable[[], None] = lambda: None,
     ):
         """`check_ranks` raises where another rank of the learner has ended."""
-        super().__init__(name="network", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         self._check_ranks = check_ranks
         self.failure: Exception | None = None
         self.timeline = Timeline()
@@ -166,6 +166,13 @@ class NetworkThread(threading.Thread):
 
     # --- the main thread's side ---------------------------------------------------------------
 
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def call_soon(self, method: Callable[..., None], *args: Any) -> None:
         """Call a method of one of the parts on the network thread, after those that were asked for before."""
         self._mailbox.post(partial(method, *args))
@@ -212,9 +219,9 @@ class NetworkThread(threading.Thread):
 
     def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
-        if self.is_alive():
+        if self.is_alive:
             self.call_soon(self._begin_stop, reason, run_is_finished)
-            self.join(timeout=2 * PARTING_S)
+            self._thread.join(timeout=2 * PARTING_S)
         self._sockets.close()
         self._mailbox.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
@@ -224,7 +231,7 @@ class NetworkThread(threading.Thread):
     def _begin_stop(self, reason: str | None, run_is_finished: bool) -> None:
         self._stopping, self._goodbye, self._run_is_finished = True, reason, run_is_finished
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self._loop()
         except Exception as error:  # raised again by the main thread's next wait, which then says goodbye

@@ -94,21 +94,21 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        if not self._is_host_allowed():
-            self._fail(HTTPStatus.MISDIRECTED_REQUEST, "this server is not reached by that name")
+        if not self.__is_host_allowed():
+            self.__fail(HTTPStatus.MISDIRECTED_REQUEST, "this server is not reached by that name")
             return
         path, _, query = self.path.partition("?")
         try:
             with unreadable_as_user_error():
-                self._answer(path.split("/")[1:], dict(parse_qsl(query)))
+                self.__answer(path.split("/")[1:], dict(parse_qsl(query)))
         except UserError as error:
-            self._fail(HTTPStatus.BAD_REQUEST, str(error))
+            self.__fail(HTTPStatus.BAD_REQUEST, str(error))
         except BadStateError as error:
-            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+            self.__fail(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
     do_HEAD = do_GET
 
-    def _is_host_allowed(self) -> bool:
+    def __is_host_allowed(self) -> bool:
         """Refuse foreign names: else a web site whose name resolves to this machine could read the samples."""
         try:
             name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
@@ -118,22 +118,22 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _answer(self, path: list[str], words: Mapping[str, str]) -> None:
+    def __answer(self, path: list[str], words: Mapping[str, str]) -> None:
         match path:
             case [""]:
-                self._send("text/html; charset=utf-8", _page()[0])
+                self.__send("text/html; charset=utf-8", _page()[0])
             case ["api", "run"]:
-                self._send_json(self._run())
+                self.__send_json(self.__run())
             case ["api", "samples"]:
-                self._send_json(self._samples(words))
+                self.__send_json(self.__samples(words))
             case ["api", "sample", ticket_id]:
-                self._send_json(detail_record(self.server.store.detail(_whole("ticket", ticket_id))))
+                self.__send_json(detail_record(self.server.store.detail(_whole("ticket", ticket_id))))
             case ["image", digest]:
-                self._image(digest, _whole("ticket", words.get("ticket", "")))
+                self.__image(digest, _whole("ticket", words.get("ticket", "")))
             case _:
-                self._fail(HTTPStatus.NOT_FOUND, "there is no such page")
+                self.__fail(HTTPStatus.NOT_FOUND, "there is no such page")
 
-    def _run(self) -> dict[str, Any]:
+    def __run(self) -> dict[str, Any]:
         total = self.server.store.find(SampleQuery(), limit=1).total
         status = read_status(self.server.run_dir)
         return {
@@ -145,28 +145,28 @@ class _Handler(BaseHTTPRequestHandler):
             "colourings": [{"name": name, "title": TITLES[name], "legend": LEGENDS[name]} for name in LEGENDS],
         }
 
-    def _samples(self, words: Mapping[str, str]) -> dict[str, Any]:
+    def __samples(self, words: Mapping[str, str]) -> dict[str, Any]:
         query = read_query(words)
         offset, limit = _whole("offset", words.get("offset", "0")), _whole("limit", words.get("limit", "50"))
         page = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
         rows = [row_record(row) for row in page.rows]
         return {"total": page.total, "offset": offset, "rows": rows}
 
-    def _image(self, digest: str, ticket_id: int) -> None:
+    def __image(self, digest: str, ticket_id: int) -> None:
         images = [image for image in self.server.images(ticket_id) if image.hash == digest]
         shown = for_browser(images[0]) if images else None
         if shown is None:
-            self._fail(HTTPStatus.NOT_FOUND, f"ticket {ticket_id} has no image {digest} that could be shown")
+            self.__fail(HTTPStatus.NOT_FOUND, f"ticket {ticket_id} has no image {digest} that could be shown")
         else:
-            self._send(*shown, keep="private, max-age=3600, immutable")
+            self.__send(*shown, keep="private, max-age=3600, immutable")
 
-    def _send_json(self, value: Any) -> None:
-        self._send("application/json", json.dumps(value, separators=(",", ":")).encode())
+    def __send_json(self, value: Any) -> None:
+        self.__send("application/json", json.dumps(value, separators=(",", ":")).encode())
 
-    def _fail(self, status: HTTPStatus, reason: str) -> None:
-        self._send("application/json", json.dumps({"error": reason}).encode(), status)
+    def __fail(self, status: HTTPStatus, reason: str) -> None:
+        self.__send("application/json", json.dumps({"error": reason}).encode(), status)
 
-    def _send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, keep: str = "no-store") -> None:
+    def __send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, keep: str = "no-store") -> None:
         self.send_response(status)
         headers = {
             "Content-Security-Policy": _page()[1],

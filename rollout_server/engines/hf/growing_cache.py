@@ -74,7 +74,7 @@ class GrowingLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take over rows, heads, sizes, type and device of [N, H, M, D], but no columns."""
-        self._keys, self._values = GrowingTensor(key_states[:, :, :0]), GrowingTensor(value_states[:, :, :0])
+        self.__keys, self.__values = GrowingTensor(key_states[:, :, :0]), GrowingTensor(value_states[:, :, :0])
         self.is_initialized = True
 
     def update(
@@ -82,23 +82,23 @@ class GrowingLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = self._keys.append(key_states)
-        self.values = self._values.append(value_states)
+        self.keys = self.__keys.append(key_states)
+        self.values = self.__values.append(value_states)
         return self.keys, self.values
 
     def join(self, keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor, width: int) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys[:0], values[:0])
-        self.keys = self._keys.join(keys, which, width)
-        self.values = self._values.join(values, which, width)
+        self.keys = self.__keys.join(keys, which, width)
+        self.values = self.__values.join(values, which, width)
 
     def keep(self, rows: torch.Tensor, unused: int) -> None:
-        self.keys = self._keys.keep(rows, unused)
-        self.values = self._values.keep(rows, unused)
+        self.keys = self.__keys.keep(rows, unused)
+        self.values = self.__values.keep(rows, unused)
 
     def reorder(self, order: torch.Tensor) -> None:
-        self.keys = self._keys.reorder(order)
-        self.values = self._values.reorder(order)
+        self.keys = self.__keys.reorder(order)
+        self.values = self.__values.reorder(order)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

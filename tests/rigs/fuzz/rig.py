@@ -108,7 +108,7 @@ class LearnerRig:
                 self.ledger.forget_payloads(self.version)
             self._publish()
             self._progress_at = time.monotonic()
-        assert self.network.is_alive(), "the network thread has ended"
+        assert self.network.is_alive, "the network thread has ended"
         assert time.monotonic() - self._progress_at < STALL_S, f"no batch for {STALL_S:g} s: {self.ledger.counts()}"
 
     def _publish(self) -> None:
