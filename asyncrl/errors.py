@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -49,6 +50,11 @@ class ExitCode(IntEnum):
 
 METHOD_OVERLAYS = Path(__file__).parent / "algorithms" / "overlays"
 """The core's; each plug-in with methods has its own folder."""
+
+
+def pasted(path: Path | str) -> str:
+    """A path as a word of a command in a message, which a reader pastes into a shell."""
+    return shlex.quote(str(path))
 
 
 def close_names(name: str, choices: Iterable[str], at_most: int = 2) -> list[str]:

@@ -39,6 +39,8 @@ class StartMode:
     """A resumed run takes rows and rewards that have changed as they are now."""
 
 
+QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables for libraries that are imported later, and for children: a log has no progress bars, a fork no warning."""
 Main = Callable[[RunConfig, StartMode], None]
 
 
@@ -62,7 +64,8 @@ def run_service(name: str, main: Main) -> NoReturn:
 
 def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
     try:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)

@@ -22,6 +22,7 @@ from asyncrl.telemetry.recorder import RunRecorder, is_finished
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.groups.ticket import ReceivedGroup
+from learner.loop.clean_stop import INTERRUPTED, CleanStop, StopAsked
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.resume import (
     StartingPoint,
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
 FINISHED = "the run is finished"
+FEW_STEPS = 3
+"""Steps that may be made again after a restart without a checkpoint behind them."""
 RECONNECTION_S = 4.0
 """Time after which, plus a heartbeat, servers have reconnected to a restarted learner with what they still hold."""
 
@@ -71,6 +74,7 @@ class Learner:
     ):
         """`accept_changes`: a resumed run takes rows and rewards as they are now."""
         self.config = config
+        self.stop = CleanStop(config.trainer.stop_grace_s)
         self._goodbye: str | None = COULD_NOT_START
         environment = rank_variables(config.learner, config.trainer.mode)
         with ExitStack() as self._resources:
@@ -196,7 +200,7 @@ class Learner:
             parity_tickets=self.parity_tickets,
             device_sender=self.device_sender,
             open_sources=source_opener(config.rollout),
-            check_ranks=self._leader.processes.check if self._leader else lambda: None,
+            check_run=self._check_run,
         )
         self._resources.callback(lambda: self.network.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._connect_parts()
@@ -272,28 +276,22 @@ class Learner:
             self.schedule.wait_for_checkpoint,
             saved_step=saved_step,
         )
-        self._resources.callback(self.saver.close)
+        self._resources.callback(lambda: self.saver.close(waits=not self.stop.hurries))
 
     def run(self) -> None:
-        """Train to the last step and export.
+        """Train to the last step and export, or to the step in which a signal comes.
 
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
-        with self._resources:
+        with self.stop.listening(), self._resources:
             try:
-                self._begin()
-                while not self.progress.is_last:
-                    self._one_step()
-                self.schedule.take_device_back()
-                self._save(is_last=True)
-                self._export()
-                self._end("finished", "finished", FINISHED)
+                self._train()
             except KeyboardInterrupt as interruption:
-                gone = self._leader.processes.find_gone() if self._leader else None
-                if gone is not None:  # what torchrun interrupts the others for
+                if gone := self._gone_rank():
                     self._fail(gone)
                     raise gone from interruption
-                self._end("interrupted", "interrupted", "the learner was interrupted")
+                self.stop.tell_loss(self.saver, self.progress.step)
+                self._end("interrupted", "interrupted", INTERRUPTED)
                 raise
             except Exception as error:
                 reason = self._leader.reason_of(error) if self._leader else error
@@ -301,6 +299,30 @@ class Learner:
                 if reason is error:
                     raise
                 raise reason from error
+
+    def _train(self) -> None:
+        try:
+            self._begin()
+            while not self.progress.is_last:
+                self._one_step()
+        except StopAsked:
+            if not self._gone_rank():
+                self.stop.save(self.saver, self.schedule, self.network, self.device)
+            raise
+        self.schedule.take_device_back()
+        self._save(is_last=True)
+        self._export()
+        self._end("finished", "finished", FINISHED)
+
+    def _gone_rank(self) -> Exception | None:
+        """Cause of another rank's end: torchrun interrupts the others for it."""
+        return self._leader.processes.find_gone() if self._leader else None
+
+    def _check_run(self) -> None:
+        """Raise what has ended another rank, or StopAsked."""
+        if self._leader:
+            self._leader.processes.check()
+        self.stop.check()
 
     def _begin(self) -> None:
         """Start the network thread, repeat journaled steps, and publish the first weights."""
@@ -313,8 +335,9 @@ class Learner:
         self.reporter.rows(self.writer.bad_rows, held_out_trained=self.writer.num_held_out_trained)
         self._status("starting")
         self.network.start()
-        self._make_steps_again()
-        self._end_with_the_data()
+        if self._make_steps_again() > FEW_STEPS and not self.progress.is_last:
+            self._save()  # else another end before the next checkpoint would make them all once more
+        self.schedule.end_with_the_data()
         if self._was_finished and not self.schedule.needs_server:
             logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
         else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
@@ -324,11 +347,12 @@ class Learner:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _make_steps_again(self) -> None:
-        """Repeat the steps after the newest checkpoint whose groups the journal holds: they give the same weights."""
+    def _make_steps_again(self) -> int:
+        """Repeat the steps after the newest checkpoint whose groups the journal holds: they give the same weights.
+        Returns their number."""
         first, last = self.progress.step + 1, self.ledger.last_step
         if first > last:
-            return
+            return 0
         logger.info("making steps %d to %d again, from the journal", first, last)
         while self.progress.step < last:
             self.network.check()
@@ -341,14 +365,16 @@ class Learner:
             started = time.monotonic()
             groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
             self._learn(groups, started, publish=False)
+        return last - first + 1
 
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
+        self.stop.check()
         self.saver.settle()
         held_up_s = self.schedule.wait_for_batch()
         if self.ledger.is_over:  # what was still awaited has been dropped
-            self._end_with_the_data()
+            self.schedule.end_with_the_data()
             self.schedule.open_for_work()
             self.schedule.finish_evaluation()  # one that has begun when this was not known to be the last step
             return
@@ -360,24 +386,6 @@ class Learner:
         else:
             self.schedule.open_for_work()
             self._save_if_due()
-
-    def _end_with_the_data(self) -> None:
-        """Make the step so far the last one if no prompt is left, since groups were dropped or rows passed over.
-
-        Raises BadStateError where nothing at all could be trained.
-        """
-        progress, counts = self.progress, self.ledger.counts()
-        if progress.is_last or progress.step < self.ledger.last_step or not self.ledger.is_over:
-            return
-        dropped = f"of {counts.issued} groups {sum(counts.dropped.values())} were dropped ({counts.describe_dropped()})"
-        if not progress.step:
-            raise BadStateError(
-                f"the data is used up, and no step could be made: {dropped}. Look at the reward (asyncrl doctor), "
-                "raise trainer.total_epochs or set trainer.max_steps, or change algorithm.filters"
-            )
-        logger.info("the data is used up at step %d of %d: %s", progress.step, progress.total_steps, dropped)
-        progress.total_steps = progress.step
-        self.reporter.ends_at(progress.step)
 
     def _save_if_due(self) -> None:
         if self.saver.is_due():
@@ -396,7 +404,7 @@ class Learner:
         crash_point("step.trained")
         self.ledger.bound = self.training.bound
         self.ledger.advance(self.progress.version)
-        self._end_with_the_data()
+        self.schedule.end_with_the_data()
         published_bytes = 0
         if publish:
             published_bytes = self._publish()

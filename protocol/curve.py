@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import shlex
 import struct
 import time
 from collections import Counter, deque
@@ -135,7 +136,9 @@ def _write(*pairs: tuple[Path, Path]) -> list[Path]:
 def _read_secret(path: Path) -> bytes:
     key = _read(path)
     if path.stat().st_mode & 0o007:
-        raise KeyFileError(f"every user of this machine can read the secret key {path}. Run: chmod 600 {path}")
+        raise KeyFileError(
+            f"every user of this machine can read the secret key {path}. Run: chmod 600 {shlex.quote(str(path))}"
+        )
     return key
 
 

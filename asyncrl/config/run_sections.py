@@ -130,6 +130,9 @@ class TrainerConfig(Section):
     save_async: bool = True
     """Write a checkpoint while training goes on, from a copy of its weights and optimiser state in host memory. false:
     training waits for the disk, and there is no copy."""
+    stop_grace_s: float = Field(default=30.0, gt=0)
+    """Time from the first SIGTERM or Ctrl-C to SIGKILL: the learner finishes its step, writes a checkpoint and ends.
+    As long as whatever stops it waits (Compose: stop_grace_period, Kubernetes: terminationGracePeriodSeconds)."""
     durability: Durability = "process"
     """Event that an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync
     each)."""

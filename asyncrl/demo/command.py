@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.demo.baselines import BASELINES
 from asyncrl.demo.prepare import GRPO, check_parts, prepare, run
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, pasted
 
 
 def demo(
@@ -43,7 +43,7 @@ def demo(
     summary = summarise(folder, seed, seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     print(f"\n{table(summary)}\nmodel {grpo / 'export'}")
-    print(f"what it writes: asyncrl inspect {grpo} --web\na page about it: asyncrl report {grpo}")
+    print(f"what it writes: asyncrl inspect {pasted(grpo)} --web\na page about it: asyncrl report {pasted(grpo)}")
 
 
 def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.errors import ExitCode
@@ -15,7 +15,7 @@ from asyncrl.launch.processes import ServiceProcess
 logger = logging.getLogger(__name__)
 
 STOP_S = 15.0
-"""Time a service has to end after SIGTERM before it is killed."""
+"""Time a service has to end after SIGTERM before it is killed; the learner has the configured grace."""
 POLL_S = 0.2
 LONGEST_DELAY_S = 60.0
 LONGEST_ERROR = 300
@@ -65,18 +65,22 @@ class Supervisor:
         *servers: ServiceProcess,
         policy: RestartPolicy = DEFAULT_POLICY,
         stop_s: float = STOP_S,
+        grace_s: float = STOP_S,
         notify: Callable[[str], None] = logger.warning,
     ):
+        """`grace_s`: time of the learner to write a checkpoint and end; the servers are stopped after it."""
         self.learner = learner
         self.services = (learner, *servers)
         self.restarts: Counter[str] = Counter()
         """Restarts of each service, over the whole run."""
         self._policy = policy
-        self._stop_s = stop_s
+        self._stop_s, self._grace_s = stop_s, grace_s
         self._notify = notify
         self._crashes: Counter[str] = Counter()  # since the service was healthy
         self._due: dict[str, float] = {}
         self._interrupts = 0
+        self._left: set[str] = set()
+        """Servers that a signal has ended, and that others go on without."""
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
         """Run until all services are gone. The first SIGINT or SIGTERM stops them cleanly, a second one kills them."""
@@ -87,7 +91,7 @@ class Supervisor:
             return self._watch(on_tick)
         finally:
             # Nothing is left to stop unless we ourselves failed: then, too, all may end in order.
-            self._stop(*self.services)
+            self._stop_all()
             for service in self.services:
                 service.kill()
             for number, handler in previous.items():
@@ -100,7 +104,9 @@ class Supervisor:
         while True:
             on_tick()
             if self._interrupts:
-                self._stop(*self.services)
+                if self.learner.process and self.learner.code is None:
+                    self._notify(f"stopping: the learner writes a checkpoint, within {self._grace_s:g} s")
+                self._stop_all()
                 return Outcome(ExitCode.INTERRUPTED)
             if self.learner.code == ExitCode.FINISHED:
                 self._wait_or_stop(*self.services[1:])
@@ -110,7 +116,7 @@ class Supervisor:
                 service.rotate_log()
                 outcome = self._look_after(service)
                 if outcome is not None:
-                    self._stop(*self.services)
+                    self._stop_all()
                     was_ending = self.learner.code == ExitCode.FINISHED  # and had no more than its exit handlers to do
                     return Outcome(ExitCode.FINISHED) if was_ending else outcome
             time.sleep(POLL_S)
@@ -131,9 +137,20 @@ class Supervisor:
             if self._learner_comes_back():
                 self._due[service.name] = self._due.get(self.learner.name, 0.0)
             return None
+        if _FATAL.get(code) == ExitCode.INTERRUPTED and self._can_do_without(service):
+            return None
         if code in _FATAL:
             return self._end_of_run(service)
         return self._after_crash(service)
+
+    def _can_do_without(self, service: ServiceProcess) -> bool:
+        """True for a server that got a signal where another one is left: somebody wanted this one to end."""
+        if service is self.learner or self._left.issuperset(s.name for s in self.services[1:] if s is not service):
+            return False
+        if service.name not in self._left:
+            self._left.add(service.name)
+            self._notify(f"{service.name} got SIGTERM or SIGINT and is not started again; the other servers go on")
+        return True
 
     def _learner_comes_back(self) -> bool:
         """True while the learner waits for, or has just had, a restart: its servers may take a while to end."""
@@ -171,18 +188,26 @@ class Supervisor:
         deadline = time.monotonic() + self._stop_s
         while any(s.code is None for s in services) and time.monotonic() < deadline and not self._interrupts:
             time.sleep(POLL_S / 4)
-        self._stop(*services)
+        self._stop(services, self._stop_s, self._interrupts)
 
-    def _stop(self, *services: ServiceProcess) -> None:
-        """Send SIGTERM, and after a deadline SIGKILL; a further interrupt does not wait for the deadline."""
+    def _stop_all(self) -> None:
+        """Stop the learner, which needs its servers until its checkpoint is written, and then these."""
+        seen = self._interrupts
+        self._stop((self.learner,), self._grace_s, seen)
+        self._stop(self.services[1:], self._stop_s, seen)
+
+    def _stop(self, services: Sequence[ServiceProcess], within_s: float, seen: int) -> None:
+        """Send SIGTERM, and after a deadline SIGKILL; an interrupt beyond those `seen` does not wait for it."""
         running = [service for service in services if service.process and service.code is None]
         for service in running:
             service.terminate()
-        deadline, seen = time.monotonic() + self._stop_s, self._interrupts
+        deadline = time.monotonic() + within_s
         while any(service.code is None for service in running):
             if time.monotonic() > deadline or self._interrupts > seen:
                 for service in running:
                     if service.code is None:
-                        logger.warning("%s did not stop within %g s; it is killed", service.name, self._stop_s)
+                        logger.warning(
+                            "%s is killed: it had %g s to end, or a second signal came", *(service.name, within_s)
+                        )
                         service.kill()
             time.sleep(POLL_S / 4)

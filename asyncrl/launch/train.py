@@ -73,7 +73,12 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
     with open_display(config.run_path, since=time.time()) as display:
-        supervisor = Supervisor(*services, policy=RestartPolicy(config.launch.max_restarts), notify=display.note)
+        supervisor = Supervisor(
+            *services,
+            policy=RestartPolicy(config.launch.max_restarts),
+            grace_s=config.trainer.stop_grace_s,
+            notify=display.note,
+        )
         outcome = supervisor.run(display.tick)
     if outcome.failed and outcome.failed.failure:
         _adopt(outcome.failed.failure, display.run)

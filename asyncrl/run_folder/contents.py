@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.errors import UserError
+from asyncrl.errors import UserError, pasted
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, refuse_bad_state
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
@@ -21,6 +21,11 @@ ADAPTER_FOLDER = "adapter"
 EXPORT_FOLDER = "export"
 """End product of a run."""
 _NAME = re.compile(r"step-(\d{6,})")
+
+
+def export_advice(run_path: Path, *, merged: bool = False) -> str:
+    """Commands that turn a run's newest checkpoint into a model to start from; `merged` with its adapter."""
+    return f"asyncrl export {pasted(run_path)} TARGET{' --merged' * merged}, then model.path=TARGET"
 
 
 def checkpoint_folder(run_path: Path, step: int) -> Path:
@@ -121,6 +126,6 @@ def _describe_finished(run_path: Path, max_steps: int, file: Path) -> str:
     if isinstance(step, int) and max_steps > step:
         text += (
             f", at step {step}, and trainer.max_steps is {max_steps}. To continue it: "
-            f"asyncrl learn {file} --resume, with the same settings"
+            f"asyncrl learn {pasted(file)} --resume, with the same settings"
         )
     return text

@@ -80,6 +80,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "worker_extension_cls": f"{WORKER}.WorkerExtension",
         "logits_processors": [f"{WORKER}:BannedTokens"],
         "additional_config": {BANNED_KEY: banned},
+        "use_tqdm_on_load": False,  # progress bars in a log
         "enable_log_requests": False,
         "disable_log_stats": False,
     }

@@ -28,7 +28,7 @@ import xxhash
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import is_disk_full
 from asyncrl.models.lora import read_adapter
-from asyncrl.run_folder.contents import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders
+from asyncrl.run_folder.contents import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders, export_advice
 from learner.training.engine import TorchEngine
 from learner.training.sharded_files import Write
 from protocol.faults import crash_point, slow_point
@@ -170,8 +170,7 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
         raise UserError(
             f"--resume: {folder} was written with another model.lora: {was} there, {now} here. Resume with the run's "
-            f"own config.yaml, or start a new run from it: asyncrl export {folder.parent.parent} TARGET"
-            f"{' --merged' if theirs else ''}, then model.path=TARGET"
+            f"own config.yaml, or start a new run from it: {export_advice(folder.parent.parent, merged=theirs is not None)}"
         )
     if base != state.base:
         raise UserError(
@@ -189,8 +188,7 @@ def restore_engines(folder: Path, engine: TorchEngine, others: Mapping[str, Torc
     if missing := [name for name in others if not (folder / name).is_dir()]:
         raise UserError(
             f"--resume: {folder} was written without a {missing[0]}, which the settings ask for now. Resume with the "
-            f"run's own config.yaml, or start a new run from it: asyncrl export {folder.parent.parent} TARGET, then "
-            "model.path=TARGET"
+            f"run's own config.yaml, or start a new run from it: {export_advice(folder.parent.parent)}"
         )
     if engine.adapter is not None:
         engine.load_published(read_adapter(folder / ADAPTER_FOLDER).items())

@@ -36,7 +36,7 @@ def follow(config: RunConfig, begin: Begin) -> None:
     """Run to the end. Raises what another rank has said of its end, or BadStateError when rank 0 has gone."""
     environment = rank_variables(config.learner, config.trainer.mode)
     if STORE_PORT not in os.environ:
-        leave_after_rank_0()
+        leave_after_rank_0(config.trainer.stop_grace_s)
     store = given_store(config.learner.wait_timeout_s)
     reasons = Reasons(store, environment.rank)
     try:

@@ -30,7 +30,7 @@ from asyncrl.models.published import tensor_bytes
 from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.spec import locate
-from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders
+from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders, export_advice
 from asyncrl.user_functions import locate as user_function
 from asyncrl.user_functions import own_functions, read_source, source_fingerprint
 from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
@@ -53,8 +53,6 @@ TOOLS = "tools that prompts tell of"
 SAMPLED_BY = (PROMPTS, "data.max_response_length")
 """Inputs by which journaled groups were sampled: they may change where no step has to be made again."""
 ACCEPT = "--accept-changes"
-EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
-"""Advice that turns a checkpoint into a model to start from."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists() and checkpoint:
         raise UserError(
             f"--resume: {config.run_path} has a checkpoint but no {JOURNAL_FILE}. Restore it from a backup, or start a "
-            f"new run from the checkpoint's model: {EXPORT.format(run=config.run_path)}"
+            f"new run from the checkpoint's model: {export_advice(config.run_path)}"
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
@@ -282,7 +280,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
 def _same_or_new(journal: Journal) -> str:
     return (
         "Resume with the same values, or start a new run from the checkpoint's model: "
-        f"{EXPORT.format(run=journal.path.parent)}"
+        f"{export_advice(journal.path.parent)}"
     )
 
 

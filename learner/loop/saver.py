@@ -98,6 +98,10 @@ class Saver:
         logger.info("checkpoint of step %d: written in %.1f s", self.saved_step, writing.seconds)
         self.forget_groups()
 
+    def has_written(self, step: int) -> bool:
+        """True if a complete checkpoint holds this step."""
+        return step <= self.saved_step and (self._writing is None or self._writing.is_done)
+
     def finish(self) -> None:
         """Wait until no checkpoint is being written. Raises what kept one from being written."""
         writing = self._writing
@@ -105,10 +109,10 @@ class Saver:
             self.wait(lambda: writing.is_done, self.saved_step)
         self.settle()
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Give a checkpoint that is being written the time to become complete, where the run ends without it."""
         writing = self._writing
-        if writing is None:
+        if writing is None or not waits:
             return
         try:
             writing.wait(PARTING_S)

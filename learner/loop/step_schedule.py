@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.config.part_settings import ScheduleSettings
+from asyncrl.errors import BadStateError
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.trainer import Progress
@@ -170,6 +171,24 @@ class StepSchedule:
             self.judge.judge(self.progress.version)
             self.device.lend()
 
+    def end_with_the_data(self) -> None:
+        """Make the step so far the last one if no prompt is left, since groups were dropped or rows passed over.
+
+        Raises BadStateError where nothing at all could be trained.
+        """
+        progress, counts = self.progress, self.ledger.counts()
+        if progress.is_last or progress.step < self.ledger.last_step or not self.ledger.is_over:
+            return
+        dropped = f"of {counts.issued} groups {sum(counts.dropped.values())} were dropped ({counts.describe_dropped()})"
+        if not progress.step:
+            raise BadStateError(
+                f"the data is used up, and no step could be made: {dropped}. Look at the reward (asyncrl doctor), "
+                "raise trainer.total_epochs or set trainer.max_steps, or change algorithm.filters"
+            )
+        logger.info("the data is used up at step %d of %d: %s", progress.step, progress.total_steps, dropped)
+        progress.total_steps = progress.step
+        self.reporter.ends_at(progress.step)
+
     # --- tickets and evaluation -------------------------------------------------------------------
 
     def open_for_work(self) -> None:
@@ -216,13 +235,20 @@ class StepSchedule:
         self.network.publication.hold(version)  # here: the next versions may be published before the thread's turn
         self.network.call_soon(self.network.evaluations.begin, self.ledger.evaluation)
 
-    def finish_evaluation(self, before_step: int | None = None) -> None:
-        """Wait for the running evaluation, if there is one (of a step before this one), and record it."""
+    def finish_evaluation(self, before_step: int | None = None, gives_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the running evaluation, if there is one (of a step before this one), and record it. Where `gives_up`
+        says so before, it is lost."""
         running = self.ledger.evaluation
         if running is None or (before_step is not None and running.step >= before_step):
             return
         self.device.lend()
-        self._wait_for_evaluation(lambda: running.is_complete)
+        self._wait_for_evaluation(lambda: running.is_complete or gives_up())
+        if not running.is_complete:
+            logger.warning(
+                "the evaluation of step %d is cut short at %d of %d rows and not recorded: it would have to end before "
+                "the checkpoint of a later step",
+                *(running.step, running.arrived, running.rows),
+            )
         self._record_if_complete()
 
     def _wait_for_evaluation(self, is_over: Callable[[], bool]) -> None:

@@ -111,11 +111,11 @@ class NetworkThread:
         parity_tickets: Sequence[PreparedTicket] = (),
         device_sender: DeviceSender | None = None,
         open_sources: OpenSources = lambda servers, publication, known_keys: None,
-        check_ranks: Callable[[], None] = lambda: None,
+        check_run: Callable[[], None] = lambda: None,
     ):
-        """`check_ranks` raises where another rank of the learner has ended."""
+        """`check_run` raises where another rank of the learner has ended, or the run is to stop."""
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
-        self._check_ranks = check_ranks
+        self._check_run = check_run
         self.failure: Exception | None = None
         self.timeline = Timeline()
         self.publication = publication
@@ -212,10 +212,10 @@ class NetworkThread:
             left -= min(time.monotonic() - began, 2 * _CHECK_EVERY_S)
 
     def check(self) -> None:
-        """Re-raise the thread's exception, if it has ended with one, or what has ended another rank."""
+        """Re-raise the thread's exception, if it has ended with one, or what ends the run."""
         if self.failure is not None:
             raise self.failure
-        self._check_ranks()
+        self._check_run()
 
     def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""

@@ -344,12 +344,12 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def leave_after_rank_0() -> None:
-    """Let signals that torchrun sends to all end a rank other than 0 later: rank 0 ends in order first, and takes a
-    rank that is gone for what the signal was sent for."""
+def leave_after_rank_0(grace_s: float) -> None:
+    """Let signals that torchrun sends to all end a rank other than 0 later: rank 0 writes a checkpoint with it first
+    (trainer.stop_grace_s), and takes a rank that is gone for what the signal was sent for."""
 
     def leave(*_: object) -> None:
-        late = threading.Timer(GRACE_S, os._exit, (ExitCode.INTERRUPTED,))
+        late = threading.Timer(grace_s, os._exit, (ExitCode.INTERRUPTED,))
         late.daemon = True
         late.start()
 

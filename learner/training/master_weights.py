@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.run_folder.contents import export_advice
 
 
 class MasterWeights:
@@ -92,7 +93,7 @@ def check_masters(
             f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "
             f"{now or 'not trained'} now: it was written with another model.dtype, or by a version of asyncrl "
             "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
-            f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
+            f"new run from it: {export_advice(folder.parent.parent)}"
         )
 
 

@@ -13,6 +13,7 @@ from asyncrl.config.parts import SMALLEST_8BIT
 from asyncrl.config.service_sections import OptimConfig, Optimizer
 from asyncrl.errors import UserError
 from asyncrl.models.parts import part_of
+from asyncrl.run_folder.contents import export_advice
 
 
 def make_optimizer(kind: Optimizer, groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
@@ -42,7 +43,7 @@ def check_same_moments(state: Mapping[str, Any], kind: Optimizer, folder: Path) 
         if saved != kind:
             raise UserError(
                 f"{folder} holds the moments of learner.optimizer={saved}, and it is {kind} now. Set it to {saved}, or "
-                f"start a new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
+                f"start a new run from it: {export_advice(folder.parent.parent)}"
             )
 
 

@@ -92,6 +92,24 @@ def test_other_endings_have_their_code_and_leave_nothing_where_the_launcher_look
     assert ("Traceback" in done.stderr) == (code is ExitCode.CRASHED)
 
 
+BARS = """
+    import subprocess, tqdm
+    from huggingface_hub.utils import tqdm as of_the_hub
+    from transformers.utils import logging
+    for bar in (tqdm.tqdm, of_the_hub, logging.tqdm):
+        assert list(bar(range(3), desc="Loading weights")) == [0, 1, 2]
+    code = "import tqdm; print(*tqdm.tqdm(range(3), desc='Writing model shards'))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_libraries_of_a_service_and_of_its_children_draw_no_progress_bars(tmp_path: Path) -> None:
+    done = run_service(tmp_path, BARS.strip())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 1 2\n"
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("error", ["BadStateError", "UserError"])
 def test_a_service_writes_nothing_into_a_run_that_it_does_not_hold(tmp_path: Path, error: str) -> None:
     """A server by itself, and a learner that was refused: the run is another's, and may be at work."""

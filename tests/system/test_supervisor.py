@@ -138,9 +138,17 @@ def test_children_of_a_service_go_with_it(counted: Make, tmp_path: Path, then: s
 
 def launched(counted: Make, folder: Path, script: str) -> tuple[Any, list[int]]:
     """A launcher of its own with two services, which run the script once they are there; their process ids."""
+    return launched_both(counted, folder, dict.fromkeys(("learner", "rollout_server"), script))
+
+
+def launched_both(counted: Make, folder: Path, scripts: dict[str, str]) -> tuple[Any, list[int]]:
+    """The same, with a script for each by its name."""
     ready = "open({!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
-    names = ("learner", "rollout_server")
-    services = [counted(name, f"{script}\n{ready.format(str(folder / name))}{STAY}") for name in names]
+    names = tuple(scripts)
+    services = [
+        counted(name, f"{textwrap.dedent(script)}\n{ready.format(str(folder / name))}{STAY}")
+        for name, script in scripts.items()
+    ]
     launcher = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(Supervisor(*services).run().code))
     launcher.start()
     return launcher, [read_pid(folder / name) for name in names]
@@ -234,6 +242,50 @@ def test_what_would_fail_again_is_not_started_again(
     assert outcome == Outcome(code, failed=sides[failing])
     assert told == []
     assert len(starts(tmp_path, failing)) == 1
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.exit(130)",
+        *(f"signal.signal({n}, signal.SIG_DFL); os.kill(os.getpid(), {n})" for n in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_server_that_a_signal_ends_is_not_missed_while_another_one_is_left(
+    counted: Make, tmp_path: Path, ending: str, gone: int
+) -> None:
+    """A spot machine that is taken back: what it has begun, the others go on with."""
+    signalled = [counted(f"server-{number}", ending) for number in range(gone)]
+    outcome, told, restarts = watch(counted("learner", "time.sleep(0.8)"), *signalled, counted("server", STAY))
+    assert outcome == Outcome(0)
+    assert sorted(line.partition(" ")[0] for line in told) == [f"server-{number}" for number in range(gone)]
+    assert not restarts
+    assert len(starts(tmp_path, "server-0")) == 1
+
+
+def test_the_last_server_that_a_signal_ends_ends_the_run(counted: Make) -> None:
+    servers = [counted(f"server-{number}", f"time.sleep({number / 4}); sys.exit(130)") for number in range(2)]
+    outcome, told, _ = watch(counted("learner", STAY), *servers)
+    assert outcome == Outcome(130, failed=servers[1])
+    assert len([line for line in told if "the other servers go on" in line]) == 1
+
+
+def test_the_learner_is_stopped_before_its_servers(counted: Make, tmp_path: Path) -> None:
+    """In shared mode it waits for them to return the device; an evaluation may have to end."""
+    ended, late = tmp_path / "ended", tmp_path / "late"
+    writes = f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), open({str(ended)!r}, 'w'), sys.exit(130)))"
+    looks = f"""
+        def look(*_):
+            open({str(late)!r}, "w").write(str(os.path.exists({str(ended)!r})))
+            sys.exit(130)
+        signal.signal(signal.SIGTERM, look)
+    """
+    launcher, _ = launched_both(counted, tmp_path, {"learner": writes, "rollout_server": looks})
+    os.kill(launcher.pid, signal.SIGTERM)
+    launcher.join(timeout=10)
+    assert launcher.exitcode == 130
+    assert late.read_text() == "True"
 
 
 def test_the_side_that_explains_the_end_counts(counted: Make) -> None:

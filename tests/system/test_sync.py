@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.run_folder.contents import checkpoint_folder
 from protocol.device_lock import read_tenure
 from tests.rigs.prefork import RUN_FIRST, Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
@@ -131,7 +132,8 @@ def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[.
         assert psutil.wait_procs(family, timeout=5)[1] == []
         assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
         status = json.loads((run / "status.json").read_text())
-        assert (status["phase"], status["device"]["holder"]) == ("interrupted", "rollout_server")
+        assert (status["phase"], status["device"]["holder"]) == ("interrupted", "learner"), "it takes it to save"
+        assert checkpoint_folder(run, status["step"]).is_dir()
         command = start_command("sync", str(file), "--resume", log=log)
         assert command.wait(timeout=120) == 0, log.read_text()
     finally:

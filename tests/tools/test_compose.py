@@ -46,6 +46,9 @@ def test_services_have_no_privileges_start_again_after_crashes_and_have_time_for
         service = services[name]
         assert re.fullmatch(r"on-failure:\d+", service["restart"]), "a finished run stays finished"
         assert seconds(service["stop_grace_period"]) >= 60
+        if name.startswith(("learner", "sync")):
+            (grace,) = (word for word in service["command"] if word.startswith("trainer.stop_grace_s="))
+            assert float(grace.partition("=")[2]) == seconds(service["stop_grace_period"])
         assert service["init"] is True
         assert service["logging"]["options"], "logs of days are bounded"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.live import Live
 
-from asyncrl.errors import ExitCode, UserError
+from asyncrl.errors import ExitCode, UserError, pasted
 from asyncrl.launch.display import REFRESH_S, Display
 from asyncrl.run_folder.failure import is_there, read_failure, unreadable_as_user_error
-from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
+from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE, STATUS_FILE
 from asyncrl_plugins.viewer.panel.console import Console
 from asyncrl_plugins.viewer.panel.panel import RunPanel
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
@@ -98,7 +98,7 @@ def watch(run_dir: Path) -> int:
     failure = read_failure(run_dir)
     why = f" ({failure.kind}): {failure.reason}" if failure else ""
     step = display.run.status.get("step", 0)
-    print(f"{run_dir} ended at step {step}{why}. To go on: asyncrl train {run_dir}/config.yaml --resume")
+    print(f"{run_dir} ended at step {step}{why}. To go on: asyncrl train {pasted(run_dir / CONFIG_FILE)} --resume")
     return ExitCode.CRASHED
 
 
