@@ -170,7 +170,7 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
         raise UserError(
             f"--resume: {folder} was written with another model.lora: {was} there, {now} here. Resume with the run's "
-            f"own config.yaml, or start a new run from it: {export_advice(folder.parent.parent, merged=theirs is not None)}"
+            f"own config.yaml, or start a new run from it: {export_advice(folder.parent.parent, merged=bool(theirs))}"
         )
     if base != state.base:
         raise UserError(
