@@ -23,7 +23,7 @@ from protocol.messages import Goodbye
 logger = logging.getLogger(__name__)
 
 PARTING_S, PARTING_SHARE = 10.0, 1 / 3
-"""What is kept of the grace for goodbyes, trackers and exit handlers, and its largest share."""
+"""Time kept of the grace for goodbyes, trackers and exit handlers, and its largest share."""
 EVALUATION_SHARE = 0.5
 """Largest share of what is left that an evaluation may take which has to end before the checkpoint."""
 INTERRUPTED = "the learner was interrupted"
