@@ -87,8 +87,8 @@ class DividedModel:
         """Most bytes that a forward and backward pass adds on one rank.
 
         `head` and `layers` are what it adds without gathered weights, up to the gradient of the last hidden states and
-        after it. What belongs to no layer stays gathered from forward to backward, and its gradients are summed at the
-        end (torch.distributed.fsdp.fully_shard, reshard_after_forward=None).
+        after it. What belongs to no layer stays gathered from forward to backward, and its gradients, which are fp32,
+        are summed at the end (torch.distributed.fsdp.fully_shard, reshard_after_forward=None).
         """
         *inner, rest = self.units
         layer = max((unit.whole(ranks) for unit in inner), default=0)
@@ -98,7 +98,7 @@ class DividedModel:
             2 * rest.whole(ranks) + layer,  # the first fetch is kept until the next one
             head + rest.whole(ranks) + GATHERED_LAYERS * layer,
             layers + rest.whole(ranks) + GATHERED_LAYERS * layer + summing,
-            rest.gradients + rest.summed(ranks) + rest.trained_part(ranks),
+            rest.summed(1) + rest.summed(ranks) + rest.trained_part(ranks),
         )
 
 

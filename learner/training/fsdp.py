@@ -72,7 +72,15 @@ class FullySharded(ShardedFiles):
         register_fsdp_forward_method(model, _RUN)
 
     def run(self, compute: Callable[[], T]) -> T:
-        return getattr(self._model, _RUN)(compute)
+        def with_wide_gradients() -> T:
+            # The output layer has a gradient from each chunk of tokens, which autograd adds up in this dtype. What
+            # belongs to no layer is whole here; FSDP wants one dtype for all of it.
+            for parameter in self._model.parameters() if torch.is_grad_enabled() else ():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = torch.float32
+            return compute()
+
+        return getattr(self._model, _RUN)(with_wide_gradients)
 
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
         return MasterUpdates(self._model, self, optim, total_updates, scale)

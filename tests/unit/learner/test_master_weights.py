@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
 from asyncrl.models.policy_export import finish_export
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import ENGINE_FILE, TorchEngine
+from learner.training.packing import MicroBatch
+from tests.rigs.made_up_batch import made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
@@ -87,6 +93,52 @@ def test_gradients_of_micro_batches_add_up_in_fp32(make_config: MakeConfig) -> N
         engine.backward(weight.float().sum() * 2**-9)
     assert weight.grad is not None
     assert weight.grad.unique().tolist() == [1.5]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of one process, for an engine that is divided."""
+    store: Any = HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("learner", [{}, {"cpu_offload": True}, {"engine": "fsdp2", "num_processes": 2}], ids=str)
+def test_gradients_of_the_output_layers_chunks_add_up_in_fp32(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, one_rank: None, learner: dict[str, Any]
+) -> None:
+    """In 16 chunks of 4 tokens a micro-batch has as exact a gradient as by one product, which is rounded once."""
+    engine = prepared(make_config, "bfloat16", None, **learner)
+    batch = made_up_batch(make_config(), PromptProcessor(make_config().model))
+    micro_batch = engine.pack(batch.train_groups)
+    assert len(micro_batch.targets) > 64
+    micro_batch = replace(micro_batch, predict_from=micro_batch.predict_from[:64], targets=micro_batch.targets[:64])
+    whole, by_chunk = (output_gradient(engine, micro_batch, monkeypatch, tokens) for tokens in (64, 4))
+    assert not torch.equal(by_chunk.bfloat16().float(), by_chunk), "a sum of 16-bit numbers in fp32"
+    pieces = torch.zeros_like(whole)
+    for first in range(0, 64, 4):
+        chunk = slice(first, first + 4)
+        part = replace(micro_batch, predict_from=micro_batch.predict_from[chunk], targets=micro_batch.targets[chunk])
+        pieces += output_gradient(engine, part, monkeypatch, 64)
+    torch.testing.assert_close(by_chunk, pieces, rtol=1e-4, atol=float(pieces.abs().max()) * 1e-5)
+
+
+def output_gradient(
+    engine: TorchEngine, micro_batch: MicroBatch, monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int
+) -> torch.Tensor:
+    """fp32 gradient of the output layer, which is forgotten afterwards."""
+    layer = engine.model.get_output_embeddings()
+    monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", tokens_per_chunk * layer.weight.shape[0])
+    engine.backward(engine.forward(micro_batch).logprobs.sum())
+    masters = engine.updates.masters
+    masters.take_gradients()
+    place = next(place for place, parameter in enumerate(trained(engine).values()) if parameter is layer.weight)
+    gradient: Any = masters.stepped()[place].grad
+    found = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    engine.updates.optimizer.zero_grad(set_to_none=True)
+    engine.updates.drop_gradients()
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
