@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -44,20 +45,24 @@ class TurnBridge:
             raise self._refused("it does not show what a user says after a turn of the assistant")
         self._images_in = next((role for role in (self._tools_as, "user") if self._shows(role, image=True)), None)
         self._check_history()
+        self._counts_tools = self._tools_as == "tool" and self._check_tools()
 
-    def measure(self, last_token: int, observation: Observation) -> EncodedPrompt:
+    def measure(self, last_token: int, observation: Observation, *, after_tools: bool = False) -> EncodedPrompt:
         """The tokens that follow a turn that ended with `last_token`, and lead to the next one.
 
         What closes the turn is left out where the model has sampled it. Text of the observation that the model's
-        template reserves (`<|im_end|>`, an image placeholder) is written apart, so that it stays text.
+        template reserves (`<|im_end|>`, an image placeholder) is written apart, so that it stays text. `after_tools`:
+        results of tools were shown before this turn.
 
         Raises UserError for images that the model cannot read.
         """
-        return self._without_close(last_token, self.processor.measure_text(*self._rendered(observation)))
+        rendered = self._rendered(observation, after_tools=after_tools)
+        return self._without_close(last_token, self.processor.measure_text(*rendered))
 
-    def encode(self, last_token: int, observation: Observation) -> EncodedPrompt:
+    def encode(self, last_token: int, observation: Observation, *, after_tools: bool = False) -> EncodedPrompt:
         """`measure` with the pixels of the observation's images."""
-        return self._without_close(last_token, self.processor.encode_text(*self._rendered(observation)))
+        rendered = self._rendered(observation, after_tools=after_tools)
+        return self._without_close(last_token, self.processor.encode_text(*rendered))
 
     def said(self, text: str) -> np.ndarray:
         """Tokens of a turn that nobody sampled: the text, and what closes a turn. Reserved text is written apart."""
@@ -65,21 +70,23 @@ class TurnBridge:
 
     def opened(self, prompt: Prompt, opening: Observation) -> Prompt:
         """The prompt with what an environment opens with, at the end of its last message if that is a user's: templates
-        take no two in a row. Text that would follow on text is a line of its own."""
-        parts: list[ContentPart] = [
-            TextPart(text=self._written_apart(part)) if isinstance(part, str) else ImagePart()
-            for message in opening.messages
-            for part in message.parts
-        ]
+        take no two in a row. Text that would follow on text begins a line."""
         *before, last = prompt.messages
         if last.role != "user":
             before, last = [*before, last], ChatMessage(role="user", content=())
-        if _would_run_on(last.content, parts):
-            parts.insert(0, TextPart(text="\n"))
-        shown = ChatMessage(role="user", content=(*last.content, *parts))
+        content: list[ContentPart] = list(last.content)
+        for message in opening.messages:
+            for number, part in enumerate(message.parts):
+                shown = TextPart(text=self._written_apart(part)) if isinstance(part, str) else ImagePart()
+                newest = content[-1] if content and number == 0 else None
+                if isinstance(newest, TextPart) and isinstance(shown, TextPart):
+                    content[-1] = TextPart(text=_on_lines(newest.text, shown.text))
+                else:
+                    content.append(shown)
+        messages = (*before, ChatMessage(role="user", content=tuple(content)))
         hashes = (*prompt.image_hashes, *map(content_hash, opening.images))
         return Prompt.model_validate(
-            {**dict(prompt), "messages": (*before, shown), "image_hashes": hashes}  # counts placeholders and images
+            {**dict(prompt), "messages": messages, "image_hashes": hashes}  # counts placeholders and images
         )
 
     def _without_close(self, last_token: int, whole: EncodedPrompt) -> EncodedPrompt:
@@ -93,14 +100,17 @@ class TurnBridge:
             unexpanded_ids=whole.unexpanded_ids[1:],
         )
 
-    def _rendered(self, observation: Observation) -> tuple[str, tuple[bytes, ...], str]:
+    def _rendered(self, observation: Observation, *, after_tools: bool) -> tuple[str, tuple[bytes, ...], str]:
         """Text, images, and the name of both in messages to the user."""
         if observation.images and self._images_in is None:
             raise UserError(
                 "an image came after a turn of the model, and its chat template shows images of neither tools nor "
                 "users there. Use a model that sees images, or tools that answer in text"
             )
-        text = self._text_behind(self._arranged(observation.messages))
+        arranged = self._arranged(observation.messages)
+        text = (
+            self._text_behind(arranged, "tool") if after_tools and self._counts_tools else self._text_behind(arranged)
+        )
         return text, observation.images, "an observation"
 
     def _arranged(self, messages: Sequence[Message]) -> list[_Rendered]:
@@ -109,16 +119,17 @@ class TurnBridge:
         arranged: list[_Rendered] = []
         for message in messages:
             role = self._tools_as if message.role == "tool" else "user"
-            apart = role != self._images_in
-            texts = [self._written_apart(part) for part in message.parts if isinstance(part, str)]
-            if apart:
-                _add(arranged, role, [{"type": "text", "text": text} for text in texts])
-                images = [{"type": "image"} for part in message.parts if isinstance(part, bytes)]
-                _add(arranged, "user", images)
-            else:
-                rest = iter(texts)
-                kinds = ("image" if isinstance(part, bytes) else "text" for part in message.parts)
-                _add(arranged, role, [{"type": k} if k == "image" else {"type": k, "text": next(rest)} for k in kinds])
+            parts: list[dict[str, str]] = []
+            images: list[dict[str, str]] = []
+            for is_image, pieces in groupby(message.parts, lambda part: isinstance(part, bytes)):
+                if is_image:
+                    kept = parts if role == self._images_in else images
+                    kept += [{"type": "image"} for _ in pieces]
+                else:
+                    text = "".join(self._written_apart(piece) for piece in pieces if isinstance(piece, str))
+                    _add_parts(parts, [{"type": "text", "text": text}])
+            _add(arranged, role, parts)
+            _add(arranged, "user", images)
         return arranged
 
     def _written_apart(self, text: str) -> str:
@@ -127,9 +138,11 @@ class TurnBridge:
 
     # --- the template ---------------------------------------------------------------------------
 
-    def _text_behind(self, messages: list[_Rendered], *, add_generation_prompt: bool = True, turns: int = 1) -> str:
-        """Text that the template writes behind the last of `turns` answers, which `messages` follow."""
-        talk = [_message("user", _ASKED), _message("assistant", _SAID)] * turns
+    def _text_behind(self, messages: list[_Rendered], *before: str, add_generation_prompt: bool = True) -> str:
+        """Text that the template writes behind the last answer, which `messages` follow. Each role of `before` has said
+        something before another answer."""
+        turns = 1 + len(before)
+        talk = [_message(*said) for role in ("user", *before) for said in ((role, _ASKED), ("assistant", _SAID))]
         try:
             text = self.processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
         except Exception as error:  # templates raise what they like
@@ -177,8 +190,24 @@ class TurnBridge:
             )
         if not text.startswith(unopened) or text == unopened:
             raise self._refused("it does not open a turn of the assistant after what a user says")
-        if self._text_behind(shown, turns=2) != text:
+        if self._text_behind(shown, "user") != text:
             raise self._refused("it writes the same message differently in a longer conversation")
+
+    def _check_tools(self) -> bool:
+        """Whether the template writes messages differently once it has written a tool's result, as DeepSeek's marks the
+        first of all. Refuse one with more than these two forms."""
+        counts = False
+        for role in ("tool", "user"):
+            shown = [_message(role, _SHOWN)]
+            first, second, third = (self._text_behind(shown, *["tool"] * earlier) for earlier in range(3))
+            if not all(text.startswith(self._close) for text in (first, second)):
+                raise self._refused(
+                    f"it does not close a turn of the assistant with {self._close!r} before a tool's result"
+                )
+            if third != second:
+                raise self._refused("it writes the same message differently after one result of a tool and after two")
+            counts |= second != first
+        return counts
 
     def _refused(self, reason: str) -> UserError:
         return UserError(
@@ -207,9 +236,19 @@ def _add(messages: list[_Rendered], role: str, parts: list[dict[str, str]]) -> N
     if not parts:
         return
     if messages and messages[-1]["role"] == role == "user":
-        messages[-1]["content"] += parts
+        _add_parts(messages[-1]["content"], parts)
     else:
         messages.append({"role": role, "content": parts})
+
+
+def _add_parts(content: list[dict[str, str]], parts: list[dict[str, str]]) -> None:
+    """Add parts to others. Text behind text is one part with it, since templates may trim each."""
+    first, *rest = parts
+    if content and content[-1]["type"] == first["type"] == "text":
+        content[-1] = {"type": "text", "text": _on_lines(content[-1]["text"], first["text"])}
+    else:
+        content.append(first)
+    content += rest
 
 
 def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
@@ -224,11 +263,7 @@ def _reserved_texts(processor: PromptProcessor) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def _would_run_on(before: Sequence[ContentPart], behind: Sequence[ContentPart]) -> bool:
-    """Whether text follows on text with nothing between them."""
-    if not before or not behind:
-        return False
-    last, first = before[-1], behind[0]
-    if not isinstance(last, TextPart) or not isinstance(first, TextPart):
-        return False
-    return bool(last.text and first.text) and not last.text[-1].isspace() and not first.text[0].isspace()
+def _on_lines(text: str, behind: str) -> str:
+    """Both texts, each of which begins a line where they would run together."""
+    runs_on = text and behind and not text[-1].isspace() and not behind[0].isspace()
+    return f"{text}\n{behind}" if runs_on else text + behind

@@ -28,7 +28,7 @@ from asyncrl.environments.observation import (
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
-from protocol.messages import ConversationLimits
+from protocol.messages import ConversationLimits, Prompt
 
 _NOTHING = Observation(())
 
@@ -67,7 +67,7 @@ class Shown:
 class History:
     """The turns of one trajectory so far, and its current segment."""
 
-    def __init__(self, bridge: TurnBridge, rule: ConversationLimits, *, pixels: bool):
+    def __init__(self, bridge: TurnBridge, rule: ConversationLimits, prompt: Prompt, *, pixels: bool):
         """`pixels`: pieces have those of their images."""
         self._make = bridge.encode if pixels else bridge.measure
         self._rule = rule
@@ -78,8 +78,9 @@ class History:
         """Turns that later turns see, as the environment has them."""
         self._seen: set[bytes] = set()
         """Images of observations."""
-        self._bridges: dict[tuple[int, Observation], EncodedPrompt] = {}
-        """Cache of encoded last tokens and observations: each later turn asks again."""
+        self._prompt_has_tools = any(message.role == "tool" for message in prompt.messages)
+        self._bridges: dict[tuple[int, Observation, bool], EncodedPrompt] = {}
+        """Cache of encoded last tokens and observations, each after results of tools or not: later turns ask again."""
         self.pieces: list[EncodedPrompt] = []
         """The current segment behind the prompt."""
 
@@ -96,15 +97,15 @@ class History:
         """
         turns = self._edited(edited) if edited else self._turns
         *before, newest = turns
-        bridge = self._bridge(newest, observation)
+        bridge = self._bridge(newest, observation, before)
         if not edited and self._rule.history == "whole" and not self._rule.keep_images:
             return Shown((bridge,), begins_segment=False, turns=tuple(turns))
         pieces: list[EncodedPrompt] = []
         left_out = images_left_out([turn.shown for turn in before], observation, self._rule.keep_images)
-        for turn in before:
+        for number, turn in enumerate(before):
             gone = min(left_out, len(turn.shown.images))
             left_out -= gone
-            pieces += [turn.as_context, self._bridge(turn, without_images(turn.shown, gone))]
+            pieces += [turn.as_context, self._bridge(turn, without_images(turn.shown, gone), before[:number])]
         pieces.append(newest.as_context)
         if _same(pieces, self.pieces):
             return Shown((bridge,), begins_segment=False, turns=tuple(turns))
@@ -133,10 +134,12 @@ class History:
         kept = without_thinking(token_ids, self._turn_bridge.processor) if strips else token_ids
         return _Taken(token_ids, EncodedPrompt.of_text(kept))
 
-    def _bridge(self, turn: _Taken, observation: Observation) -> EncodedPrompt:
-        key = int(turn.token_ids[-1]), observation
+    def _bridge(self, turn: _Taken, observation: Observation, before: Sequence[_Taken]) -> EncodedPrompt:
+        shown = (message for earlier in before for message in earlier.shown.messages)
+        after_tools = self._prompt_has_tools or any(message.role == "tool" for message in shown)
+        key = int(turn.token_ids[-1]), observation, after_tools
         if key not in self._bridges:
-            self._bridges[key] = self._make(*key)
+            self._bridges[key] = self._make(key[0], observation, after_tools=after_tools)
         return self._bridges[key]
 
 

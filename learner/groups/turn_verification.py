@@ -61,7 +61,7 @@ def bridge_problems(group: Group, ticket: Ticket, bridge: TurnBridge | None) -> 
     if bridge is None or ticket.conversation is None:
         return
     for index, record in enumerate(group.trajectories):
-        columns, history = _columns(group, index), History(bridge, ticket.conversation, pixels=False)
+        columns, history = _columns(group, index), History(bridge, ticket.conversation, ticket.prompt, pixels=False)
         for number, (turn, following) in enumerate(pairwise(record.turns)):
             for problem in _between_problems(turn, following, columns, group.blobs, history):
                 yield f"completion {index}: after turn {number} {problem}"
@@ -105,7 +105,7 @@ def _trajectory_problems(
         yield f"it was shown {images} images, over the limit of {limits.images}"
     if record.turns[0].context:
         yield f"its first turn has a history of {record.turns[0].context} tokens"
-    history, start = History(bridge, limits, pixels=False), 0
+    history, start = History(bridge, limits, ticket.prompt, pixels=False), 0
     for number, turn in enumerate(record.turns):
         if turn.start != start or turn.end <= start:
             yield f"turn {number} has the tokens [{turn.start}, {turn.end}), and what came before it ends at {start}"

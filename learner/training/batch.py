@@ -319,7 +319,7 @@ def segments_of(item: ReceivedGroup, index: int) -> tuple[Segment, ...]:
     if not any(images_of(turn.observation) for turn in turns):
         return tuple(map(Segment, starts))
     token_ids = item.group.token_ids[item.group.span(index)]
-    history, segments = History(bridge, rule, pixels=True), list[Segment]()
+    history, segments = History(bridge, rule, item.ticket.prompt, pixels=True), list[Segment]()
 
     def end_segment() -> None:
         row = history.pieces[0].followed_by(history.pieces[1:])

@@ -242,7 +242,7 @@ class ConversationProducer:
 
     async def _play(self, opened: _Ticket, trajectory: Trajectory, turn: Completion) -> None:
         """Take turns until policy, environment or a limit ends them."""
-        history = History(opened.bridge, opened.limits, pixels=self._engine.takes_pixels)
+        history = History(opened.bridge, opened.limits, opened.ticket.prompt, pixels=self._engine.takes_pixels)
         while True:
             trajectory.add_turn(turn)
             history.add_turn(turn.token_ids)

@@ -58,7 +58,7 @@ MISTRAL = """\
 {{- '<s>' }}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
-{%- elif m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}
+{%- elif m.role == 'assistant' %}{{ m.content + '</s>' }}
 {%- else %}{{ '[TOOL_RESULTS]{"content": ' + m.content + '}[/TOOL_RESULTS]' }}{% endif %}
 {%- endfor %}"""
 LLAMA2 = """\

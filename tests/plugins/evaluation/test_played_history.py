@@ -11,7 +11,7 @@ from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.history import History
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.evaluation.played_history import PlayedHistory
-from tests.unit.asyncrl.test_history import FIRST, SECOND, THIRD, joined_ids, processor, rule, sampled, tool
+from tests.unit.asyncrl.test_history import ASKED, FIRST, SECOND, THIRD, joined_ids, processor, rule, sampled, tool
 
 __all__ = ["processor"]
 
@@ -27,7 +27,7 @@ def test_the_terminal_shows_the_history_that_a_run_has(processor: PromptProcesso
     for _ in range(60):
         settings = {"history": draw.choice(["whole", "strip_thinking"]), "keep_images": int(draw.integers(0, 3))}
         run, terminal = (
-            History(bridge, rule(**settings), pixels=False),
+            History(bridge, rule(**settings), ASKED, pixels=False),
             PlayedHistory(EnvironmentConfig.model_validate(settings)),
         )
         for turn in range(4):

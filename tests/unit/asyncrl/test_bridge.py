@@ -123,7 +123,7 @@ def test_images_that_a_template_does_not_show_in_tools_follow_in_a_users_message
     in_users_alone = CHAT_TEMPLATE.replace("c['type'] == 'image' or", "m['role'] == 'user' and c['type'] == 'image' or")
     other = with_template(folder, tmp_path / "a", in_users_alone)
     assert bridge_text(other, tool("one", FIRST, "two")) == (
-        "\n<|im_start|>tool\nonetwo<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
+        "\n<|im_start|>tool\none\ntwo<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     no_tools = (
@@ -131,7 +131,7 @@ def test_images_that_a_template_does_not_show_in_tools_follow_in_a_users_message
     )
     other = with_template(folder, tmp_path / "b", no_tools + CHAT_TEMPLATE)
     both = Observation((Message("tool", ("one",)), Message("user", ("two",))))
-    assert bridge_text(other, both) == "\n<|im_start|>user\nonetwo<|im_end|>\n<|im_start|>assistant\n"
+    assert bridge_text(other, both) == "\n<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
 
 
 THINKING = CHAT_TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
@@ -234,17 +234,19 @@ def test_a_row_keeps_the_positions_of_its_beginning(folder: Path, processor: Pro
 @pytest.mark.parametrize(
     ("asked", "opening", "read"),
     [
-        ("Answer.", "Boxes 0 to 3.", ["Answer.", "\n", "Boxes 0 to 3."]),
-        ("Answer.\n", "Boxes.", ["Answer.\n", "Boxes."]),
-        ("Answer.", b"", ["Answer."]),
+        ("Answer.", ["Boxes 0 to 3."], ["Answer.\nBoxes 0 to 3."]),
+        ("Answer.\n", ["Boxes."], ["Answer.\nBoxes."]),
+        ("Answer.", [b""], ["Answer."]),
+        ("Answer.", ["Box 0.", "Box 1."], ["Answer.\nBox 0.\nBox 1."]),
+        ("Answer.", ["Box 0.", b"", "Box 1."], ["Answer.\nBox 0.", "Box 1."]),
     ],
 )
 def test_an_opening_in_words_is_a_line_of_its_own(
-    processor: PromptProcessor, asked: str, opening: str | bytes, read: list[str]
+    processor: PromptProcessor, asked: str, opening: Sequence[str | bytes], read: list[str]
 ) -> None:
     prompt = Prompt(
         row_id="row", messages=(ChatMessage(role="user", content=(TextPart(text=asked),)),), answer="", columns={}
     )
-    shown = Observation((Message("user", (opening or FIRST,)),))
+    shown = Observation(tuple(Message("user", (said or FIRST,)) for said in opening))
     (message,) = TurnBridge(processor, stops(processor)).opened(prompt, shown).messages
     assert [part.text for part in message.content if isinstance(part, TextPart)] == read

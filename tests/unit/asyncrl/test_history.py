@@ -19,6 +19,7 @@ from tests.rigs.tiny_families import make_family
 
 FIRST, SECOND, THIRD = picture(40, 30), picture(28, 60), picture(56, 28)
 QUESTION = ChatMessage(role="user", content=(ImagePart(), TextPart(text="Which digits are these?")))
+ASKED = Prompt(row_id="r", messages=(QUESTION,), image_hashes=(content_hash(FIRST),))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
         ({"history": "strip_thinking", "keep_images": 1}, ("answer 1", "read 2"), [True, True]),
         ({"keep_images": 2}, ("<think>a</think>answer 1", "<think>a</think>read 2"), [False, False]),
     ):
-        history, begun = History(bridge, rule(**settings), pixels=True), []
+        history, begun = History(bridge, rule(**settings), ASKED, pixels=True), []
         for text, image in (("<think>a</think>answer 1", SECOND), ("<think>a</think>read 2", THIRD)):
             history.add_turn(sampled(processor, text))
             shown = history.after(tool("see", image))
@@ -97,8 +98,7 @@ def test_a_new_segment_is_the_templates_own_conversation_of_what_is_left(process
             messages.append(ChatMessage(role="tool", content=(TextPart(text="see"), seen)))
         images = {content_hash(image): image for image in (FIRST, *kept)}
         whole = processor.encode(Prompt(row_id="r", messages=tuple(messages), image_hashes=tuple(images)), images)
-        asked = Prompt(row_id="r", messages=(QUESTION,), image_hashes=(content_hash(FIRST),))
-        row = processor.encode(asked, images).followed_by(history.pieces)
+        row = processor.encode(ASKED, images).followed_by(history.pieces)
         assert processor.tokenizer.decode(row.token_ids) == processor.tokenizer.decode(whole.token_ids)
         assert row.token_ids.tolist() == whole.token_ids.tolist()
         assert row.image_hashes == whole.image_hashes
@@ -113,7 +113,9 @@ def joined_ids(history: History) -> list[int]:
 
 
 def test_the_newest_observation_is_shown_whole_and_older_images_give_way(processor: PromptProcessor) -> None:
-    history = History(TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(keep_images=2), pixels=False)
+    history = History(
+        TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(keep_images=2), ASKED, pixels=False
+    )
     told: list[tuple[list[bytes], bool]] = []
     for observation in (tool(FIRST), tool("nothing"), tool(SECOND), tool(FIRST, SECOND, THIRD), tool("nothing")):
         history.add_turn(sampled(processor, "answer 1"))
@@ -140,7 +142,7 @@ def test_images_are_left_out_from_the_oldest_on_across_messages() -> None:
 def test_an_environment_may_leave_turns_out_and_change_what_it_had_shown(processor: PromptProcessor) -> None:
     """What stays keeps its sampled tokens, and the conversation goes on from the edited history."""
     bridge = TurnBridge(processor, (processor.tokenizer.eos_token_id,))
-    history = History(bridge, rule(), pixels=False)
+    history = History(bridge, rule(), ASKED, pixels=False)
     turns = [sampled(processor, f"answer {number}") for number in range(4)]
     for number, edited in enumerate(
         ((), (), (PastTurn(None, "read <|image_pad|>", tool("old")), PastTurn(1), PastTurn(2)), ())
@@ -176,7 +178,7 @@ def test_an_environment_may_leave_turns_out_and_change_what_it_had_shown(process
 def test_an_edited_history_that_cannot_be_is_refused(
     processor: PromptProcessor, edited: tuple[PastTurn, ...], reason: str
 ) -> None:
-    history = History(TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(), pixels=False)
+    history = History(TurnBridge(processor, (processor.tokenizer.eos_token_id,)), rule(), ASKED, pixels=False)
     history.add_turn(sampled(processor, "answer 1"))
     history.show(tool(FIRST), history.after(tool(FIRST)))
     history.add_turn(sampled(processor, "answer 2"))
