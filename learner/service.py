@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from itertools import chain
 
-from asyncrl.config.explain import method_line, schedule_notes
+from asyncrl.config.explain import method_line, schedule_notes, secret_notes
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
@@ -328,7 +329,8 @@ class Learner:
         """Start the network thread, repeat journaled steps, and publish the first weights."""
         self._held.accept()
         logger.info("method: %s", method_line(self.config.algorithm))
-        for note in schedule_notes(self.config, self.progress.total_steps):
+        config, steps = self.config, self.progress.total_steps
+        for note in chain(secret_notes(config.environment, config.reward), schedule_notes(config, steps)):
             logger.warning("%s", note)
         save_config(self.config.run_path, dump_config(self.config))
         self.reporter.started(self.progress.step, self.engine.device)

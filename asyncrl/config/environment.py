@@ -58,7 +58,8 @@ class EnvironmentConfig(Section):
     """Class of the environment, `path/to/file.py:Class` or `package.module:Class`, or the name of a plug-in, such as
     `tools`. Empty: none."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the class's own, checked by its `Config`."""
+    """Settings of the class's own, checked by its `Config`. A text `env:NAME` stands for that environment variable of
+    learner and rollout servers: files of the run and trackers have the name alone."""
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     history: HistoryRule = "whole"

@@ -181,7 +181,7 @@ class RewardFunctionConfig(Section):
     name: str = ""
     """Name of the curve, and key of the number in a returned dict; empty means the function's own name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of the function."""
+    """Extra keyword arguments of the function. A text `env:NAME` stands for that environment variable."""
     group: bool = False
     """Call it once with all completions of a prompt, when the last is there: it takes a list of RewardSamples, or TRL's
     lists, and returns a list."""

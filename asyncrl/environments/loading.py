@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl import plugins, user_functions
 from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.config.secrets import with_secrets, without_secrets
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, EpisodeOver, PromptTools, Start, ToolError
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult, key_of
@@ -159,7 +160,7 @@ def _settings(cls: type[Any], values: dict[str, Any]) -> Any:
         raise UserError(f"{cls.__name__}.Config is {model!r:.80}, expected a pydantic model")
     strict = type("Config", (model,), {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__})
     try:
-        return strict.model_validate(values)
+        return strict.model_validate(with_secrets(values, "environment.config"))
     except ValidationError as error:
         problems = (field_problem(detail, model.model_fields, "environment.config.") for detail in error.errors())
-        raise UserError("; ".join(problems)) from None
+        raise UserError(without_secrets("; ".join(problems), values)) from None

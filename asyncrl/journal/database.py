@@ -91,7 +91,9 @@ class JournalState:
 
 
 def open_database(path: Path, durability: Durability, *, begun: bool) -> sqlite3.Connection:
-    """Open for every thread. A file that is not `begun` gets its tables."""
+    """Open for every thread. A file that is not `begun` gets its tables. A new one is this user's alone, as it has the
+    settings of the environment; SQLite gives its other files the same rights."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     db.execute("PRAGMA journal_mode = WAL")

@@ -24,7 +24,7 @@ write)."""
 
 def is_disk_full(error: BaseException) -> bool:
     """True if the error or a cause of it is a full disk, an exceeded quota or the limit on file sizes."""
-    for link in _chain(error):
+    for link in causes(error):
         if isinstance(link, OSError):
             if link.errno in _FULL:
                 return True
@@ -59,7 +59,7 @@ def describe_full_disk(
     error: BaseException, run_dir: Path, then: str = "start again, with --resume if the run had begun"
 ) -> str:
     """Name the directory, its free space and the fix."""
-    found = [link for link in _chain(error) if isinstance(link, OSError)]
+    found = [link for link in causes(error) if isinstance(link, OSError)]
     named = next((link.filename for link in found if link.filename), None)
     folder = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else run_dir
     if not folder.is_dir():
@@ -84,7 +84,7 @@ def _file_size_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """The error, its cause, the cause of that, and so on."""
     seen: list[BaseException] = []
     link: BaseException | None = error

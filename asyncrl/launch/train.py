@@ -6,11 +6,13 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.inputs import check_inputs, data_notes, gpus_of_run
-from asyncrl.config.explain import method_line, schedule_notes
+from asyncrl.config.explain import method_line, schedule_notes, secret_notes
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
@@ -31,13 +33,15 @@ from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.run_folder.contents import CANDIDATE_FILE, EXPORT_FOLDER, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.export_record import read_record
-from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
+from asyncrl.run_folder.failure import FAILURE_FILE, describe_lost, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
 from protocol.messages import TrajectoryStatus
 
 logger = logging.getLogger(__name__)
 
+LOST_S = 1.0
+"""Time after which a directory that is not there is no hiccup of a network's file system."""
 LOST = [status for status in TrajectoryStatus if not status.is_scored]
 
 
@@ -53,8 +57,11 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
             try:
                 return _launch(resolved, resume=resume, accept_changes=accept_changes)
             finally:
-                (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
+                with suppress(OSError):
+                    (config.run_path / CANDIDATE_FILE).unlink()
     except OSError as error:
+        if lost := describe_lost(config.run_path):
+            raise BadStateError(f"{lost} ({error})") from None
         if not is_disk_full(error):
             raise
         raise BadStateError(describe_full_disk(error, config.run_path)) from None
@@ -68,7 +75,8 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     print(f"method {method_line(config.algorithm)}", flush=True)
     rows = 0 if config.trainer.max_steps else len(open_train(config.data))  # else steps follow from them
-    for note in (*schedule_notes(config, config.total_steps(rows)), *data_notes(config)):
+    schedules = schedule_notes(config, config.total_steps(rows))
+    for note in chain(secret_notes(config.environment, config.reward), schedules, data_notes(config)):
         print(f"note: {note}", flush=True)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
@@ -79,13 +87,28 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
             grace_s=config.trainer.stop_grace_s,
             notify=display.note,
         )
-        outcome = supervisor.run(display.tick)
+
+        def tick() -> None:
+            check_kept(config.run_path)
+            display.tick()
+
+        outcome = supervisor.run(tick)
     if outcome.failed and outcome.failed.failure:
         _adopt(outcome.failed.failure, display.run)
     if supervisor.restarts:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
     return report(config, outcome, display.run)
+
+
+def check_kept(run_path: Path) -> None:
+    """Raise BadStateError where the directory of a run under way is lost for LOST_S: a learner would train for nothing
+    until its next checkpoint, and what is started again then finds no configuration."""
+    deadline = time.monotonic() + LOST_S
+    while lost := describe_lost(run_path, CANDIDATE_FILE):
+        if time.monotonic() > deadline:
+            raise BadStateError(lost)
+        time.sleep(LOST_S / 5)
 
 
 def _adopt(file: Path, run: RunProgress) -> None:

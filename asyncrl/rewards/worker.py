@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl.config.secrets import with_secrets
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, samples_of, scores_of
 from asyncrl.rewards.spec import call_reward, check_call, load_reward
@@ -85,8 +86,8 @@ def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
                 modules[path] = load_module(Path(path), entry["source"], entry["package"])
             function = function_of(modules[path], entry["function"])
         check_call(function, entry["function"], entry["kwargs"], shapes=bool(entry["shapes"]))
-        name = entry["name"]
-        components[name] = Component(name, function, entry["kwargs"], path, entry["group"], entry["shapes"])
+        name, kwargs = entry["name"], with_secrets(entry["kwargs"], f"reward {entry['name']}: kwargs")
+        components[name] = Component(name, function, kwargs, path, entry["group"], entry["shapes"])
     return {}, partial(_serve, components)
 
 

@@ -67,11 +67,12 @@ _NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, RE
 
 
 def save_config(run_path: Path, resolved: str, name: str = CONFIG_FILE) -> Path:
-    """Write the resolved configuration, for --resume and for tools. Raises OSError where it cannot be written."""
+    """Write the resolved configuration, for --resume and for tools of this user: it may have secrets. Raises OSError
+    where it cannot be written."""
     file, text = run_path / name, resolved.encode()
     if not file.is_file() or file.read_bytes() != text:
         run_path.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        write_atomically(file, text, mode=0o600)
     return file
 
 

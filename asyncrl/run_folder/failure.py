@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
-from asyncrl.journal.full_disk import describe_full_disk, is_disk_full
+from asyncrl.journal.full_disk import causes, describe_full_disk, is_disk_full
 from asyncrl.telemetry.recorder import read_status
 
 
@@ -71,12 +72,42 @@ class Failure:
 
 def failure_of(error: BaseException, service: str, run_dir: Path) -> Failure | None:
     """Describe an error as a failure; None for a crash: anything unforeseen."""
-    kind = kind_of(error)
+    kind, lost = kind_of(error), describe_lost(run_dir) if _is_of_folder(error, run_dir) else ""
+    if lost and kind in (None, "bad_state"):
+        return Failure(service, "bad_state", f"{lost} ({error})", time.time())
     if kind is None:
         return None
     reason = describe_full_disk(error, run_dir) if kind == "disk_full" else str(error)
     step = read_status(run_dir).get("step")
     return Failure(service, kind, reason, time.time(), step if isinstance(step, int) else None)
+
+
+def describe_lost(run_dir: Path, file: str = "") -> str:
+    """Reason that a run under way cannot use its directory any more, and the fix; empty: it can. `file`: one that is
+    there as long as the run is."""
+    then = "and continue with --resume, or begin a new run"
+    if not run_dir.is_dir() or not (run_dir / file).exists():
+        return (
+            f"the run directory {run_dir} is gone: it was deleted or moved while the run was at work, with its journal "
+            f"and its checkpoints. Put it back {then}"
+        )
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        return (
+            f"the run directory {run_dir} cannot be written any more: its rights, its owner or its file system have "
+            f"changed while the run was at work. Make it writable {then}"
+        )
+    return ""
+
+
+def _is_of_folder(error: BaseException, folder: Path) -> bool:
+    """True if the error, or a cause of it, is of a file below the folder, or of SQLite, which names none."""
+    for link in causes(error):
+        named = link.filename if isinstance(link, OSError) else None
+        if isinstance(link, sqlite3.Error) or (
+            isinstance(named, str | bytes) and Path(os.fsdecode(named)).absolute().is_relative_to(folder.absolute())
+        ):
+            return True
+    return False
 
 
 def kind_of(error: BaseException) -> Kind | None:

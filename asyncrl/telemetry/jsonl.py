@@ -6,18 +6,20 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
-def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
-    """Replace a file: readers see the old content or the new. `durable` survives a power cut too, and costs a sync."""
+def write_atomically(path: Path, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace a file: readers see the old content or the new. `durable` survives a power cut too, and costs a sync.
+    `mode` are its rights, less the umask."""
     # The process id keeps two writers from sharing one temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             if durable:
                 file.flush()
