@@ -28,7 +28,7 @@ def stopped(make_config: Callable[..., RunConfig]) -> RunConfig:
     config = make_config()
     config.run_path.mkdir(parents=True)
     with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
-        run_id = sign_journal(StartingPoint(), journal, {}, update_settings(config), [])
+        run_id = sign_journal(StartingPoint(), journal, {}, update_settings(config), {}, [])
         for step in range(1, 6):
             slot = TicketSlot(step - 1, step - 1, step - 1, 0)
             with journal.transaction():
