@@ -24,6 +24,8 @@ from asyncrl.errors import METHOD_OVERLAYS, UserError, did_you_mean, file_hint
 from asyncrl.plugins import Group, descriptions, what_to_install
 
 F = TypeVar("F", bound=Callable[..., object])
+OUR_PACKAGES = ("asyncrl", "asyncrl_plugins", "learner", "protocol", "rollout_server")
+"""Packages of the objects that user functions get."""
 MAX_MESSAGE_CHARS = 300
 MODULE = re.compile(r"(?!.*[.]py$)[A-Za-z_]\w*([.][A-Za-z_]\w*)*")
 
@@ -231,7 +233,18 @@ def one_line(error: BaseException, own_file: str = "") -> str:
     except Exception as broken:  # an exception class of the user whose __str__ fails
         text = f"(its own text failed with {type(broken).__name__})"
     name, place = type(error).__name__, _place(error, own_file)
+    text += _attributes(error)
     return shorten(f"{name}: {text}" if text else name) + (f" ({place})" if place else "")
+
+
+def _attributes(error: BaseException) -> str:
+    """Sentences with the public attributes of an object of ours that lacks one; empty for other errors."""
+    lacking = type(error.obj) if isinstance(error, AttributeError) else None
+    if lacking is None or lacking.__module__.partition(".")[0] not in OUR_PACKAGES:
+        return ""
+    names = {**getattr(lacking, "__dataclass_fields__", {}), **vars(lacking)}  # fields first, in their order
+    there = [name for name in names if not name.startswith("_")]
+    return f".{did_you_mean(str(error.name), there)} It has {', '.join(there)}" if there else ""
 
 
 def shorten(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:

@@ -12,7 +12,9 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -225,8 +227,25 @@ class Publication:
         return (
             f"publishing weights needs {needed_mib:,} MiB in {self.directory}, which has {usage.free // MIB:,} free of "
             f"{usage.total // MIB:,} MiB. {kept} versions are kept: give it {both_mib:,} MiB "
-            f"(docker run --shm-size={both_mib}m), or publish in another directory"
+            f"(docker run --shm-size={both_mib}m, compose: ASYNCRL_SHM_SIZE={both_mib}m, else mount -o "
+            f"remount,size={both_mib}m {shlex.quote(str(self.directory))}), or train fewer weights: model.lora.rank=16"
         )
+
+
+def publication_folder() -> Path:
+    """The folder that versions are published in: shared memory, or where there is none that for temporary files.
+
+    Raises PublicationError where this process may not write there."""
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    try:
+        tempfile.TemporaryFile(prefix=PREFIX, dir=folder).close()
+    except OSError as problem:
+        raise PublicationError(
+            f"weights cannot be published in {folder}: {problem.strerror}, for user {os.getuid()}. Make it writable: "
+            f"chmod 1777 {folder}; a container gets one of its own by --shm-size=8g (compose: ASYNCRL_SHM_SIZE=8g), or "
+            "in Kubernetes by an emptyDir of medium Memory"
+        ) from problem
+    return folder
 
 
 def remove_stale(directory: Path) -> list[Path]:

@@ -40,7 +40,19 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
     if "learner" in sides:
         for _, model in config.other_models:
             check_weights(model)
+        check_publishing()
     check_budget(config, *sides)
+
+
+def check_publishing() -> None:
+    """Refuse shared memory that the learner, on this machine, may not write."""
+    from protocol.weight_file import PublicationError
+    from protocol.weights import publication_folder
+
+    try:
+        publication_folder()
+    except PublicationError as error:
+        raise UserError(str(error)) from None
 
 
 def check_budget(config: RunConfig, *sides: Side) -> None:
@@ -79,6 +91,7 @@ def dry_run(config: RunConfig, *, whole: bool = False) -> None:
         try:
             check_devices(config, ("learner", "rollout_server"))
             check_engine(config)
+            check_publishing()
         except UserError as problem:
             print(f"note: this machine cannot train it: {problem}")
 

@@ -75,7 +75,7 @@ def all_keys() -> dict[str, Key]:
 def similar_keys(path: str, unchosen: Collection[str] = ()) -> list[str]:
     """Keys with a last name like that of `path`: up to three of the same section, its sub-sections among them, else the
     best of another one. Keys in `unchosen` sections only where no other is similar. In a section that there is not, the
-    section that may be meant."""
+    section that may be meant. Where no name is similar, keys whose descriptions have the words (learning_rate: lr)."""
     section, _, wanted = path.rpartition(".")
     while section and not any(key.startswith(f"{section}.") for key in all_keys()):
         section, _, wanted = section.rpartition(".")
@@ -91,7 +91,10 @@ def similar_keys(path: str, unchosen: Collection[str] = ()) -> list[str]:
         elsewhere = {key.rpartition(".")[2]: key for key in others}
         if close := [elsewhere[name] for name in close_names(last, elsewhere, at_most=1)]:
             return close
-    return []
+    words = last.replace("_", " ").lower()
+    described = [path for path, key in all_keys().items() if words in key.text.lower()] if " " in words else []
+    inside = [path for path in described if path.startswith(f"{top}.")]
+    return sorted(inside or described, key=lambda path: path.startswith(hidden))[:3]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -1,4 +1,5 @@
-"""The ports of a launched run: a fixed one must be free, a zero becomes a free one, and no other launcher takes them.
+"""The ports of a launched run: a zero becomes a free one, a usual one that is taken too, any other has to be free, and
+no other launcher takes them.
 
 Claiming a port reserves its number for services that start later, or start again, since nothing listens on it
 meanwhile. A claim is an abstract socket of Linux, which all processes that share the ports see, and which vanishes with
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from protocol.endpoints import BindError, PortInUseError, check_bind
+from protocol.endpoints import BindError, PortInUseError, check_bind, is_loopback
 
 PORTS = (
     ("network", "control_port"),
@@ -35,13 +36,15 @@ _TRIES = 100
 
 @contextmanager
 def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
-    """Replace port 0 by free ports; no other launcher takes one of the run's ports in the block. Raises UserError."""
+    """Replace port 0 by free ports, and a usual port that is taken (`may_move`); no other launcher takes one of the
+    run's ports in the block. Raises UserError."""
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
     with ExitStack() as claims:
         try:
-            _claim_fixed_ports(config, claims)
+            taken = _claim_fixed_ports(config, claims)
             for section, key in PORTS:
                 fixed, host = getattr(getattr(config, section), key), getattr(config, section).host
+                fixed = 0 if f"{section}.{key}" in taken else fixed
                 sections[section][key] = fixed or draw_ports(host, _num_ports(config.rollout.servers, key), claims)
         except BindError as error:
             raise UserError(str(error)) from None
@@ -50,17 +53,47 @@ def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
         )
 
 
-def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> None:
-    """Check that fixed ports are free, distinct and on an address of this machine, and claim them."""
+def may_move(config: RunConfig, setting: str) -> bool:
+    """True for a port at its default that nobody on another machine can dial: a second run takes another one."""
+    name, _, key = setting.partition(".")
+    section = getattr(config, name)
+    is_default = getattr(section, key) == type(section).model_fields[key].default
+    return is_default and (section.host == "localhost" or is_loopback(section.host))
+
+
+def describe_moves(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
+    """A sentence for each usual port that was taken."""
+    for section, key in PORTS:
+        usual, port = (getattr(getattr(each, section), key) for each in (config, resolved))
+        if usual not in (0, port):
+            yield f"port {usual} ({section}.{key}) is in use: this run takes {port}"
+
+
+def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> set[str]:
+    """Check that fixed ports are distinct and on an address of this machine, and claim them. Returns the settings of
+    those that are taken and may move. Raises UserError with all others that are taken."""
+    moved: set[str] = set()
+    refused: dict[str, str] = {}
     for section, key in PORTS:
         check_bind(getattr(config, section).host, 0, setting=f"{section}.{key}")
     owners: dict[int, str] = {}
     for name, setting, host, port in fixed_ports(config):
         if port in owners:
             raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
-        check_bind(host, port, setting=setting)
-        claim_port(port, claims, setting=setting)
         owners[port] = name
+        try:
+            check_bind(host, port, setting=setting)
+            claim_port(port, claims, setting=setting)
+        except PortInUseError as problem:
+            if may_move(config, setting):
+                moved.add(setting)
+            else:
+                refused.setdefault(setting, str(problem))
+    if len(refused) > 1:
+        raise UserError("\n".join([*refused.values(), "All at once: " + " ".join(f"{name}=0" for name in refused)]))
+    if refused:
+        raise UserError(*refused.values())
+    return moved
 
 
 def _num_ports(servers: int, key: str) -> int:

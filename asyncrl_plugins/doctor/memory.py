@@ -8,7 +8,14 @@ from typing import Any
 
 import psutil
 
-from asyncrl.checks.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
+from asyncrl.checks.inputs import (
+    check_devices,
+    check_engine,
+    check_lengths,
+    check_model,
+    check_publishing,
+    gpus_of_run,
+)
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.service_sections import meant_device
 from asyncrl.devices.device import resolve_dtype
@@ -89,6 +96,7 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
         yield Finding("host memory", value)
     yield _budget(plan)
     try:
+        check_publishing()
         yield Finding("room to publish", check_shared_memory(plan))
     except UserError as error:
         yield problem("room to publish", error)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.launch.ports import fixed_ports, reserve_ports
+from asyncrl.launch.ports import fixed_ports, may_move, reserve_ports
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys
 from protocol.endpoints import BindError, check_bind, public_without_keys
@@ -26,11 +26,15 @@ def find_ports(config: RunConfig) -> Findings[None]:
     for name, setting, host, port in fixed_ports(config):
         if holder := holders.get(port):  # None, too, for a process that this user cannot see
             value = f"port {port} ({name}) on {host} is held by {psutil.Process(holder).name()} (process {holder})"
+            if may_move(config, setting):
+                yield Finding("ports", f"{value}: `asyncrl train` takes another one", "note")
+                continue
             fix = f"stop that process, or set {setting} to another port, or to 0, which takes a free one"
             yield Finding("ports", value, "problem", fix)
             return
-    with reserve_ports(config):
-        fixed = ", ".join(str(port) for *_, port in fixed_ports(config))
+    with reserve_ports(config) as resolved:
+        there = {port for *_, port in fixed_ports(resolved)}
+    fixed = ", ".join(str(port) for *_, port in fixed_ports(config) if port in there)
     yield Finding("ports", f"free: {fixed or 'all are chosen when the run starts'}")
 
 

@@ -3,10 +3,8 @@ device memory for channels between devices. The learner's end of channels that p
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,12 +12,11 @@ import torch
 from asyncrl.config.parts import WEIGHT_CHANNELS, device_channels
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import tensor_bytes
 from asyncrl.plugins import implementation
 from learner.network.servers import Servers
 from learner.training.engine import TorchEngine
-from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
 from protocol.messages import (
     DeviceSource,
@@ -32,7 +29,7 @@ from protocol.messages import (
     WeightManifest,
 )
 from protocol.weight_file import PublicationError
-from protocol.weights import Publication, Tensor
+from protocol.weights import Publication, Tensor, publication_folder
 
 
 class DeviceSender(Protocol):
@@ -98,8 +95,12 @@ def open_device_sender(
 
 
 def open_publication(run_id: str) -> Publication:
-    """Create the publication in /dev/shm, or where there is none in the folder for temporary files."""
-    return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+    """Create the publication in /dev/shm, or where there is none in the folder for temporary files. Raises UserError
+    where it may not be written: another attempt would meet the same."""
+    try:
+        return Publication(run_id, publication_folder())
+    except PublicationError as error:
+        raise UserError(str(error)) from error
 
 
 def publish(

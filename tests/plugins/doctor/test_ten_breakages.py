@@ -131,6 +131,11 @@ def test_5_tiny_disk_and_6_shm_too_small(
     assert_says(line, "room to publish", value, "--shm-size=2g")
 
 
+def test_shared_memory_that_may_not_be_written(examined: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.weights.SHARED_MEMORY", Path("/proc"))
+    assert_says(examined(), "room to publish", "weights cannot be published in /proc", "chmod 1777 /proc")
+
+
 def test_5_tiny_disk_by_a_limit_on_file_sizes(examined: Callable[..., str]) -> None:
     """A limit of the process in place of a small disk, for users that may not mount."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -119,6 +119,20 @@ def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path) ->
         ("reward.functions.0.wieght", ": did you mean reward.functions.N.weight?"),
         ("num_generations", ". docs/migration.md has other frameworks' names"),
         ("algorithm.kl_coef", ": did you mean algorithm.kl_loss_coef or algorithm.kl_reward_coef?"),
+        *(
+            (
+                f"{section}learning_rate",
+                f": did you mean {found}.lr or {found}.vision_tower_lr or {found}.connector_lr?",
+            )
+            for section, found in (
+                ("", "learner.optim"),
+                ("learner.", "learner.optim"),
+                ("sft.", "sft.optim"),
+                ("trainer.", "learner.optim"),
+            )
+        ),
+        ("trainer.data_order", ": did you mean trainer.seed?"),
+        ("evaluation.initial_policy", ": did you mean evaluation.before_training?"),
         ("algorithm.clip_high", ": did you mean algorithm.clip_ratio_high?"),
         ("rollout.hf.dtype", ": rollout.engine=hf has no section of its own, only rollout.engine_args"),
         ("algorithm.top_entrop", ": did you mean algorithm.top_entropy or algorithm.top_entropy.fraction?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.checks.inputs import check_inputs
+from asyncrl.checks.inputs import check_inputs, dry_run
 from asyncrl.config.parts import PREFILL_TOKENS, cache_columns
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
@@ -26,6 +27,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from benchmarks.random_models import make_model
 from learner.loop.trainer import Trainer
+from learner.network.publication import open_publication
 from learner.training.engine import TorchEngine
 from learner.training.roles import Critic
 from protocol.messages import Sampling
@@ -302,6 +304,21 @@ def test_only_the_learner_needs_room_for_published_weights(
     check_inputs(config, "rollout_server")
     with pytest.raises(UserError, match=r"published weights need .* MiB free\. .*--shm-size=\d+g"):
         check_inputs(config, "learner")
+
+
+def test_shared_memory_that_may_not_be_written_is_refused_before_a_service_starts(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the launcher, by a learner that was started without one, and as a note of what this machine has not."""
+    monkeypatch.setattr("protocol.weights.SHARED_MEMORY", Path("/proc"))
+    config, said = make_config(), r"weights cannot be published in /proc: .*chmod 1777 /proc"
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match=said):
+        check_inputs(config, "learner")
+    with pytest.raises(UserError, match=said):
+        open_publication("run")
+    dry_run(config)
+    assert re.search(f"note: this machine cannot train it: {said}", capsys.readouterr().out)
 
 
 # --- what the engine keeps to --------------------------------------------------------------------

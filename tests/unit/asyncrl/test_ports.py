@@ -6,15 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncrl.config.run_sections import NetworkConfig, TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch import ports
-from asyncrl.launch.ports import fixed_ports, free_port, reserve_ports
+from asyncrl.launch.ports import describe_moves, fixed_ports, free_port, reserve_ports
 from tests.rigs.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -73,6 +76,50 @@ with reserve_ports(load_config(Path(sys.argv[1]), [])) as config:
         launcher.wait()
     with reserve_ports(again) as config:
         assert config.network.control_port == port
+
+
+@pytest.fixture
+def usual_ports_are_taken() -> Iterator[list[int]]:
+    """By listeners of this test, or by whoever has them."""
+    ports = [NetworkConfig().control_port, NetworkConfig().weights_port]
+    ports += [TelemetryConfig().learner_port, TelemetryConfig().rollout_port]
+    with ExitStack() as listeners:
+        for port in ports:
+            with suppress(OSError):
+                listeners.enter_context(socket.create_server(("127.0.0.1", port)))
+        yield ports
+
+
+def with_usual_ports(config: RunConfig, **network: Any) -> RunConfig:
+    return config.model_copy(update={"network": NetworkConfig(**network), "telemetry": TelemetryConfig()})
+
+
+def test_a_second_run_takes_other_ports_than_the_usual_ones_and_says_so(
+    make_config: MakeConfig, usual_ports_are_taken: list[int]
+) -> None:
+    config = with_usual_ports(make_config(rollout={"servers": 2}))
+    with reserve_ports(config) as resolved:
+        taken = [port for *_, port in fixed_ports(resolved)]
+        assert len(set(taken)) == 5
+        assert not set(taken) & set(usual_ports_are_taken)
+        said = list(describe_moves(config, resolved))
+        assert [line.split()[1] for line in said] == [str(port) for port in usual_ports_are_taken]
+        with reserve_ports(config) as third:
+            assert not set(taken) & {port for *_, port in fixed_ports(third)}
+
+
+def test_taken_ports_that_others_may_dial_are_refused_all_at_once(
+    make_config: MakeConfig, usual_ports_are_taken: list[int]
+) -> None:
+    """A number that somebody has chosen, and a usual one that servers on other machines dial."""
+    others = with_usual_ports(make_config(), host="0.0.0.0", insecure=True)
+    with pytest.raises(UserError, match=r"All at once: network\.control_port=0 network\.weights_port=0$"):
+        reserve_ports(others).__enter__()
+    chosen = make_config(
+        network={"control_port": usual_ports_are_taken[3]}, telemetry={"learner_port": usual_ports_are_taken[0]}
+    )
+    with pytest.raises(UserError, match=r"All at once: network\.control_port=0 telemetry\.learner_port=0$"):
+        reserve_ports(chosen).__enter__()
 
 
 def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(make_config: MakeConfig) -> None:

@@ -234,9 +234,19 @@ def test_a_full_directory_is_explained(publication: Publication, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(WeightFile, "_write", full)
-    with pytest.raises(PublicationError, match=r"needs 7 MiB .* free of .*--shm-size=13m"):
+    with pytest.raises(PublicationError, match=r"needs 7 MiB .* free of .*--shm-size=13m, .*ASYNCRL_SHM_SIZE=13m"):
         publication.publish(1, make_tensors(large=1 << 20))
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys", "/proc/self"])
+def test_shared_memory_that_may_not_be_written_is_told_before_anything_is_published(
+    monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Folders in which even root makes no file."""
+    monkeypatch.setattr(weights, "SHARED_MEMORY", Path(folder))
+    with pytest.raises(PublicationError, match=rf"cannot be published in {folder}: .* chmod 1777 {folder}; .*SHM_SIZE"):
+        weights.publication_folder()
 
 
 @pytest.mark.parametrize("where", ["fill", "show", "map_for_reading"])
