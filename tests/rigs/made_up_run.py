@@ -17,7 +17,7 @@ run_dir: runs/made-up
 model: {path: models/tiny}
 data: {train_files: [rows.parquet], max_response_length: 64}
 batch: {prompts_per_step: 4, group_size: 2}
-learner: {max_staleness: 2}
+learner: {max_staleness: 2, optim: {lr: 1.0e-6}}
 reward: {functions: [{function: exact_match}]}
 trainer: {mode: async}
 """

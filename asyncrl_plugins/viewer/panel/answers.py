@@ -22,8 +22,8 @@ SPARKLINE_CELLS = 48
 RANGE_CELLS = 16
 STALENESS = (("staleness mean", "mean", 2), ("max", "max", 0), ("of at most", "bound", 0))
 """Names of facts, keys and digits."""
-WARNINGS = 4
-"""Most lines of warnings."""
+WARNINGS, LINES_OF_WARNING = 4, 3
+"""Most lines of warnings, and of one: its numbers stand at its end."""
 PHASE_STYLES = {"training": "green", "evaluating": "cyan", "finished": "bold green", "failed": "bold red"}
 Fact = tuple[str, str] | tuple[str, str, str]
 """Name, value and, where it stands out, the value's style."""
@@ -113,7 +113,9 @@ class Answers:
 
     def pipeline(self) -> Iterator[PanelRow]:
         run, status, latest = self.run, self.run.status, self.run.latest
-        said = (line for message in run.warnings().values() for line in cut_lines(message, self.cells, 2))
+        said = (
+            line for message in run.warnings().values() for line in cut_lines(message, self.cells, LINES_OF_WARNING)
+        )
         warnings = [Text(line, "bold yellow") for line in said]
         if warnings:
             yield PanelRow("WARNING", warnings[:WARNINGS])

@@ -275,11 +275,18 @@ def _effective_sample_size(run: RecordedRun) -> Iterator[RunFinding]:
 
 
 def _mismatch(run: RecordedRun) -> Iterator[RunFinding]:
-    if value := describe_excess(run, "MismatchKl", "mismatch_kl_k3", " nats per token"):
-        advice = "If it is high at staleness 0, run asyncrl doctor: they disagree. Else lower max_staleness."
+    """Tell what learner and engine make of the same weights from what the policy has moved since it sampled."""
+    key, unit = "mismatch_kl_k3", " nats per token"
+    age = run.mean("staleness/mean") or 0.0
+    if value := describe_excess(run, "MismatchKl", f"staleness_0/{key}" if age else key, unit):
+        advice = "At staleness 0 the policy is the same: run asyncrl doctor (model.dtype, kernels, settings)."
         if run.quantization:
-            advice = f"At staleness 0 it is the price of {run.quantization} weights. Else lower max_staleness."
+            advice = f"At staleness 0 it is the price of {run.quantization} weights."
         yield RunFinding("warning", "Learner and engine disagree", value, advice)
+    elif value := describe_excess(run, "MismatchKl", key, unit):
+        speed = f"{figure(age)} versions old at learner.optim.lr={number(run.setting('learner.optim.lr')) or 0:g}"
+        advice = "Not a disagreement but its way since it sampled: lower learner.optim.lr or learner.max_staleness."
+        yield RunFinding("warning", "The policy drifts from its samples", f"{speed}: {value}", advice)
 
 
 def _learns_nothing(run: RecordedRun) -> Iterator[RunFinding]:

@@ -192,6 +192,18 @@ def test_what_is_wrong_in_the_newest_steps_is_a_warning_and_no_more_once_the_run
     assert snapshot(tmp_path).warnings() == {}, "nothing can be fixed"
 
 
+@pytest.mark.parametrize("columns", [100, 80])
+def test_a_warning_is_whole_at_usual_widths(tmp_path: Path, columns: int) -> None:
+    recorder = write_run(tmp_path)
+    for step in range(41, 52):
+        recorder.step({"step": step, **STEP, "mismatch_kl_k3": 0.2, "staleness/mean": 1.9})
+    warnings = snapshot(tmp_path).warnings()
+    assert list(warnings) == ["The policy drifts from its samples"]
+    shown = re.sub(r"\W+", "", text_of(tmp_path, columns))
+    for message in warnings.values():
+        assert re.sub(r"\W+", "", message) in shown
+
+
 def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = write_run(tmp_path)
     threading.Timer(0.5, lambda: recorder.status(phase="finished")).start()

@@ -95,7 +95,30 @@ def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
     [
         (sick("entropy", 0.01), "warning", "Entropy collapsed", r"steps 20 to 40; lowest 0\.01"),
         (sick("ess", 0.3), "warning", "The effective sample size collapsed", r"steps 20 to 40; lowest 30%"),
-        (sick("mismatch_kl_k3", 0.2), "warning", "Learner and engine disagree", r"highest 0\.2$"),
+        (
+            sick("mismatch_kl_k3", 0.2),
+            "warning",
+            "The policy drifts from its samples",
+            r"^[\d.]+ versions old at learner\.optim\.lr=1e-06: above 0\.05 nats per token in .*; highest 0\.2$",
+        ),
+        (
+            lambda number: {"mismatch_kl_k3": 0.2, "staleness_0/mismatch_kl_k3": 0.01, "staleness/mean": 1.0},
+            "warning",
+            "The policy drifts from its samples",
+            r"^1 versions old",
+        ),
+        (
+            lambda number: {"mismatch_kl_k3": 0.2, "staleness_0/mismatch_kl_k3": 0.1},
+            "warning",
+            "Learner and engine disagree",
+            r"highest 0\.1$",
+        ),
+        (
+            lambda number: {"mismatch_kl_k3": 0.2, "staleness/mean": 0.0},
+            "warning",
+            "Learner and engine disagree",
+            r"highest 0\.2$",
+        ),
         (sick("staleness/mean", 1.9), "warning", "Samples are as stale as they may be", r"of at most 2 versions"),
         (sick("ledger_residual", 1, 7, 8), "critical", "The ledger does not balance", r"1 groups, first at step 7"),
         (sick("loss", None, 5, 5), "critical", "The loss was not a number", r"1 step, first 5"),
