@@ -52,7 +52,7 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
 
     async def play(config: RunConfig) -> tuple[Group, Decode]:
         async with _playing(config) as (engine, producer, processor, _):
-            await _start(engine, config, folder)
+            await start_policy(engine, config, folder)
             ticket = _ticket(config, processor, 0, rendered)
             blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
             (answer,) = [answer async for answer in producer.produce([ticket], blobs)]
@@ -81,7 +81,7 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
     return config
 
 
-async def _start(engine: InferenceEngine, config: RunConfig, folder: Path) -> None:
+async def start_policy(engine: InferenceEngine, config: RunConfig, folder: Path) -> None:
     """Start the engine with the policy of `folder`: an adapter stays beside its base, as in a run."""
     await engine.start()
     if (spec := resolve_adapter(config.model)) is None:
@@ -99,7 +99,7 @@ async def _start(engine: InferenceEngine, config: RunConfig, folder: Path) -> No
 async def _play(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     async with _playing(config) as (engine, producer, processor, environments):
         num_rows, prompts = held_out_prompts(config.data, processor, config.network.max_message_mib)
-        await _start(engine, config, folder)
+        await start_policy(engine, config, folder)
         rows = _Rows(config, processor, num_rows, prompts)
         live = max(1, config.environment.capacity // config.evaluation.group_size)
         # Two halves, so that one goes on while the last ones of the other are played; rounds take all together.
