@@ -13,8 +13,8 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.method import NEEDS
 from asyncrl.config.rules import two_devices
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig, ModelConfig
-from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
+from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
+from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
@@ -109,7 +109,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_algorithm(config.algorithm)
         for setting, model in config.other_models:
             check_same_inputs(config.model, model, setting)
-        check_data(config, described, "rl")
+        check_data(config, described, config.purpose)
     if "rollout_server" in sides:
         check_rewards(config.reward)
 
@@ -163,10 +163,10 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 
 def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
     train = open_train(config.data, purpose)
-    if purpose == "rl":
+    if purpose != "sft":
         check_targets(config.algorithm, config.data.target_key, train)
         check_order(config.data.curriculum.order_by, train)
-    for rows in (train, open_validation(config.data) if purpose == "rl" else None):
+    for rows in (train, open_validation(config.data, purpose) if purpose != "sft" else None):
         if rows is not None:
             check_media(config.model, config.data, described, rows)
 

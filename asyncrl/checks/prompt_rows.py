@@ -41,7 +41,10 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     limit = config.data.max_prompt_length
     sources = [
         PromptRows(rows, config.data, processor, config.network.max_message_mib, source)
-        for rows, source in ((open_train(config.data), "training"), (open_validation(config.data), "held-out"))
+        for rows, source in (
+            (open_train(config.data, config.purpose), "training"),
+            (open_validation(config.data, config.purpose), "held-out"),
+        )
         if rows is not None
     ]
     surveys = [source.survey(SAMPLE) for source in sources]

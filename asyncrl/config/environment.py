@@ -29,7 +29,8 @@ class LimitsConfig(Section):
     image_pixels: int = Field(default=200_704, gt=0)
     """Largest area of an observed image, in pixels; a larger one is scaled down."""
     tool_text_tokens: int = Field(default=512, gt=0)
-    """Most tokens of the text of one observation; what is cut off is said in its place."""
+    """Most tokens of the text of one observation; what is cut off is said in its place. asyncrl's own words about a
+    mistake are not cut."""
 
     @model_validator(mode="after")
     def _check(self) -> LimitsConfig:

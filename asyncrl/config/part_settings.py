@@ -14,7 +14,7 @@ from asyncrl.config.run_sections import (
     EvaluationConfig,
     NetworkConfig,
 )
-from asyncrl.config.sections import DataConfig, ModelConfig
+from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, RolloutConfig
 
 
@@ -23,6 +23,7 @@ class TicketSettings:
     """Settings of the ticket writer."""
 
     data: DataConfig
+    purpose: Purpose
     batch: BatchConfig
     algorithm: AlgorithmConfig
     rollout: RolloutConfig

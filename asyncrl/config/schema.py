@@ -20,6 +20,7 @@ from asyncrl.config.part_settings import (
 from asyncrl.config.rules import run_problems
 from asyncrl.config.run_sections import RunSections
 from asyncrl.config.sampling_rules import sampling_problems
+from asyncrl.config.sections import Purpose
 
 
 class RunConfig(RunSections):
@@ -61,9 +62,15 @@ class RunConfig(RunSections):
         return self.learner.max_staleness == 0 and self.rollout.engine == "hf"
 
     @property
+    def purpose(self) -> Purpose:
+        """Use of the rows: an environment that judges alone needs no answers."""
+        return "environment" if self.environment.is_used and not self.reward.functions else "rl"
+
+    @property
     def ticket_settings(self) -> TicketSettings:
         return TicketSettings(
             data=self.data,
+            purpose=self.purpose,
             batch=self.batch,
             algorithm=self.algorithm,
             rollout=self.rollout,

@@ -123,6 +123,11 @@ class CurriculumConfig(Section):
     """Largest number of order_by first, as for a column of pass rates."""
 
 
+Purpose = Literal["rl", "sft", "environment"]
+"""Use of rows: `rl` needs a column of answers in every file, `sft` one of targets, and an environment that judges alone
+neither. A row without a value is a bad row."""
+
+
 class DataConfig(Section):
     train_files: tuple[str, ...]
     """Parquet, JSONL or CSV files, image folders, or `org/name@split` of the `datasets` library."""
@@ -132,7 +137,8 @@ class DataConfig(Section):
     """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages, which
     may be JSON text, and whose parts may hold their own images and videos."""
     answer_key: str = "answer"
-    """Column with the reference answer, handed to the rewards."""
+    """Column with the reference answer, handed to the rewards. An environment without reward functions needs none, and
+    an empty name means that there is none."""
     image_key: str = "images"
     """Column with 0 to N images per row: paths, bytes, base64, `data:` URIs or a list of them. A missing column, or an
     empty name, means none beside those in the messages."""

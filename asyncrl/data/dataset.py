@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.sections import DataConfig, Purpose
 from asyncrl.data.chat import unpacked
 from asyncrl.data.images import is_inline
 from asyncrl.data.tables import (
@@ -27,9 +27,6 @@ from asyncrl.errors import UserError, close_names, file_hint
 
 logger = logging.getLogger(__name__)
 
-Purpose = Literal["rl", "sft"]
-"""`rl` needs a column of answers in every file, `sft` one of targets. A row without a value is a bad row."""
-
 
 def open_dataset(source: Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl") -> RowSource:
     """Rows of one or several files, concatenated. `limit` keeps only the first rows; 0 means all.
@@ -41,7 +38,7 @@ def open_dataset(source: Sequence[str], config: DataConfig, *, limit: int = 0, p
     tables = [table for name in source if name for table in _open_tables(name, config, cache)]
     if not tables:
         raise UserError("no data file is named: set data.train_files")
-    rows = RowSource(tables, config, limit)
+    rows = RowSource(tables, config, limit, purpose)
     if not len(rows):
         raise UserError(f"{', '.join(source)}: there are no rows in it")
     _check_columns(tables, config, purpose)
@@ -66,7 +63,10 @@ class RowSource:
     Rows are read when asked for, one thread at a time.
     """
 
-    def __init__(self, tables: Sequence[Table], config: DataConfig, limit: int = 0) -> None:
+    def __init__(
+        self, tables: Sequence[Table], config: DataConfig, limit: int = 0, purpose: Purpose = "environment"
+    ) -> None:
+        self.purpose = purpose
         self._tables = tables
         self._config = config
         self._media_keys = (config.image_key, config.video_key)
@@ -206,7 +206,7 @@ def _open_hub(name: str, split: str) -> Table:
 def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose) -> None:
     # With a template the question may be made of other columns; it names what it misses.
     needed = [] if config.format_prompt else ["prompt_key"]
-    needed.append("answer_key" if purpose == "rl" else "target_key")
+    needed += {"rl": ["answer_key"] if config.answer_key else [], "sft": ["target_key"], "environment": []}[purpose]
     problems = []
     for table in tables:
         for key in needed:
@@ -233,4 +233,5 @@ def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose
 def _columns(columns: Sequence[str], wanted: str, key: str) -> str:
     close = close_names(wanted, columns)
     meant = f"Did you mean data.{key}={close[0]}? " if close else f"Set data.{key} to one of them. "
-    return f"{meant}Columns: {', '.join(columns)}"
+    none = "Where no reward needs one set data.answer_key= (nothing). " if key == "answer_key" else ""
+    return f"{meant}{none}Columns: {', '.join(columns)}"

@@ -19,6 +19,10 @@ class ToolError(Exception):
     """A mistake of the model: its text is the observation, and the episode goes on."""
 
 
+class RefusedError(ToolError):
+    """A mistake that asyncrl itself answers, in words that are short, and never cut."""
+
+
 class EpisodeOver(Exception):
     """The end of the episode, with the reward of this turn and, if wanted, facts for the record."""
 

@@ -27,6 +27,8 @@ class Message:
     role: Literal["tool", "user"]
     parts: tuple[Part, ...]
     """Text and images in the order in which the model reads them."""
+    own: tuple[int, ...] = ()
+    """Indices of parts that are asyncrl's own words: environment.limits.tool_text_tokens does not cut them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,12 +130,14 @@ class _Worker:
 
 
 def _packed(observation: Observation | None) -> list[Any] | None:
-    return None if observation is None else [[m.role, list(m.parts)] for m in observation.messages]
+    return None if observation is None else [[m.role, list(m.parts), list(m.own)] for m in observation.messages]
 
 
 def unpacked(messages: list[Any] | None) -> Observation | None:
     """An observation as the worker has sent it."""
-    return None if messages is None else Observation(tuple(Message(role, tuple(parts)) for role, parts in messages))
+    if messages is None:
+        return None
+    return Observation(tuple(Message(role, tuple(parts), tuple(own)) for role, parts, own in messages))
 
 
 def unpacked_history(history: list[Any]) -> tuple[PastTurn, ...]:

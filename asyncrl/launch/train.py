@@ -76,7 +76,8 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     services = [learner, *server_services(config, file, gpus=gpus)]
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     print(f"method {method_line(config.algorithm)}", flush=True)
-    rows = 0 if config.trainer.max_steps else len(open_train(config.data))  # else steps follow from them
+    # Without max_steps, steps follow from the rows.
+    rows = 0 if config.trainer.max_steps else len(open_train(config.data, config.purpose))
     schedules = schedule_notes(config, config.total_steps(rows))
     for note in chain(secret_notes(config.environment, config.reward), schedules, data_notes(config)):
         print(f"note: {note}", flush=True)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.config.sections import ModelConfig
-from asyncrl.data.dataset import Purpose, open_train, open_validation
+from asyncrl.config.sections import ModelConfig, Purpose
+from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.row_survey import PromptRows
 from asyncrl.devices.device import resolve_dtype
@@ -154,7 +154,7 @@ def export_policy(run_path: Path, source: Path, target: Path, *, merged: bool | 
     config = resolve_dtype(load_config(run_path / CONFIG_FILE, []))
     processor = prompt_processor(config.model, config.environment)
     supervised = source == run_path / EXPORT_FOLDER
-    purpose: Purpose = "sft" if supervised else "rl"
+    purpose: Purpose = "sft" if supervised else config.purpose
 
     def prompts() -> list[RenderedPrompt]:
         rows = open_validation(config.data, purpose) or open_train(config.data, purpose)

@@ -219,7 +219,7 @@ class TurnBridge:
 def start_of(prompt: Prompt, images: Sequence[bytes], seed: int, index: int = 0) -> Start:
     """Start of an episode for this prompt; `images` are its encoded ones, `seed` is the ticket's."""
     return Start(
-        row={**prompt.columns, "answer": prompt.answer},
+        row={"answer": None, **prompt.columns, **({} if prompt.answer is None else {"answer": prompt.answer})},
         messages=list(map(plain_message, prompt.messages)),
         images=list(images),
         seed=seed,

@@ -105,7 +105,7 @@ def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -
 
 def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | None) -> Findings[RowSource | None]:
     """Opens the data with the columns that are needed, without media for a model that has no vision tower."""
-    rows = open_validation(config.data) if held_out else open_train(config.data)
+    rows = open_validation(config.data, config.purpose) if held_out else open_train(config.data, config.purpose)
     if rows is None:
         yield Finding("held-out data", "data.val_files is empty: generalisation is not measured", "note")
     elif model is not None:

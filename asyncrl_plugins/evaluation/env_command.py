@@ -14,7 +14,10 @@ from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
 from asyncrl_plugins.evaluation import play
 from asyncrl_plugins.evaluation.environment_files import is_file, load_data, load_environment, override
-from asyncrl_plugins.evaluation.terminal import Terminal, typed_turns
+from asyncrl_plugins.evaluation.terminal import Terminal, by_unit, typed_turns
+
+UNIT = 28
+"""Pixels at the side of an image token of Qwen2-VL and Qwen2.5-VL."""
 
 
 def run_env(arguments: argparse.Namespace) -> int:
@@ -42,8 +45,10 @@ def _start(arguments: argparse.Namespace, loaded: LoadedEnvironment) -> Start:
 
 def _try(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    loaded = play.open_environment(config, arguments.unit)
+    loaded = play.open_environment(config, arguments.unit or UNIT)
     if arguments.model is not None:
+        if arguments.unit is not None:
+            raise UserError("--unit and --model both say what an image token is: leave --unit out")
         from asyncrl_plugins.evaluation.played_by_model import try_model
 
         return try_model(arguments, config, loaded)
@@ -59,7 +64,7 @@ def _try(arguments: argparse.Namespace) -> int:
             parameters = ", ".join(tool["parameters"].get("properties", {}))
             print(f"  tool {tool['name']}({parameters}): {tool['description']}")
         print(f"  a call: {loaded.tools.example}")
-    show = Terminal(folder, arguments.unit)
+    show = Terminal(folder, by_unit(arguments.unit or UNIT))
     for message in start.messages:
         show(message["role"], message["content"])
     for image in start.images:
@@ -77,7 +82,7 @@ def _try(arguments: argparse.Namespace) -> int:
 
 def _baseline(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    loaded = play.open_environment(config, arguments.unit)
+    loaded = play.open_environment(config, arguments.unit or UNIT)
     policy = play.policy_of(loaded, arguments.policy)
     print(f"{loaded.cls.__name__}, policy {arguments.policy}, ", end="", flush=True)
     print(play.baseline(loaded, config, policy, arguments.episodes, arguments.seed, arguments.split))
@@ -91,7 +96,7 @@ def _rows(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--out is {arguments.out}: the rows are written as Parquet. Name it {arguments.out.stem}.parquet"
         )
-    loaded = play.open_environment(_config(arguments), 28)
+    loaded = play.open_environment(_config(arguments), UNIT)
     if not hasattr(loaded.cls, "make_row"):
         raise UserError(
             f"{loaded.cls.__name__} makes no rows of its own: give it a class method make_row(index, split)"
@@ -100,8 +105,7 @@ def _rows(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
     first = arguments.seed * 1_000_000
-    # A run reads a column of answers, also where the environment alone judges.
-    rows = [{"answer": "", **play.make_row(loaded, first + index, arguments.split)} for index in range(arguments.count)]
+    rows = [play.make_row(loaded, first + index, arguments.split) for index in range(arguments.count)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), arguments.out)
     print(f"{arguments.out}: {len(rows)} rows")

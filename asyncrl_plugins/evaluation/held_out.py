@@ -18,7 +18,7 @@ from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
 from asyncrl.demo.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
-from asyncrl.environments.recording import Decode, EnvironmentHealth, described_turns
+from asyncrl.environments.recording import EnvironmentHealth, described_turns
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.loading import model_of_export
@@ -46,11 +46,11 @@ def play_held_out(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     return asyncio.run(_play(_with_model(config, folder), folder))
 
 
-def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple[Group, Decode]:
-    """Play one row once, as `play_held_out` does; the decoder is the model's. Raises UserError, also where it does not
-    begin."""
+def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple[Group, PromptProcessor]:
+    """Play one row once, as `play_held_out` does; the processor is the model's. Raises UserError, also where it does
+    not begin."""
 
-    async def play(config: RunConfig) -> tuple[Group, Decode]:
+    async def play(config: RunConfig) -> tuple[Group, PromptProcessor]:
         async with _playing(config) as (engine, producer, processor, _):
             await start_policy(engine, config, folder)
             ticket = _ticket(config, processor, 0, rendered)
@@ -59,7 +59,7 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
         if not isinstance(answer, Group):
             assert isinstance(answer, TicketFailed), "nobody asks for tickets back"
             raise UserError(f"{answer.error_kind}: {answer.error_message}")
-        return answer, processor.decode
+        return answer, processor
 
     evaluation = config.evaluation.model_copy(update={"group_size": 1})
     return asyncio.run(play(_with_model(config.model_copy(update={"evaluation": evaluation}), folder)))
@@ -98,7 +98,7 @@ async def start_policy(engine: InferenceEngine, config: RunConfig, folder: Path)
 
 async def _play(config: RunConfig, folder: Path) -> list[EvaluatedRow]:
     async with _playing(config) as (engine, producer, processor, environments):
-        num_rows, prompts = held_out_prompts(config.data, processor, config.network.max_message_mib)
+        num_rows, prompts = held_out_prompts(config.data, processor, config.network.max_message_mib, config.purpose)
         await start_policy(engine, config, folder)
         rows = _Rows(config, processor, num_rows, prompts)
         live = max(1, config.environment.capacity // config.evaluation.group_size)

@@ -98,7 +98,7 @@ def row_of_data(data: DataConfig, number: int) -> RenderedPrompt:
     from asyncrl.data.dataset import open_train
     from asyncrl.data.prompts import PromptRenderer
 
-    rows = open_train(data)
+    rows = open_train(data, "environment")
     if not 0 <= number < len(rows):
         raise UserError(f"there is no row {number}: data.train_files has rows 0 to {len(rows) - 1}")
     return PromptRenderer(data).render(rows[number], rows.row_id(number))

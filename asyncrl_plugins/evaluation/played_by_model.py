@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from asyncrl.checks.inputs import known_positions
@@ -13,14 +14,17 @@ from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
+from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_folder
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.evaluation import play
 from asyncrl_plugins.evaluation.environment_files import is_file
 from asyncrl_plugins.evaluation.held_out import play_row
 from asyncrl_plugins.evaluation.terminal import Terminal
+from protocol.messages import ChatMessage, ImagePart, Prompt
 
 
 def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loaded: LoadedEnvironment) -> int:
@@ -29,7 +33,7 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
         raise UserError("--policy and --model both say who plays: leave one out")
     config = _run_config(arguments, environment)
     if arguments.row is None and hasattr(loaded.cls, "make_row"):
-        row = {"answer": "", **play.make_row(loaded, arguments.seed, arguments.split)}
+        row = play.make_row(loaded, arguments.seed, arguments.split)
         rendered = PromptRenderer(config.data).render(row, f"{arguments.split}:{arguments.seed}")
     else:
         rendered = play.row_of_data(config.data, arguments.row or 0)
@@ -37,13 +41,21 @@ def try_model(arguments: argparse.Namespace, environment: EnvironmentConfig, loa
     level = log.level
     log.setLevel(logging.CRITICAL)  # what goes wrong is said at the end
     try:
-        group, decode = play_row(config, arguments.model, rendered)
+        group, processor = play_row(config, arguments.model, rendered)
     finally:
         log.setLevel(level)
-    show = Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), arguments.unit)
+    show = Terminal(Path(tempfile.mkdtemp(prefix="asyncrl-env-")), partial(tokens_of_image, processor))
     show.prompt(rendered)
-    show.trajectory(group, decode)
+    show.trajectory(group, processor.decode)
     return 1 if group.trajectories[0].reward is None else 0
+
+
+def tokens_of_image(processor: PromptProcessor, image: bytes) -> str:
+    """Number of tokens that the model reads of an image."""
+    digest = content_hash(image)
+    message = ChatMessage(role="user", content=(ImagePart(),))
+    prompt = Prompt(row_id="an image", messages=(message,), image_hashes=(digest,))
+    return str(processor.measure(prompt, {digest: image}).media_tokens)
 
 
 def _run_config(arguments: argparse.Namespace, environment: EnvironmentConfig) -> RunConfig:

@@ -32,7 +32,8 @@ def _add_env_commands(parser: ArgumentParser) -> None:
             one.add_argument("--out", type=Path, required=True, metavar="FILE")
             continue
         one.add_argument("--policy", default="" if name == "try" else "random", help="oracle, random, ...")
-        one.add_argument("--unit", type=int, default=28, help="pixels at the side of an image token")
+        unit = "pixels at the side of an image token; default: 28, or with --model what its processor makes"
+        one.add_argument("--unit", type=int, help=unit)
         if name == "try":
             row = "row of the YAML file's data.train_files, from 0; it is row 0 where the environment makes none"
             one.add_argument("--row", type=int, metavar="N", help=row)

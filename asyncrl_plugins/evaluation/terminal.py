@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class Terminal:
     """Prints an episode; images are files in `folder`, which are named where they stand."""
 
-    def __init__(self, folder: Path, unit: int) -> None:
+    def __init__(self, folder: Path, tokens: Callable[[bytes], str]) -> None:
+        """`tokens` describes the number of tokens of an encoded image."""
         self._folder = folder
-        self._unit = unit
+        self._tokens = tokens
         self._images: list[bytes] = []
         """Images so far, by their numbers."""
 
@@ -85,8 +86,19 @@ class Terminal:
         self._images.append(data)
         path = self._folder / f"{number:03d}.{suffix}"
         path.write_bytes(data)
-        tokens = round(width / self._unit) * round(height / self._unit)
-        return f"[image {number}: {width} x {height}, about {tokens} tokens, {path}]"
+        return f"[image {number}: {width} x {height}, {self._tokens(data)} tokens, {path}]"
+
+
+def by_unit(unit: int) -> Callable[[bytes], str]:
+    """Numbers of tokens where a token is a square of so many pixels at its side, as in the Qwen family."""
+
+    def about(data: bytes) -> str:
+        from asyncrl.data.images import image_size
+
+        width, height = image_size(data, "an image")
+        return f"about {round(width / unit) * round(height / unit)}"
+
+    return about
 
 
 def _plain(info: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ METRICS = (
     _gauge("total_steps", "steps", "Steps of the whole run; fewer where filters use the data up.", "constant"),
     _gauge("step", "steps", "Steps of the run so far, those before a restart included.", "rises steadily"),
     _counter("steps", "steps", "Learner steps made by this process.", "rises steadily"),
-    _counter("tokens", "tokens", "Tokens of trajectories in finished steps, observations included.", "rises steadily"),
+    _counter("tokens", "tokens", "Tokens of trajectories in finished steps, without observations.", "rises steadily"),
     _counter("trajectories", "trajectories", "Trajectories consumed, by status.", "finished dominates", "status"),
     _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
     _gauge("model_flops", "FLOP/s", "Speed of the last step's learning: parameters x tokens x 6, or less.", "steady"),

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from asyncrl.environments.image_rule import ImageRule
-from asyncrl.environments.interface import Action, EpisodeOver, PromptTools, Start, ToolError
+from asyncrl.environments.interface import Action, EpisodeOver, PromptTools, RefusedError, Start, ToolError
 from asyncrl.environments.loading import opening_of, waited
 from asyncrl.environments.observation import Message, Observation, Part, StepResult, key_of
 from asyncrl_plugins.tools.call_formats import Call, CallReader
@@ -33,7 +33,7 @@ def tool(function: F) -> F:
     return function
 
 
-class CallError(ToolError):
+class CallError(RefusedError):
     """A call that no tool was asked for, with its kind for the record."""
 
     def __init__(self, text: str, kind: CallErrorKind) -> None:
@@ -87,10 +87,10 @@ class ToolContext:
         return getattr(self.start.config, "settings", {})
 
     def image(self, number: int) -> ShownImage:
-        """The image of this number. Raises ToolError, which names those that there are."""
+        """The image of this number. Raises RefusedError, which names those that there are."""
         if not 0 <= number < len(self.images):
             there = f"numbers are 0 to {len(self.images) - 1}" if self.images else "there are no images"
-            raise ToolError(f"there is no image {number}: {there}")
+            raise RefusedError(f"there is no image {number}: {there}")
         return self.images[number]
 
 
@@ -197,6 +197,7 @@ class ToolEnvironment:
         for number, call in enumerate(calls):
             began = time.perf_counter()
             parts: tuple[Part, ...] = ()
+            own: tuple[int, ...] = ()
             error, kind = "", ""
             try:
                 if number >= self.calls_per_turn:
@@ -206,13 +207,13 @@ class ToolEnvironment:
             except ToolError as mistake:
                 error = str(mistake) or "the call failed"
                 kind = mistake.kind if isinstance(mistake, CallError) else "tool"
-                parts = (f"Error: {error}",)
+                parts, own = (f"Error: {error}",), (0,) if isinstance(mistake, RefusedError) else ()
             except EpisodeOver as end:
                 over = end
             records.append(call_record(call, error, kind, parts, time.perf_counter() - began))
             if over is not None:
                 break
-            messages.append(Message("tool", parts))
+            messages.append(Message("tool", parts, own))
             self.ctx.images += [ShownImage(part) for part in parts if isinstance(part, bytes)]
         info: dict[str, object] = {**self.ctx.info, "calls": records}
         if over is not None:
@@ -224,7 +225,7 @@ class ToolEnvironment:
         """Result of a turn without a call: the end, or once a request for a call where `end` is nudge."""
         if self.end == "nudge" and not self._nudged:
             self._nudged = True
-            return StepResult(Observation((Message("user", (NUDGE,)),)))
+            return StepResult(Observation((Message("user", (NUDGE,), own=(0,)),)))
         return StepResult(None, done=True, info=dict(self.ctx.info))
 
     def state_key(self, observation: Observation) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from asyncrl.environments.interface import Start, ToolError
+from asyncrl.environments.interface import RefusedError, Start, ToolError
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import UserError
 from asyncrl.user_functions import one_line
@@ -118,14 +118,14 @@ def _client(config: Any) -> Any:
 
 
 def _check(arguments: dict[str, Any], tool: Tool) -> None:
-    """Raise ToolError for arguments that are not of the tool's schema."""
+    """Raise RefusedError for arguments that are not of the tool's schema."""
     from jsonschema import ValidationError, validate  # mcp brings it
 
     try:
         validate(arguments, tool.parameters)
     except ValidationError as error:
         where = f"parameter {'.'.join(map(str, error.absolute_path))!r}: " if error.absolute_path else ""
-        raise ToolError(f"{tool.name}: {where}{error.message:.300}") from None
+        raise RefusedError(f"{tool.name}: {where}{error.message:.300}") from None
 
 
 def _parts(block: Any) -> list[str | bytes]:

@@ -21,6 +21,7 @@ import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -30,6 +31,8 @@ from asyncrl.errors import UserError, did_you_mean
 from asyncrl.user_functions import one_line, shorten
 
 HIDDEN = "ctx"
+MOST_PROBLEMS = 4
+"""Problems of one call that the policy is told."""
 SCALARS = (int, float, str, bool)
 _DESCRIBED = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s+(\S.*)")
 _SECTIONS = ("args", "arguments", "parameters")
@@ -63,7 +66,9 @@ class Tool:
             valid = self.arguments.model_validate_json(json.dumps(arguments), strict=True)
         except ValidationError as error:
             problems = (_problem(detail, self.parameters["properties"]) for detail in error.errors())
-            raise ToolError(f"{self.name}: {'; '.join(problems)}") from None
+            shown = list(islice(problems, MOST_PROBLEMS))
+            more = f"; and {error.error_count() - len(shown)} more" if error.error_count() > len(shown) else ""
+            raise ToolError(f"{self.name}: {'; '.join(shown)}{more}") from None
         return {name: getattr(valid, name) for name in type(valid).model_fields}
 
 
@@ -202,7 +207,7 @@ def _problem(detail: Any, known: Iterable[str]) -> str:
     if detail["type"] == "missing":
         return f"parameter {path!r} is missing"
     if detail["type"] == "extra_forbidden":
-        return f"there is no parameter {path!r}.{did_you_mean(path, known)}"
+        return f"there is no parameter {path!r:.80}.{did_you_mean(path, known)}"
     given = shorten(json.dumps(detail["input"], ensure_ascii=False, default=str), 80)
     return f"parameter {path!r} is {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 

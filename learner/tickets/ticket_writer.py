@@ -51,9 +51,9 @@ class TicketWriter:
         self._stop_token_ids = stop_token_ids
         self._bridge = TurnBridge(processor, stop_token_ids) if settings.environment.is_used else None
         data, most_mib = settings.data, settings.max_message_mib
-        self.train = PromptRows(open_train(data), data, processor, most_mib)
+        self.train = PromptRows(open_train(data, settings.purpose), data, processor, most_mib)
         self.train_survey = self.train.usable()
-        held_out = open_validation(data)
+        held_out = open_validation(data, settings.purpose)
         self.held_out = PromptRows(held_out, data, processor, most_mib, "held-out") if held_out else None
         self.held_out_survey = self.held_out.usable() if self.held_out else None
         context = TicketContext(settings.data, processor, stop_token_ids, self.train_survey)

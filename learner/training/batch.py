@@ -19,7 +19,7 @@ from asyncrl.processing.history import History
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.training.packing import PackedTrajectory, Segment, TrainGroup, flat_rows
-from protocol.messages import FinishReason, Group, TrajectoryRecord, TrajectoryStatus
+from protocol.messages import FinishReason, Group, TokenSource, TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
@@ -236,7 +236,8 @@ def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
 def describe_batch(
     batch: Batch, version: int, accuracy_component: str, *, compares_rows: bool = True
 ) -> dict[str, float]:
-    """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`.
+    """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`. Lengths and
+    `tokens` leave out what an environment showed.
 
     Rewards and lengths are those of what the policy sampled: greedy trajectories and those inserted whole count in the
     statuses alone, and greedy ones have metrics of their own. `compares_rows`: credit is the difference from a group's
@@ -248,7 +249,8 @@ def describe_batch(
     is_sampled = ~(provenance.is_baseline | provenance.is_demonstration)
     statuses = Counter(record.status for record in everyone)
     conversations = [item.group for item in batch.received if item.ticket.conversation is not None]
-    lengths = np.concatenate([group.lengths for group in groups])[is_sampled]
+    shown = provenance.source == TokenSource.OBSERVATION
+    lengths = np.bincount(provenance.row[~shown], minlength=len(is_sampled))[is_sampled]
     staleness = version - batch.versions[provenance.is_drawn]
     described = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
     described |= {

@@ -300,13 +300,13 @@ class ConversationProducer:
         logger.warning("row %s: %s: %s", opened.prompt.row_id, kind, message)
 
     def _shortened(self, observation: Observation) -> Observation:
-        """The observation with as much text as one may have."""
+        """The observation with as much text as one may have, beside what asyncrl itself says."""
         left = self._environments.text_tokens
         messages: list[Message] = []
         for message in observation.messages:
             parts: list[Part] = []
-            for part in message.parts:
-                if isinstance(part, str) and left < inf:
+            for number, part in enumerate(message.parts):
+                if isinstance(part, str) and left < inf and number not in message.own:
                     starts = self._processor.starts_of_tokens(part)
                     if (over := len(starts) - int(left)) > 0:
                         part = f"{part[: starts[int(left)]]} [cut: {over} more tokens]"

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
 from asyncrl.config.run_sections import EvaluationConfig
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.sections import DataConfig, Purpose
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.row_survey import PromptRows
@@ -22,10 +22,10 @@ EVALUATION_IDS = 2**40
 
 
 def held_out_prompts(
-    data: DataConfig, processor: PromptProcessor, max_message_mib: int
+    data: DataConfig, processor: PromptProcessor, max_message_mib: int, purpose: Purpose = "rl"
 ) -> tuple[int, Iterator[RenderedPrompt]]:
     """Number of usable held-out rows, and their prompts, each made when it is asked for. Raises UserError."""
-    held_out = open_validation(data)
+    held_out = open_validation(data, purpose)
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
     rows = PromptRows(held_out, data, processor, max_message_mib, "held-out")

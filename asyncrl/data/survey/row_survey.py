@@ -309,7 +309,7 @@ class PromptRows:
 
     def _judged(self, facts: list[RowFacts | None], refused: dict[int, str], seconds: float) -> RowSurvey:
         """Judge what is known of all rows: rows without an answer beside others that have one, and overlong ones."""
-        if self._check is None and any(known and known.has_answer for known in facts):
+        if self.rows.purpose == "rl" and any(known and known.has_answer for known in facts):
             for index, known in enumerate(facts):
                 if known and not known.has_answer:
                     refused[index], facts[index] = self._unanswered(self.rows.row_id(index)), None

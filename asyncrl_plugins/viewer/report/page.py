@@ -6,7 +6,7 @@ from statistics import median
 
 from asyncrl_plugins.viewer.numbers import count, duration, figure, moment
 from asyncrl_plugins.viewer.recorded_run.learning import courses
-from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number, recorded_method_line
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number, recorded_method_line
 from asyncrl_plugins.viewer.report.charts import charts_of_run
 from asyncrl_plugins.viewer.report.markup import render
 from asyncrl_plugins.viewer.report.sample_cards import sample_cards
@@ -63,7 +63,7 @@ def _method(run: RecordedRun) -> str:
 def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
     """List the main figures: name, value, and a note."""
     total, step = number(run.status.get("total_steps")), _step(run)
-    tokens = sum((number(step.get("tokens")) or 0.0) * _sampled_share(step) for step in run.steps)
+    tokens = sum(number(step.get("tokens")) or 0.0 for step in run.steps)
     restarts = len(run.starts) - 1
     return [
         *((course.name, course.ends, course.where) for course in courses(run)),
@@ -73,11 +73,6 @@ def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
         ("time of a step", duration(median(steps) if (steps := run.values("step_s")) else None), "median"),
         ("evaluation", *_cost_of_evaluation(run)),
     ]
-
-
-def _sampled_share(step: Record) -> float:
-    """Share of a step's tokens that the policy sampled: an environment showed the others."""
-    return 1.0 - (number(step.get("env/observed_share")) or 0.0)
 
 
 def _cost_of_evaluation(run: RecordedRun) -> tuple[str, str]:

@@ -136,7 +136,7 @@ class RunRows:
         from asyncrl.data.prompts import PromptRenderer
 
         try:
-            return open_train(self._data), PromptRenderer(self._data)
+            return open_train(self._data, "environment"), PromptRenderer(self._data)  # whatever the run needed
         except (UserError, OSError) as problem:
             self.problem = f"the data set of config.yaml cannot be opened in {Path.cwd()}: {problem}"
             return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,14 @@ from PIL import Image
 
 from asyncrl.cli import main
 from asyncrl.config.environment import EnvironmentConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.environments.interface import Start
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.evaluation.play import open_environment
 from asyncrl_plugins.evaluation.play import play as by_itself
+from asyncrl_plugins.evaluation.played_by_model import tokens_of_image
+from asyncrl_plugins.evaluation.terminal import Terminal
+from tests.rigs.tiny_families import make_family, make_llava
 
 OPENS_WITH_AN_IMAGE = """
 from PIL import Image
@@ -39,6 +46,31 @@ def test_an_opening_is_of_the_user_and_its_images_are_not_of_the_limit(tmp_path:
     turns = asyncio.run(by_itself(loaded, config, Start(), iter(["a", "b"]), lambda kind, part: shown.append(kind)))
     assert (turns.end, turns.images) == (end, 1)
     assert [kind for kind in shown if kind in ("user", "tool")] == ["user", "user", "tool"], "the role may be left out"
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens"),
+    [
+        (lambda folder: make_family("qwen2_vl", folder, patch=7), 64),
+        (lambda folder: make_family("qwen3_vl", folder, patch=14), 16),
+        (make_llava, 16),
+    ],
+    ids=["patches of 7", "patches of 14", "one size"],
+)
+def test_a_model_counts_the_tokens_of_an_image(
+    make: Callable[[Path], Path], tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor = PromptProcessor(ModelConfig(path=str(make(tmp_path / "model"))))
+    buffer = io.BytesIO()
+    Image.new("RGB", (112, 112)).save(buffer, "PNG")
+    Terminal(tmp_path, partial(tokens_of_image, processor))("user", buffer.getvalue())
+    assert f"[image 0: 112 x 112, {tokens} tokens, " in capsys.readouterr().out
+
+
+def test_a_unit_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "where.py").write_text(OPENS_WITH_AN_IMAGE)
+    assert main(["env", "try", f"{tmp_path}/where.py:Where", "--unit", "14", "--model", str(tmp_path)]) == 2
+    assert "leave --unit out" in capsys.readouterr().err
 
 
 EDITS_WHAT_IT_CANNOT = """

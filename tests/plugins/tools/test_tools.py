@@ -296,6 +296,24 @@ def test_each_call_of_a_turn_gets_a_message_and_rewards_add_up() -> None:
         play(("broken", {}))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [("cuont", {}), ("search", {"qury": "x"}), ("crop", {"box": [0, 0, 1, 1], "image": 7})],
+    ids=["unknown tool", "arguments", "image number"],
+)
+def test_words_of_our_own_are_marked_so_that_no_limit_cuts_them(call: tuple[str, dict[str, Any]]) -> None:
+    _, result = play(call, ("search", {"query": "x"}))
+    assert result.observation is not None
+    assert [message.own for message in result.observation.messages] == [(0,), ()]
+
+
+def test_a_call_with_many_mistakes_gets_a_short_answer() -> None:
+    _, result = play(("search", {f"{'long' * 50} {number}": 1 for number in range(99)}))
+    (told,) = texts(result)
+    assert str(told).endswith("; and 96 more")
+    assert len(str(told)) < 900
+
+
 def test_images_have_numbers_and_the_rule_of_sizes_holds_before_they_are_shown() -> None:
     photo = png_bytes(Image.linear_gradient("L").resize((200, 100)))
     desk, result = play(

@@ -14,14 +14,16 @@ import pytest
 from PIL import Image
 
 from asyncrl.checks.inputs import data_notes
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.data.dataset import RowSource, open_train
 from asyncrl.data.survey import row_survey, survey_cache
 from asyncrl.data.survey.row_survey import PromptRows, RowSurvey
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.processing.bridge import start_of
 from asyncrl.processing.processor import PromptProcessor
 from learner.tickets.ticket_writer import ANSWERS, HELD_OUT, PROMPTS, USABLE, TicketWriter
+from protocol.messages import Prompt
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -63,7 +65,7 @@ def survey(config: RunConfig, sample: int = 0) -> RowSurvey:
 
 def rows_of(config: RunConfig) -> PromptRows:
     processor = PromptProcessor(config.model)
-    return PromptRows(open_train(config.data), config.data, processor, config.network.max_message_mib)
+    return PromptRows(open_train(config.data, config.purpose), config.data, processor, config.network.max_message_mib)
 
 
 def test_rows_are_looked_at_once_and_bad_ones_again(
@@ -172,6 +174,41 @@ def test_answers_may_be_null_everywhere_and_a_missing_column_is_one_refusal(
     file.write_text('{"prompt": "q", "response": "x"}\n' * 3)
     with pytest.raises(UserError, match=r"^rows.jsonl has no column 'answer' \(data.answer_key\). .*prompt, response$"):
         survey(config)
+
+
+@pytest.mark.parametrize(
+    ("rows", "column"),
+    [
+        ('{"prompt": "q", "map": "S.G"}\n' * 2, "answer"),
+        ('{"prompt": "q", "answer": "x"}\n{"prompt": "q", "answer": null}\n', "answer"),
+        ('{"prompt": "q", "truth": 1}\n{"prompt": "q"}\n', "truth"),
+    ],
+)
+def test_rows_of_an_environment_that_judges_alone_need_no_answer(
+    make_config: MakeConfig, tmp_path: Path, rows: str, column: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(rows)
+    environment = {"name": "some.py:Lamp", "limits": {"tokens_per_turn": 4}}
+    data = {"train_files": [str(file)], "val_files": [str(file)], "answer_key": column}
+    alone = make_config(data=data, environment=environment, reward={"functions": []})
+    assert survey(alone).usable == [0, 1]
+    processor = PromptProcessor(alone.model)
+    writer = TicketWriter(alone.ticket_settings, processor, (processor.tokenizer.eos_token_id,))
+    assert (writer.num_train_rows, writer.num_held_out_rows) == (2, 2)
+    for judged in (make_config(data=data, environment=environment), make_config(data=data)):
+        try:
+            assert survey(judged).usable != [0, 1]
+        except UserError as refused:
+            assert "Where no reward needs one set data.answer_key= (nothing)" in str(refused)  # noqa: PT017
+        assert survey(changed(judged, {"data.answer_key": ""})).usable == [0, 1]
+
+
+def test_an_environment_sees_the_column_answer_whatever_answer_key_is() -> None:
+    prompt = Prompt(row_id="r", messages=(), columns={"answer": 3, "map": "S.G"})
+    assert start_of(prompt, [], 0).row == {"answer": 3, "map": "S.G"}
+    assert start_of(prompt.model_copy(update={"answer": 4}), [], 0).row["answer"] == 4
+    assert start_of(prompt.model_copy(update={"columns": {}}), [], 0).row == {"answer": None}
 
 
 def test_a_survey_that_is_broken_off_goes_on_where_it_was(

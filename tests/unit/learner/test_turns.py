@@ -391,6 +391,9 @@ def test_a_step_says_how_its_conversations_went(made: tuple[PromptProcessor, Rec
     observed = 1 - sum(t.end - t.start for r in group.trajectories for t in r.turns) / int(group.lengths.sum())
     assert said.pop("env/observed_share") == pytest.approx(observed)
     assert 0.5 < observed < 1
+    lengths = [sum(turn.end - turn.start for turn in record.turns) for record in group.trajectories]
+    assert (described["tokens"], described["response_length/max"]) == (sum(lengths), max(lengths)), "what it sampled"
+    assert described["response_length/mean"] == pytest.approx(sum(lengths) / 4)
     assert said.pop("env/reward_with_calls") == pytest.approx(1 / 3), "of the three that have a reward"
     told = {"env/turns": 2, "env/turns_max": 3, "env/segments": 1, "env/seconds": 0.125, "env/error_rate": 0.25}
     assert said == told | ends

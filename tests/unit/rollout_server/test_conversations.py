@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 from scripted_engine.engine import ScriptedEngine
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.environments.interface import Start
+from asyncrl.environments.image_rule import ImageRule
+from asyncrl.environments.interface import Start, png_bytes
 from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.processor import PromptProcessor
@@ -153,6 +155,22 @@ def test_long_texts_are_cut_and_say_so(make_config: MakeConfig) -> None:
     first, second = (part.text for part in message.content if part.type == "text")
     assert first.startswith("1 2")
     assert "more tokens]" in first + second
+
+
+def test_what_asyncrl_says_of_a_mistake_is_never_cut(make_config: MakeConfig) -> None:
+    """Also beside an author's text in one message, and in place of an image that cannot be shown."""
+    ours = "Error: there is no tool 'loook'. Did you mean 'look'? Tools: look, answer"
+    rule = ImageRule()
+    wide = rule.shown(Observation((Message("tool", ("1 2 3 4 5 6", png_bytes(Image.new("RGB", (900, 1))))),)))[0]
+    answers = (Message("tool", (ours,), own=(0,)), Message("tool", ("1 2 3", ours), own=(1,)), *wide.messages)
+    for message in answers:
+        group = converse(make_config, Play(StepResult(Observation((message,))), DONE), tokens=300, text_tokens=2)
+        assert isinstance(group, Group)
+        (shown,) = group.trajectories[0].turns[0].observation
+        texts = [part.text for part in shown.content if part.type == "text"]
+        for number, text in enumerate(texts):
+            assert ("[cut:" not in text) == (number in message.own), text
+        assert {texts[number] for number in message.own} == {message.parts[number] for number in message.own}
 
 
 def test_a_failed_environment_is_tried_again_and_then_a_status(make_config: MakeConfig) -> None:
