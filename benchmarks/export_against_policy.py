@@ -29,7 +29,7 @@ from asyncrl.demo.scoring import evaluate
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.export import export_model
-from asyncrl.models.loading import model_of_export, stop_token_ids
+from asyncrl.models.loading import model_of_export
 from asyncrl.models.lora import is_adapter_folder, load_policy, read_adapter, settings_of
 from asyncrl.models.policy_export import export_policy
 from asyncrl.processing.processor import PromptProcessor
@@ -59,7 +59,7 @@ def with_policy(config: RunConfig, folder: Path) -> RunConfig:
 async def sample(config: RunConfig, folder: Path, processor: PromptProcessor) -> list[ReceivedGroup]:
     """Groups of held-out rows, sampled by the run's engine with the policy of `folder`."""
     of_run = with_policy(config, folder)
-    writer = TicketWriter(of_run.ticket_settings, processor, stop_token_ids(config.model, processor.tokenizer))
+    writer = TicketWriter(of_run.ticket_settings, processor, processor.ends.stop_token_ids)
     items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(SAMPLED_ROWS)]
     tickets = [item.ticket.model_copy(update={"kind": TicketKind.PARITY}) for item in items]
     blobs = {digest: memoryview(data) for item in items for digest, data in item.blobs.items()}

@@ -116,7 +116,8 @@ def check_references(config: RunConfig, *sides: Side) -> None:
 
 def data_notes(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each column that a reward does not get, and for files that are trained on and held out."""
-    rows, held_out = open_train(config.data), open_validation(config.data)
+    rows = open_train(config.data, config.purpose)
+    held_out = open_validation(config.data, config.purpose)
     yield from hidden_columns(config.reward, {*rows.columns} - config.data.prompt_columns)
     if held_out is None or config.environment.is_used:  # which tells rows of one file apart
         return
