@@ -44,6 +44,7 @@ from asyncrl.processing.image_grids import (
     limit_pixels,
     named_grids,
 )
+from asyncrl.processing.reserved_text import ReservedText
 from asyncrl.processing.tool_prompt import CallForm, ToolPrompt
 from protocol.messages import Prompt
 
@@ -93,7 +94,8 @@ class PromptProcessor:
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
-        self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        placeholders = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        self._reserved = ReservedText(placeholders, self.template, self.tokenizer)
         self._calls = CallForm(self.template.render)
         self._tools: ToolPrompt | None = None
         self.shown_tools: PromptTools | None = None
@@ -135,7 +137,9 @@ class PromptProcessor:
         """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
         self.shown_tools = shown if shown and shown.show != "off" else None
         self._tools = (
-            ToolPrompt(self.shown_tools, self.template.render, self._placeholder_texts) if self.shown_tools else None
+            ToolPrompt(self.shown_tools, self.template.render, self._reserved.placeholders)
+            if self.shown_tools
+            else None
         )
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
@@ -204,7 +208,7 @@ class PromptProcessor:
 
     def _measured(self, prompt: Prompt, media: Mapping[str, bytes]) -> EncodedPrompt:
         self._check_media(prompt)
-        self._check_text(prompt)
+        self._reserved.check(prompt)
         return self._expanded(self.render(prompt), [media[name] for name in prompt.image_hashes], prompt.row_id)
 
     def _expanded(self, text: str, images: Sequence[bytes], row_id: str) -> EncodedPrompt:
@@ -265,7 +269,7 @@ class PromptProcessor:
     def _encoded_whole(self, prompt: Prompt, media: Mapping[str, bytes]) -> EncodedPrompt:
         """Encode text, or whatever else the processor's own call is for."""
         self._check_media(prompt)
-        self._check_text(prompt)
+        self._reserved.check(prompt)
         text = self.render(prompt)
         unexpanded = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         encoded = EncodedPrompt.of_text(unexpanded, prompt.row_id)
@@ -357,19 +361,6 @@ class PromptProcessor:
         if family_images(self.family) is not None:
             return f"and its {found} is not the one that the family is released with, or gives images other sizes"
         return f"and nothing installed knows the tokens and pixels that a {found} makes of an image"
-
-    def _check_text(self, prompt: Prompt) -> None:
-        """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""
-        for message in prompt.messages:
-            others = json.dumps(message.others, ensure_ascii=False, default=str)
-            texts = [others, *(part.text for part in message.content if part.type == "text")]
-            found = next((t for t in self._placeholder_texts if any(t in text for text in texts)), None)
-            if found is not None:
-                raise UserError(
-                    f"row {prompt.row_id}: the text of the {message.role} message contains {found!r}, which the "
-                    "model reserves for images. Write <image> (or <video>) where one belongs, or take it out of "
-                    "the text"
-                )
 
     def _check_placeholders(self, encoded: EncodedPrompt) -> None:
         for kind, token_id, grids, part in (
