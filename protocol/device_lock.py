@@ -169,7 +169,7 @@ def _processes(folder: Path, tenure: Tenure) -> list[int]:
         return []
     named = [(tenure.pid, tenure.born)]
     with suppress(FileNotFoundError):
-        for line in (folder / USERS_FILE).read_text().splitlines():
+        for line in (folder / USERS_FILE).read_text(encoding="utf-8").splitlines():
             holder, holder_born, pid, born = line.split()
             if (int(holder), holder_born) == named[0]:
                 named.append((int(pid), born))

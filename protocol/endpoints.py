@@ -155,7 +155,7 @@ def host_id(directory: Path = SHARED_MEMORY) -> str:
     directory the answer is unique, hence equal to no other.
     """
     try:
-        boot_id = _BOOT_ID.read_text().strip()
+        boot_id = _BOOT_ID.read_text(encoding="utf-8").strip()
         device = os.stat(directory).st_dev
     except OSError:
         return f"unshared:{uuid.uuid4().hex}"

@@ -61,7 +61,9 @@ def lay_out(target: Path, plugin: str) -> None:
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
-    (target / "pyproject.toml").write_text(with_plugin((ROOT / "pyproject.toml").read_text(), plugin))
+    (target / "pyproject.toml").write_text(
+        with_plugin((ROOT / "pyproject.toml").read_text(encoding="utf-8"), plugin), encoding="utf-8"
+    )
 
 
 def install(wheel: Path, environment: Path) -> None:
@@ -70,7 +72,9 @@ def install(wheel: Path, environment: Path) -> None:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     # The .pth files of these folders are not read: one of them makes this checkout importable.
     folders = [folder for folder in sys.path if folder.endswith("site-packages")]
-    packages.joinpath("dependencies.pth").write_text("\n".join([*folders, "import _asyncrl_torchvision_cpu", ""]))
+    packages.joinpath("dependencies.pth").write_text(
+        "\n".join([*folders, "import _asyncrl_torchvision_cpu", ""]), encoding="utf-8"
+    )
     as_made = ["--ignore-installed", "--no-index", "--no-deps", "--no-compile"]
     python = environment / "bin" / "python"
     subprocess.run([*PIP, f"--python={python}", "install", *as_made, str(wheel)], check=True)

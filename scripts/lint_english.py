@@ -104,12 +104,12 @@ def findings(paths: Sequence[Path]) -> Iterator[Finding]:
         if any(file.is_relative_to(ROOT / unread) for unread in UNREAD):
             continue
         if file.suffix == ".py":
-            found = list(docstrings(ast.parse(file.read_text())))
+            found = list(docstrings(ast.parse(file.read_text(encoding="utf-8"))))
             is_test = file.is_relative_to(ROOT / TESTS) and not file.is_relative_to(ROOT / TESTS / "rigs")
             texts = [(line, " ".join(text.split())) for line, text in (found[:1] if is_test else found)]
             yield from (Finding(file, *one) for one in texts if is_refused(one[1]) or _PREPOSITION.match(one[1]))
         elif file.suffix == ".md":
-            yield from (Finding(file, *one) for one in headings(file.read_text()) if is_refused(one[1]))
+            yield from (Finding(file, *one) for one in headings(file.read_text(encoding="utf-8")) if is_refused(one[1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -236,7 +236,7 @@ def _overlays(methods: MethodSet, folder: str) -> str:
     assert methods.overlays is not None
     rows: list[str] = []
     for file in sorted(methods.overlays.glob("*.yaml")):
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         said, keys = text.partition("\n")[0].removeprefix("# "), yaml.safe_load(text).get("algorithm", {})
         needs = AlgorithmConfig.model_validate(keys).needs
         cell = "; ".join(words for need, words in NEEDED.items() if need in needs)
@@ -275,4 +275,4 @@ def pages() -> dict[str, str]:
 
 if __name__ == "__main__":
     for name, text in pages().items():
-        (ROOT / name).write_text(text)
+        (ROOT / name).write_text(text, encoding="utf-8")

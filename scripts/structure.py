@@ -31,7 +31,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
 
 
 def _imports(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -90,7 +90,7 @@ def main(root: Path) -> None:
     for package in (*PACKAGES, "tests"):
         for file in sorted((root / package).rglob("*.py")):
             room = file.relative_to(root).parts[:-1][: 3 if "tools" in file.parts and package == "asyncrl" else 2]
-            lines["/".join(room)].append(len(file.read_text().splitlines()))
+            lines["/".join(room)].append(len(file.read_text(encoding="utf-8").splitlines()))
     for room, sizes in sorted(lines.items()):
         print(f"{room:32} {len(sizes):4} files {sum(sizes):6} lines")
     graph = import_graph(root)
@@ -100,7 +100,7 @@ def main(root: Path) -> None:
         file
         for package in PACKAGES
         for file in (root / package).rglob("*.py")
-        if not file.name.startswith("__") and len(file.read_text().splitlines()) < SMALL
+        if not file.name.startswith("__") and len(file.read_text(encoding="utf-8").splitlines()) < SMALL
     ]
     found = cycles(graph)
     chain = longest_chain(graph, "learner")

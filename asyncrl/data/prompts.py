@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, Prompt, TextPart, Video
 from protocol.values import pack_values
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class PromptRenderer:
         """Raises UserError naming the row for a bad image, message, template variable, or placeholder count."""
         config, own = self._config, self._config.prompt_columns
         row = unpacked(row, config)
+        for column in row.keys() - {config.image_key, config.video_key}:
+            if (half := _half_character(row[column])) is not None:
+                raise UserError(
+                    f"row {row_id}: column {column!r} has {half!r}, half of a character (a surrogate): text that was "
+                    "cut within an emoji, or decoded wrongly. Mend it, or leave the row out"
+                )
         images = self._images(row, row_id)
         videos = load_videos(row.get(config.video_key), Path(config.image_dir or "."), row_id)
         messages = _placed(self._messages(row, row_id), "video", len(videos), config.video_key, row_id)
@@ -159,6 +168,14 @@ def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id
     return [*messages[:first], user.model_copy(update={"content": content}), *messages[first + 1 :]]
 
 
+def _half_character(value: Any) -> str | None:
+    """The first surrogate in a text, at any depth of lists and maps: nothing can encode it."""
+    if isinstance(value, str):
+        return found[0] if (found := _SURROGATE.search(value)) else None
+    inner = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((half for one in inner if (half := _half_character(one)) is not None), None)
+
+
 def _load_template(path: str) -> jinja2.Template | None:
     if not path:
         return None
@@ -177,7 +194,10 @@ def template_text(format_prompt: str) -> str:
     file = Path(format_prompt)
     if not file.is_file():
         raise UserError(f"data.format_prompt is {format_prompt!r}, but there is no such file in {Path.cwd()}")
-    return file.read_text()
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.format_prompt: {file} is no UTF-8 text: {error}. Save it as UTF-8") from None
 
 
 def is_template(format_prompt: str) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import csv
 import hashlib
 import json
 import os
+import shlex
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -29,6 +31,8 @@ class Table:
         """Relative image paths start here."""
         self.columns = tuple(columns)
         """Every column that at least one row has."""
+        if twice := next((column for column in self.columns if self.columns.count(column) > 1), None):
+            raise UserError(f"{name} has two columns {twice!r}, of which one would be lost. Rename or drop one")
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -150,7 +154,9 @@ def _rows(table: Any) -> list[dict[str, Any]]:
 
 def read_json(path: Path) -> Table:
     """One JSON object per line, whose text stays in memory, or one array of objects. Blank lines do not count."""
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if _is_wide(data):
+        raise _not_utf8(path, "UTF-16")
     is_array = data.lstrip().startswith(b"[")
     rows: list[dict[str, Any] | bytes] = []
     columns: dict[str, None] = {}
@@ -159,7 +165,9 @@ def read_json(path: Path) -> Table:
         if not piece.strip():
             continue
         try:
-            value = json.loads(piece)
+            value = json.loads(piece, object_pairs_hook=_once)
+        except UnicodeDecodeError:
+            raise _not_utf8(path) from None
         except ValueError as error:
             raise UserError(f"{where} is not valid JSON: {error}. Write one JSON object per line") from None
         for row in value if is_array else [value]:
@@ -170,6 +178,26 @@ def read_json(path: Path) -> Table:
     return RowTable(rows, path.name, path.parent, columns)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return row
+
+
+def _is_wide(data: bytes) -> bool:
+    """Whether text is in UTF-16 or UTF-32, by its beginning."""
+    return data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]
+
+
+def _not_utf8(path: Path, encoding: str = "") -> UserError:
+    found = f"in {encoding}" if encoding else "in another encoding, perhaps LATIN1"
+    source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}.utf8{path.suffix}")
+    fix = f"iconv -f {encoding or 'LATIN1'} -t UTF-8 {source} > {target}"
+    return UserError(f"{path} is written {found}, and data files are UTF-8. Convert it: {fix}")
+
+
 def read_csv(path: Path) -> Table:
     """Rows of a CSV or TSV file, whose first line names the columns. A cell is text; an empty one is None.
 
@@ -177,17 +205,37 @@ def read_csv(path: Path) -> Table:
     """
     csv.field_size_limit(2**31 - 1)  # an image in base64 is one cell
     rows: list[dict[str, Any] | bytes] = []
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
+        with path.open("rb") as start:
+            if _is_wide(start.read(4)):
+                raise _not_utf8(path, "UTF-16")
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            _check_header(reader.fieldnames or (), delimiter, path)
             for row in reader:
                 if None in row or None in row.values():
                     names = ", ".join(reader.fieldnames or ())
                     raise UserError(f"{path} line {reader.line_num} does not have one cell for each of: {names}")
                 rows.append({name: cell or None for name, cell in row.items()})
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
+    except (OSError, csv.Error) as error:
         raise UserError(f"cannot read {path} as CSV: {error}") from None
     return RowTable(rows, path.name, path.parent, reader.fieldnames or ())
+
+
+def _check_header(columns: Sequence[str], delimiter: str, path: Path) -> None:
+    """Refuse a first line whose cells are separated by something else: it would be one column."""
+    other = next((mark for mark in ";\t|," if mark != delimiter and mark in columns[0]), None) if columns else None
+    if len(columns) != 1 or other is None:
+        return
+    source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}.commas.csv")
+    change = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={json.dumps(other)}))"
+    raise UserError(
+        f"{path}: cells are separated by {delimiter!r} in a {path.suffix} file, and its first line is {columns[0]!r}, "
+        f"separated by {other!r}. Convert it: python -c {shlex.quote(change)} < {source} > {target}"
+    )
 
 
 def read_image_folder(folder: Path, image_key: str, answer_key: str) -> Table:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scores = evaluate(config.model_copy(update={"evaluation": decoded}), Path(config.model.path), prefix=prefix)
         found[name] = asdict(scores)
         print(f"{name:<32}{scores.accuracy:.3f} ± {scores.accuracy_error:.3f}", flush=True)
-    (folder / BASELINES).write_text(json.dumps(found, indent=2))
+    (folder / BASELINES).write_text(json.dumps(found, indent=2), encoding="utf-8")
     return 0
 
 

@@ -41,7 +41,7 @@ def demo(
     score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), "--export"]
     seconds["check"] = run("the exported folder with plain transformers", *score)
     summary = summarise(folder, seed, seconds)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print(f"\n{table(summary)}\nmodel {grpo / 'export'}")
     print(f"what it writes: asyncrl inspect {pasted(grpo)} --web\na page about it: asyncrl report {pasted(grpo)}")
 
@@ -66,9 +66,9 @@ def next_folder(name: str = "demo") -> Path:
 
 def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Held-out accuracy and its standard error by decoding and by step, training reward, and seconds by stage."""
-    baselines = json.loads((folder / BASELINES).read_text())
+    baselines = json.loads((folder / BASELINES).read_text(encoding="utf-8"))
     evaluations, metrics = (
-        [json.loads(line) for line in (folder / "grpo" / name).read_text().splitlines()]
+        [json.loads(line) for line in (folder / "grpo" / name).read_text(encoding="utf-8").splitlines()]
         for name in ("evaluations.jsonl", "metrics.jsonl")
     )
     first, last = evaluations[0], evaluations[-1]

@@ -71,7 +71,7 @@ def prepare(folder: Path, seed: int, *, from_scratch: bool = False, quick: bool 
             *(QUICK_STEPS if quick else ()),
         ],
     )
-    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     return seconds
 
 

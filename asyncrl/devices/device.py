@@ -79,7 +79,9 @@ def unseen_gpus() -> tuple[str, str] | None:
         return None
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=SMI_DEADLINE_S, check=True).stdout
+        shown = subprocess.run(
+            command, capture_output=True, timeout=SMI_DEADLINE_S, check=True, encoding="utf-8", errors="replace"
+        ).stdout
     except (subprocess.SubprocessError, OSError):
         return None
     gpu, _, driver = shown.partition("\n")[0].rpartition(", ")

@@ -5,6 +5,7 @@ A command may also leave its process to a module of ours (`become`).
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -22,10 +23,12 @@ READER_GONE = 128 + signal.SIGPIPE
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Decorate a command: UserError and BadStateError become a line on stderr and their exit codes, an interruption
-    130, and a broken stdout READER_GONE. Other broken pipes are raised."""
+    130, and a broken stdout READER_GONE. Other broken pipes are raised. What stdout's encoding has not is escaped."""
 
     @wraps(main)
     def framed(*arguments: P.args, **named: P.kwargs) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does from the start
         try:
             try:
                 return main(*arguments, **named)

@@ -156,7 +156,7 @@ def claim_port(port: int, claims: ExitStack, *, setting: str) -> None:
 
 def _first_ephemeral_port() -> int:
     try:
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+        first = int(_EPHEMERAL_PORTS.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):
         return _USUAL_EPHEMERAL_PORT
     return first if first > _FIRST_PORT + _TRIES else _LAST_PORT + 1

@@ -135,7 +135,7 @@ def write_adapter_folder(
     config.inference_mode = True
     # A set in PEFT, whose order would differ from one process to the next.
     described = {**config.to_dict(), "target_modules": list(spec.target_modules)}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
     from safetensors import safe_open
 
     check_adapter(config, folder)
-    described = json.loads((folder / ADAPTER_CONFIG).read_text())
+    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     unusual = [key for key in _COMPUTED_OTHERWISE if described.get(key) not in (None, False, {}, [], "none")]
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         parts = {name: _PART.fullmatch(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
@@ -220,7 +220,7 @@ def _check_base(config: ModelConfig, folder: Path) -> None:
 
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         base = (opened.metadata() or {}).get(BASE_KEY)
-    named = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path") or ""
+    named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
     if base and base != base_fingerprint(config):
         raise UserError(
             f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set "

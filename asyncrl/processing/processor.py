@@ -214,7 +214,8 @@ class PromptProcessor:
     def _expanded(self, text: str, images: Sequence[bytes], row_id: str) -> EncodedPrompt:
         """Expand the image placeholders of rendered text as the processor does, and tokenise."""
         assert self._grids is not None, "its callers have looked"
-        grids = self._grids.grids([image_size(data, f"row {row_id}") for data in images])
+        sizes = [image_size(data, f"row {row_id}, image {number}") for number, data in enumerate(images)]
+        grids = self._grids.of_row(sizes, row_id)
         unexpanded = np.asarray(self.tokenize(text), np.int32)
         ids = self._grids.expand(text, unexpanded, grids, self.tokenize)
         measured = EncodedPrompt(
@@ -243,10 +244,7 @@ class PromptProcessor:
                 f"Qwen3-VL and LLaVA, and the model is of the family {self.family}. Use one of these, or tools that "
                 "answer in text"
             )
-        try:
-            return self._expanded(text, images, where)
-        except ValueError as refused:  # the processor's own: of a shape that it does not take
-            raise UserError(f"row {where}: the processor takes no such image: {refused}") from None
+        return self._expanded(text, images, where)
 
     def encode_text(self, text: str, images: Sequence[bytes], where: str) -> EncodedPrompt:
         """`measure_text` with pixels. Any thread may call it; raises as that does."""
@@ -257,7 +255,9 @@ class PromptProcessor:
         if not measured.images:
             return measured
         assert self._grids is not None, "it was measured by them"
-        pixels, made = self._grids.process([decode_image(data, f"row {measured.row_id}") for data in measured.images])
+        where = f"row {measured.row_id}, image"
+        decoded = [decode_image(data, f"{where} {number}") for number, data in enumerate(measured.images)]
+        pixels, made = self._grids.process(decoded)
         if not np.array_equal(made, measured.image_grids):
             raise BadStateError(
                 f"row {measured.row_id}: the processor makes the grids {made.tolist()} of its images, "

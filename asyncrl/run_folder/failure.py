@@ -176,6 +176,6 @@ def refuse_bad_state(run_dir: Path) -> None:
 def read_failure(run_dir: Path, name: str = FAILURE_FILE) -> Failure | None:
     """Read why a run stopped; None if it has not failed, or its file is not one of ours."""
     try:
-        return Failure(**json.loads((run_dir / name).read_text()))
+        return Failure(**json.loads((run_dir / name).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None

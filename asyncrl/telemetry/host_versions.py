@@ -76,7 +76,7 @@ def _version(package: str) -> str:
 
 def _cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -85,7 +85,7 @@ def _cpu() -> str:
 def _gpus() -> list[str]:
     """Names as the driver lists them; no GPU is initialised."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    lines = [line for file in files for line in file.read_text(errors="replace", encoding="utf-8").splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
@@ -94,7 +94,9 @@ def _commit(folder: Path) -> str:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, timeout=_GIT_DEADLINE_S, check=True, encoding="utf-8", errors="replace"
+        ).stdout
 
     try:
         return git("rev-parse", "HEAD")[:12] + (" with changes" if git("status", "--porcelain", "-uno").strip() else "")

@@ -60,7 +60,7 @@ def find_machine() -> Findings[None]:
 def memory_limit() -> int | None:
     """Bytes that a container may use."""
     file = Path("/sys/fs/cgroup/memory.max")
-    text = file.read_text().strip() if file.is_file() else ""
+    text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 
 
@@ -80,7 +80,7 @@ def listed_devices() -> Iterator[subprocess.Popen[str] | None]:
         yield None
         return
     command, pipe = [sys.executable, "-c", LIST_DEVICES], subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True) as listing:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, encoding="utf-8") as listing:
         try:
             yield listing
         finally:
@@ -101,7 +101,7 @@ def find_devices(listing: subprocess.Popen[str] | None) -> Findings[tuple[Device
     for index, device in enumerate(devices):
         yield Finding(f"cuda:{index}", f"{device.name}, {size(device.total)}, {size(device.free)} free")
     if DRIVER.is_file():
-        yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
+        yield Finding("nvidia driver", DRIVER.read_text(encoding="utf-8").splitlines()[0].strip())
     if devices:
         yield from _find_compiler()
         return devices

@@ -87,7 +87,7 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
 def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
     """Run the trial; return its exit code, None on timeout. The launcher stops its services when it is stopped."""
     file = folder / "config.yaml"
-    file.write_text(dump_config(config))
+    file.write_text(dump_config(config), encoding="utf-8")
     command = [sys.executable, "-m", "asyncrl", "train", str(file)]
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
@@ -106,7 +106,7 @@ def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
 
 def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
     """Report why it failed: the run's own error, or its log's line on a service that died, or the last line."""
-    lines = (folder / LOG).read_text(errors="replace").splitlines() or ["nothing"]
+    lines = (folder / LOG).read_text(errors="replace", encoding="utf-8").splitlines() or ["nothing"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     deaths = [line for line in lines if "ended with code" in line or "was killed by" in line]
     saved = read_failure(config.run_path)
@@ -168,4 +168,4 @@ def _completions(steps: list[Record], samples: list[Record]) -> Finding:
 
 
 def _read(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []

@@ -83,5 +83,5 @@ def _run_config(arguments: argparse.Namespace, environment: EnvironmentConfig) -
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "usual.yaml"
-        file.write_text(yaml_text.write(values))
+        file.write_text(yaml_text.write(values), encoding="utf-8")
         return load_config(file)

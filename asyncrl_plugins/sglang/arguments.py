@@ -129,5 +129,5 @@ def served_folder(folder: Path, described: Mapping[str, Any], scratch: Path) -> 
         if file.name != "config.json":
             (scratch / file.name).symlink_to(file.resolve())
     channels = {**vision, "in_chans": vision.get("in_channels", 3)}
-    (scratch / "config.json").write_text(json.dumps({**described, "vision_config": channels}))
+    (scratch / "config.json").write_text(json.dumps({**described, "vision_config": channels}), encoding="utf-8")
     return scratch

@@ -42,7 +42,9 @@ def python_of(settings: SGLangConfig) -> Path:
 def look_into(python: Path) -> SGLangEnvironment | None:
     """Installed packages of a Python; None if it cannot be run."""
     try:
-        done = subprocess.run([python, "-I", "-c", _LOOK], capture_output=True, text=True, timeout=LOOK_S, check=True)
+        done = subprocess.run(
+            [python, "-I", "-c", _LOOK], capture_output=True, timeout=LOOK_S, check=True, encoding="utf-8"
+        )
         versions, has_stand_in = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

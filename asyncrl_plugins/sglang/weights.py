@@ -78,7 +78,7 @@ def names_in(folder: Path) -> set[str]:
     """Names of the tensors in a model folder's safetensors files."""
     index = folder / INDEX
     if index.is_file():
-        return set(json.loads(index.read_text())["weight_map"])
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

@@ -130,7 +130,7 @@ def _same(given: str, answer: str) -> bool:
 
 def scored_rows(file: Path) -> Iterable[tuple[Any, str, bool]]:
     """Problem, key and correctness of each completion of `asyncrl eval --out`."""
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         fields = _test_row(row["answer"]) or row["columns"]
         if row["components"] is not None:

@@ -48,7 +48,7 @@ WRITABLE = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def main() -> None:
-    out = os.fdopen(int(sys.argv[1]), "w")
+    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     request = json.load(sys.stdin)
     shown: list[str] = []
     try:

@@ -84,5 +84,5 @@ def _run_id(run_path: Path) -> str:
     """The W&B id that all processes of a run share."""
     file = run_path / ID_FILE
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12])
-    return file.read_text()
+        file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return file.read_text(encoding="utf-8")

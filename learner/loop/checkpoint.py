@@ -121,7 +121,7 @@ def _write(building: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
     snapshot.write_files(building)
     torch.save(snapshot.random, building / RANDOM_FILE)
-    (building / STATE_FILE).write_text(json.dumps(asdict(snapshot.state), indent=2))
+    (building / STATE_FILE).write_text(json.dumps(asdict(snapshot.state), indent=2), encoding="utf-8")
     write_checksums(building)
     for path in building.rglob("*"):
         if path.is_file():
@@ -153,7 +153,7 @@ def read_state(folder: Path) -> LearnerState:
     not, or is missing."""
     check_files(folder)
     try:
-        return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
+        return LearnerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as problem:
         raise BadStateError(
             f"{folder / STATE_FILE} is not of this version of asyncrl ({problem}). Resume with the one that wrote it"
@@ -208,14 +208,14 @@ def _sync(path: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    (folder / CHECKSUMS_FILE).write_text(json.dumps(_checksums(folder)))
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
 
 
 def check_files(folder: Path) -> None:
     """Raises DamagedCheckpoint naming the first file that is not what was written, or is missing; BadStateError for one
     that was not written with it."""
     try:
-        expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text()), _checksums(folder)
+        expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8")), _checksums(folder)
         changed = sorted(name for name in expected if expected[name] != actual.get(name))
         problem = f"{changed[0]} is not what was written (checksum), or is missing" if changed else ""
         added = sorted(actual.keys() - expected.keys())

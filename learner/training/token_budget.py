@@ -138,7 +138,7 @@ class TokenBudget:
         if not file.exists():
             return self.tokens
         try:
-            kept = json.loads(file.read_text())
+            kept = json.loads(file.read_text(encoding="utf-8"))
             tokens, settings, reason = int(kept["tokens"]), kept["instead_of"], kept["reason"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is not what a learner writes there ({error!r}). Remove it") from None

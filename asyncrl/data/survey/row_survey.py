@@ -329,7 +329,8 @@ class PromptRows:
     def _overlong(self, row_id: str, tokens: int, media_tokens: int) -> str:
         """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
         fixes = ["Raise the limit"]
-        if media_tokens:
+        text_tokens = tokens - media_tokens
+        if text_tokens < min(media_tokens, self._data.max_prompt_length):
             fixes.append("lower model.max_pixels for smaller images")
         if self._processor.shown_tools is not None:
             fixes.append("give the environment fewer tools or shorter docstrings, whose schemas are in each prompt")

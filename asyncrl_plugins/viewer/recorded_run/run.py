@@ -156,7 +156,7 @@ def number(value: Any) -> float | None:
 def read_configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
     """Return the file's text and its mapping, both empty where it cannot be read: `missing` gets the reason."""
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(errors="replace", encoding="utf-8")
     except OSError:
         missing.append(f"{path.name} {why_nothing(path)}: the run's settings are not known.")
         return "", {}

@@ -41,7 +41,7 @@ def _visible(value: Any) -> Any:
 
 def render(template: str, **values: Any) -> str:
     """Fill a template. The page loads nothing from anywhere, and no other script than report.js may run."""
-    style, script = ((_FOLDER / name).read_text() for name in ("report.css", "report.js"))
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _templates().get_template(template).render(style=style, script=script, digest=digest, **values)
 

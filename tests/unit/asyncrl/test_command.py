@@ -44,3 +44,18 @@ def test_another_broken_pipe_is_an_error() -> None:
 
     with pytest.raises(BrokenPipeError):
         main()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", rb"\xb1 \u6f22"), ("latin-1", b"\xb1 \\u6f22"), ("utf-8", "± 漢".encode())]
+)
+def test_what_the_terminal_cannot_show_is_escaped(encoding: str, shown: bytes) -> None:
+    prints = r"from asyncrl.launch.command import command; command(lambda: print('\xb1 \u6f22', 'a\ud83d') or 0)()"
+    done = subprocess.run(
+        [sys.executable, "-c", prints],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == shown + rb" a\ud83d"

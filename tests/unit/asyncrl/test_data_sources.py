@@ -6,6 +6,8 @@ import base64
 import csv
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -33,6 +35,7 @@ from protocol.messages import ControlFromLearner, Tickets
 from protocol.values import pack_values, unpack_values
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of
+from tests.rigs.tiny import ROOT
 
 COLOURS = ("red", "green", "blue", "white", "black")
 
@@ -299,6 +302,10 @@ def test_chat_messages_and_system_prompt() -> None:
         ({"prompt": "q", "images": "data:image/png,x"}, "image 0: 'data:image/png,x'... cannot be decoded: it is not"),
         ({"prompt": "q", "images": "https://example.com/a.png"}, "image 0: .* is an address, not a file. Download"),
         ({"prompt": "q", "images": 7}, "image 0: int '7' is no image"),
+        ({"prompt": "lone \ud83d"}, r"column 'prompt' has '\\ud83d', half of a character"),
+        ({"prompt": [{"role": "user", "content": [{"text": "\ude00"}]}]}, r"column 'prompt' has '\\ude00'"),
+        ({"prompt": "q", "answer": ["x", "x\ud83d"]}, "column 'answer' has"),
+        ({"prompt": "q", "note": {"of": {"\udc00": 1}}}, "column 'note' has"),
         ({"prompt": "<image><image>", "images": [PNGS["red"]]}, r"2 <image> placeholder\(s\) in the prompt, 1 image"),
         ({"prompt": "<image>", "images": [PNGS["red"]] * 2}, r"1 <image> placeholder\(s\) in the prompt, 2 image"),
     ],
@@ -402,12 +409,50 @@ def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: p
         ("d.parquet", "PAR1 no", r"cannot read .*d.parquet as Parquet"),
         ("d.txt", "x", r"data files are .parquet, .jsonl, .json, .csv or .tsv, not .txt"),
         ("e.jsonl", "", r"there is no data file .*did you mean .*e.jsonl"),
+        ("d.jsonl", '{"prompt": 1, "answer": 2, "prompt": 3}', r"line 1 is not .*: the key 'prompt' is given twice"),
+        ("d.json", '[{"prompt": {"a": 1, "a": 2}, "answer": 2}]', r"the key 'a' is given twice"),
+        ("d.csv", "prompt,answer,answer\nq,1,2\n", r"d.csv has two columns 'answer', of which one would be lost"),
+        ("d.tsv", "prompt\tprompt\tanswer\nq\t1\t2\n", r"d.tsv has two columns 'prompt'"),
+        (
+            "d.csv",
+            "prompt;answer\nq;1\n",
+            r"by ';'. Convert it: python -c '.*delimiter=\";\"\)\)' < .*d.csv > .*d.comm",
+        ),
+        ("d.csv", "prompt\tanswer\nq\t1\n", r"separated by '\\t'. Convert it: python -c '.*delimiter=\"\\t\"\)\)'"),
+        ("d.tsv", "prompt,answer\nq,1\n", r"separated by '\\t' in a .tsv file, .* separated by ','"),
+        *[
+            (f"d.{kind}", text.encode(encoding), rf"d.{kind} is written {said}, .*: iconv -f {name} -t UTF-8 .*d.utf8")
+            for kind, text in (("jsonl", '{"prompt": "é", "answer": 1}'), ("csv", "prompt,answer\né,1\n"))
+            for encoding, name, said in (
+                ("utf-16", "UTF-16", "in UTF-16"),
+                ("utf-16-be", "UTF-16", "in UTF-16"),
+                ("latin-1", "LATIN1", "in another encoding"),
+            )
+        ],
     ],
 )
-def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: str, expected: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: str | bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(UserError, match=expected):
         open_train(config_for(tmp_path / name.replace("e.jsonl", "f.jsonl")))
+
+
+def test_a_table_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
+    two = pa.Table.from_arrays([pa.array(["q"]), pa.array(["1"]), pa.array(["2"])], ["prompt", "answer", "answer"])
+    pq.write_table(two, tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"d.parquet has two columns 'answer'"):
+        open_train(config_for(tmp_path / "d.parquet"))
+
+
+def test_a_template_is_utf8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_bytes("{{ content }} né 漢字".encode())
+    said = "from asyncrl.data.prompts import template_text; print(ascii(template_text('t.jinja')))"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    read = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, env=plain, capture_output=True, check=True).stdout
+    assert read.strip() == ascii("{{ content }} né 漢字").encode()
+    (tmp_path / "t.jinja").write_bytes("é {{ content }}".encode("latin-1"))
+    with pytest.raises(UserError, match=r"data.format_prompt: .*t.jinja is no UTF-8 text: .*Save it as UTF-8"):
+        PromptRenderer(config_for("x", format_prompt=str(tmp_path / "t.jinja")))
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:

@@ -58,6 +58,31 @@ def parse(file: Path) -> ast.AST:
     return ast.parse((ROOT / file).read_text(), str(file))
 
 
+def reads_or_writes_text_of_the_locale(call: ast.Call) -> bool:
+    """Whether a call opens a text file, or a program's output, without an encoding."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in named:
+        return False
+    if name in ("read_text", "write_text"):
+        return len(call.args) < (1 if name == "read_text" else 2)
+    if name in ("run", "Popen", "check_output"):
+        return bool({"text", "universal_newlines"} & named.keys())
+    values = [value.value for value in (*call.args[:2], named.get("mode")) if isinstance(value, ast.Constant)]
+    modes = [value for value in values if isinstance(value, str) and value and set(value) <= set("rwaxb+t")]
+    if name == "open" and isinstance(call.func, ast.Name) and not modes:
+        return True
+    return name in ("open", "fdopen") and any("b" not in mode for mode in modes)
+
+
+def test_text_is_read_and_written_in_an_encoding_of_its_own() -> None:
+    """The locale's is another one on some machines, where templates and journals would be read as other text."""
+    files = [*FILES, *(path.relative_to(ROOT) for path in sorted((ROOT / PLUGINS).rglob("*.py")))]
+    calls = [(file, node) for file in files for node in ast.walk(parse(file)) if isinstance(node, ast.Call)]
+    wrong = [f"{file}:{call.lineno}" for file, call in calls if reads_or_writes_text_of_the_locale(call)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_there_is_something_to_check() -> None:
     assert {path.parts[0] for path in FILES} == OURS
     assert len(FILES) > 50

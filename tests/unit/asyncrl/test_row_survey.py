@@ -84,6 +84,36 @@ def test_rows_are_looked_at_once_and_bad_ones_again(
     assert survey(config).usable == [*range(6)]
 
 
+def test_an_overlong_row_is_told_what_makes_it_long(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = configured(make_config, tmp_path, max_prompt_length=30)
+    Image.new("RGB", (280, 280)).save(tmp_path / "large.png")
+    lines = [
+        {"prompt": "word " * 60, "answer": "x", "images": ["there.png"]},
+        {"prompt": "word " * 60, "answer": "x", "images": ["large.png"]},
+        {"prompt": "word " * 60, "answer": "x"},
+        {"prompt": "q", "answer": "x", "images": ["large.png"]},
+        {"prompt": "q", "answer": "x", "images": ["there.png"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *long, image = survey(config).overlong.values()
+    assert all(reason.endswith("Raise the limit, or shorten the text") for reason in long)
+    assert len(long) == 3
+    assert image.endswith("Raise the limit, or lower model.max_pixels for smaller images")
+
+
+def test_an_image_of_a_shape_that_is_not_taken_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = configured(make_config, tmp_path)
+    Image.new("RGB", (300, 1)).save(tmp_path / "line.png")
+    Image.new("F", (30, 30)).save(tmp_path / "depth.tiff")
+    images = (["there.png", "line.png"], ["there.png", "depth.tiff"], ["there.png", "broken.png"], ["there.png"])
+    lines = [{"prompt": "q", "answer": "x", "images": each} for each in images]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shape, mode, damage = (bad.reason for bad in survey(config).bad)
+    assert shape.startswith("row rows.jsonl:0, image 1: the processor takes no such image, of 300 x 1 pixels: ")
+    assert mode.startswith("row rows.jsonl:1, image 1: the image's grey values are floats")
+    assert damage.startswith("row rows.jsonl:2, image 1: the image is damaged")
+
+
 def test_several_rows_are_looked_at_at_once(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +183,7 @@ def test_rows_without_question_or_answer_and_what_no_message_holds_are_bad(
             ": column 'prompt' (data.prompt_key) is empty",
             " is too large to be sent to a rollout server: 0 images, 0.0 MiB, and 9.0 MiB of text and columns",
             " cannot be sent to a rollout server: tickets.tickets.0.prompt.columns: Value error, no packed values: 7",
-            ": column 'text' cannot be brought to the reward: it has 'utf-8' codec can't",
+            ": column 'text' has '\\ud800', half of a character",
         ),
         strict=True,
     ):
