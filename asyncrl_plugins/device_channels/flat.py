@@ -14,17 +14,37 @@ BUCKET_BYTES = 64 << 20
 """Size of one collective, and of one copy to the host to be checked."""
 
 
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Run on a CUDA stream of its own: transfers and the model's work do not wait for each other.
+class OwnStreams:
+    """CUDA streams beside the default one, on which every thread begins and the model's own kernels are queued:
+    transfers and the model's work do not wait for each other.
 
-    Every thread begins on the device's default stream, where the model's own kernels are queued.
+    They are used again. Torch keeps freed memory for the stream that it was taken for: a new stream for each transfer
+    would take the memory of a whole version each time, and leave that of the last one where nobody finds it.
     """
-    if device.type == "cuda":
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[torch.cuda.Stream] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Run on a stream that no other transfer is on."""
+        if self._device.type != "cuda":
             yield
-    else:
-        yield
+            return
+        stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                yield
+        finally:
+            self._free.append(stream)
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of a version that was dropped back to the device, once nothing there reads it any more."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def pack(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from asyncrl_plugins.device_channels.flat import BUCKET_BYTES, own_stream
+from asyncrl_plugins.device_channels.flat import BUCKET_BYTES, OwnStreams
 
 c10d: Any = torch.distributed
 """Public names of it that are not declared for type checkers."""
@@ -84,7 +84,7 @@ class Group:
 
         def make() -> None:
             try:
-                with own_stream(self.device):
+                with OwnStreams(self.device).one():
                     create = _nccl if self.device.type == "cuda" else _gloo
                     backend = create(self.store, self.rank, self.size, self.deadline_s)
                     made.set_result((backend, backend.broadcast([byte], _from_learner())))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl_plugins.device_channels.flat import own_stream, pack, settle, share
+from asyncrl_plugins.device_channels.flat import OwnStreams, pack, release, settle, share
 from asyncrl_plugins.device_channels.group import Group, GroupsHangError, TransferError, check_groups_work
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -75,6 +75,8 @@ class DeviceWeights:
         self._given_up = ""
         """The reason for which nothing is sent any more."""
         self._kept: tuple[int, torch.Tensor] | None = None
+        self._kept_from_file = False
+        self._streams = OwnStreams(device)
         self._transfers: dict[bytes, _Transfer] = {}
         """Transfers by connection, which has one at most."""
         self._threads: list[threading.Thread] = []
@@ -90,6 +92,9 @@ class DeviceWeights:
             if not self._wanted:
                 return
             self._kept = None  # its memory first
+            if self._kept_from_file:  # taken for another stream than the copy's below
+                release(self._device)
+                self._kept_from_file = False
             try:
                 self._kept = (manifest.version, pack(manifest.tensors, tensors, self._device))
             except torch.OutOfMemoryError:
@@ -145,7 +150,7 @@ class DeviceWeights:
                     raise ProtocolError(ErrorCode.WRONG_CHANNEL, self._given_up) from problem
                 if self._kept is not None and self._kept[0] > version:
                     return flat
-                self._kept = (version, flat)
+                self._kept, self._kept_from_file = (version, flat), True
             return self._kept[1]
 
     def _give_up(self, manifest: WeightManifest) -> None:
@@ -159,7 +164,7 @@ class DeviceWeights:
         data = self._publication.read(manifest.version, 0, manifest.total_bytes)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # and is not written
-            with own_stream(self._device):  # this is the network thread: it waits for no training
+            with self._streams.one():  # this is the network thread: it waits for no training
                 return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
 
     def _start(self, transfer: _Transfer) -> int:
@@ -185,7 +190,7 @@ class DeviceWeights:
         try:
             where, deadline_s = (listener, request.nonce, 1 + request.receivers), self._deadline_s
             with (
-                own_stream(self._device),  # on the default one it would wait for the training that is queued there
+                self._streams.one(),  # on the default one it would wait for the training that is queued there
                 Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over, self._first_s) as group,
             ):
                 group.broadcast(transfer.flat)

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl_plugins.device_channels.flat import BUCKET_BYTES, open_shared, own_stream, views, wrong_tensors
+from asyncrl_plugins.device_channels.flat import (
+    BUCKET_BYTES,
+    OwnStreams,
+    open_shared,
+    release,
+    views,
+    wrong_tensors,
+)
 from asyncrl_plugins.device_channels.group import Group, GroupsHangError, TransferError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -62,6 +69,7 @@ class Stage:
     def __init__(self, device: torch.device):
         self.arrival = Arrival()
         self.device = device
+        self._streams = OwnStreams(device)
         self._flat: torch.Tensor | None = None
         self._entries: list[TensorEntry] = []
         self._nonce = ""
@@ -79,7 +87,11 @@ class Stage:
         return views(self._flat, self._entries)
 
     def drop(self) -> None:
+        """Free what has arrived: the next version is as large, and the model may need the room meanwhile."""
+        is_there = self._flat is not None
         self._flat, self._entries, self._nonce = None, [], ""
+        if is_there:
+            release(self.device)
 
     def _receive(self, order: StageOrder, rank: int) -> None:
         def report(arrival: Arrival) -> None:
@@ -93,7 +105,7 @@ class Stage:
 
         try:
             entries = [TensorEntry.model_validate(tensor) for tensor in order.tensors]
-            with own_stream(self.device):
+            with self._streams.one():
                 flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self.device)
                 if self._nonce == order.nonce:
                     self._flat, self._entries = flat, entries

@@ -21,6 +21,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.device_channels import flat
 from asyncrl_plugins.device_channels import group as group_module
 from asyncrl_plugins.device_channels import receiver as device_transfer
+from asyncrl_plugins.device_channels.flat import OwnStreams
 from asyncrl_plugins.device_channels.group import Group, TransferError
 from asyncrl_plugins.device_channels.stage import Arrival, Stage, StageOrder
 from asyncrl_plugins.device_channels.staging import Staging
@@ -284,12 +285,11 @@ def test_versions_are_sent_beside_the_training_that_is_queued(
     streams: list[str] = []
 
     @contextmanager
-    def own_stream(device: torch.device) -> Iterator[None]:
+    def one(self: OwnStreams) -> Iterator[None]:
         streams.append(threading.current_thread().name)
         yield
 
-    for module in ("asyncrl_plugins.device_channels.stage", "asyncrl_plugins.device_channels.sender"):
-        monkeypatch.setattr(f"{module}.own_stream", own_stream)
+    monkeypatch.setattr(OwnStreams, "one", one)
     fetch(learner, learner.publish(1, some_weights(1)), Staging(ThisProcess(CPU)))
     assert {"weights", "send-weights"} <= set(streams)
 
