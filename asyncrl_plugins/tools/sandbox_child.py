@@ -25,22 +25,51 @@ ALLOW, DENY = 0x7FFF0000, 0x00050000
 CLONE_THREAD = 0x00010000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 """Offsets in `struct seccomp_data`."""
-# Number of the architecture; system calls that are denied; clone, clone3; those that may only name this process.
+# Number of the architecture; system calls that are denied; clone, clone3; fcntl; those that may only name this process.
 X86_64 = (
     0xC000003E,
-    # fork vfork execve execveat socket socketpair ptrace unshare setns io_uring_setup process_vm_readv, _writev
-    # pidfd_send_signal pidfd_open rt_sigqueueinfo rt_tgsigqueueinfo tkill mount bpf
-    (57, 58, 59, 322, 41, 53, 101, 272, 308, 425, 310, 311, 424, 434, 129, 297, 200, 165, 321),
+    (
+        # start or become a process, watch, signal or disturb one: fork vfork execve execveat ptrace process_vm_readv,
+        # _writev pidfd_open pidfd_send_signal pidfd_getfd rt_sigqueueinfo rt_tgsigqueueinfo tkill kcmp migrate_pages
+        # move_pages process_madvise process_mrelease setpriority ioprio_set perf_event_open userfaultfd
+        *(57, 58, 59, 322, 101, 310, 311, 434, 424, 438, 129, 297, 200, 312, 256, 279, 440, 448, 141, 251, 298, 323),
+        # connections, and what other calls can be made through: socket socketpair io_uring_setup bpf
+        *(41, 53, 425, 321),
+        # memory that stays, or that no limit counts: memfd_create memfd_secret shmget shmat shmctl semget semop semctl
+        # semtimedop msgget msgsnd msgrcv msgctl mq_open add_key request_key keyctl
+        *(319, 447, 29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 248, 249, 250),
+        # rights and times of files, which Landlock lets be: chmod fchmod fchmodat fchmodat2 chown fchown lchown
+        # fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr utime utimes futimesat utimensat
+        *(90, 91, 268, 452, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280),
+        # the machine: unshare setns mount umount2 pivot_root chroot open_by_handle_at swapon swapoff reboot
+        # settimeofday clock_settime sethostname
+        *(272, 308, 165, 166, 155, 161, 304, 167, 168, 169, 164, 227, 170),
+    ),
     (56, 435),
-    (62, 234),  # kill tgkill
+    72,
+    # kill tgkill prlimit64 setpgid sched_setparam sched_setscheduler sched_setaffinity sched_setattr
+    (62, 234, 302, 109, 142, 144, 203, 314),
 )
 AARCH64 = (
     0xC00000B7,
-    (221, 281, 198, 199, 117, 97, 268, 425, 270, 271, 424, 434, 138, 240, 130, 40, 280),
+    (
+        *(221, 281, 117, 270, 271, 434, 424, 438, 138, 240, 130, 272, 238, 239, 440, 448, 140, 30, 241, 282),
+        *(198, 199, 425, 280),
+        *(279, 447, 194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 217, 218, 219),
+        *(52, 53, 452, 55, 54, 5, 6, 7, 14, 15, 16, 88),
+        *(97, 268, 40, 39, 41, 51, 265, 224, 225, 142, 170, 112, 161),
+    ),
     (220, 435),
-    (129, 131),
+    25,
+    (129, 131, 261, 154, 118, 119, 122, 274),
 )
+OWNER_COMMANDS = (8, 10, 15, 1024, 1026)
+"""Commands of fcntl that make the kernel signal whoever they name, when a file changes: F_SETOWN, F_SETSIG,
+F_SETOWN_EX, F_SETLEASE, F_NOTIFY."""
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+SCOPES = 0b11
+"""Abstract Unix sockets and signals: neither reaches a process outside."""
+CONFINED = "confined"
 READ, FILE_RIGHTS = 0b1101, 0b111 | 1 << 14
 """Execute, read a file, read a folder; and the rights that a single file can have."""
 READABLE = ("/usr", "/lib", "/lib64", "/etc/localtime", "/proc/cpuinfo", "/sys/devices/system/cpu")
@@ -48,7 +77,7 @@ WRITABLE = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def main() -> None:
-    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    out = os.fdopen(int(sys.argv[1]), "w", buffering=1, encoding="utf-8")
     request = json.load(sys.stdin)
     shown: list[str] = []
     try:
@@ -57,8 +86,9 @@ def main() -> None:
         _restrict_files(os.getcwd())
         _filter_system_calls()
     except OSError as error:
-        json.dump({"unconfined": f"the process cannot be confined ({error})"}, out)
+        print(f"the process cannot be confined ({error})", file=out)
         return
+    print(CONFINED, file=out)  # the program can write there, too: only what comes before it is ours
 
     def show(image) -> None:  # type: ignore[no-untyped-def]
         """Show an image: PIL's, encoded bytes, an array, or a figure of matplotlib."""
@@ -124,7 +154,7 @@ def _restrict_files(folder: str) -> None:
     if version < 1:
         return
     rights = (1 << (13 if version == 1 else 14 if version == 2 else 15)) - 1
-    handled = struct.pack("Q", rights)
+    handled = struct.pack("QQQ", rights, 0b11, SCOPES) if version >= 6 else struct.pack("Q", rights)  # no TCP either
     rules = _checked(libc.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0))
     readable = {*sys.path, sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *READABLE}
     allowed = [(path, READ) for path in readable] + [(path, rights & FILE_RIGHTS) for path in WRITABLE]
@@ -142,11 +172,11 @@ def _restrict_files(folder: str) -> None:
 
 
 def _filter_system_calls() -> None:
-    """A seccomp filter: what starts or signals a process, or opens a socket, fails with EPERM. Threads may be made."""
+    """A seccomp filter: what reaches beyond this process, or outlives it, fails with EPERM. Threads may be made."""
     tables = {"x86_64": X86_64, "aarch64": AARCH64}
     if platform.machine() not in tables:
         raise OSError(errno.ENOSYS, f"no filter of system calls is written for {platform.machine()}")
-    architecture, denied, (clone, clone3), own_only = tables[platform.machine()]
+    architecture, denied, (clone, clone3), fcntl, own_only = tables[platform.machine()]
     refuse = (RETURN, 0, 0, DENY | errno.EPERM)
     program = [(LOAD, 0, 0, ARCHITECTURE_AT), (JUMP_EQUAL, 1, 0, architecture), refuse, (LOAD, 0, 0, NUMBER_AT)]
     program += [(JUMP_AT_LEAST, 0, 1, 0x40000000), refuse]  # x32
@@ -155,9 +185,13 @@ def _filter_system_calls() -> None:
     program += [(JUMP_EQUAL, 0, 1, clone3), (RETURN, 0, 0, DENY | errno.ENOSYS)]  # the C library then uses clone
     program += [(JUMP_EQUAL, 0, 4, clone), (LOAD, 0, 0, ARGUMENT_AT), (JUMP_ANY_BIT, 1, 0, CLONE_THREAD), refuse]
     program += [(RETURN, 0, 0, ALLOW)]
-    for number in own_only:
-        program += [(JUMP_EQUAL, 0, 4, number), (LOAD, 0, 0, ARGUMENT_AT), (JUMP_EQUAL, 1, 0, os.getpid()), refuse]
-        program += [(RETURN, 0, 0, ALLOW)]
+    commands = len(OWNER_COMMANDS)
+    program += [(JUMP_EQUAL, 0, commands + 3, fcntl), (LOAD, 0, 0, ARGUMENT_AT + 8)]
+    program += [(JUMP_EQUAL, commands - place, 0, command) for place, command in enumerate(OWNER_COMMANDS)]
+    program += [(RETURN, 0, 0, ALLOW), refuse]
+    for number in own_only:  # 0 is this process, too
+        program += [(JUMP_EQUAL, 0, 5, number), (LOAD, 0, 0, ARGUMENT_AT), (JUMP_EQUAL, 2, 0, 0)]
+        program += [(JUMP_EQUAL, 1, 0, os.getpid()), refuse, (RETURN, 0, 0, ALLOW)]
     program += [(RETURN, 0, 0, ALLOW)]
     packed = b"".join(struct.pack("HBBI", *step) for step in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
