@@ -11,7 +11,7 @@ from itertools import chain
 
 from asyncrl.config.explain import method_line, schedule_notes, secret_notes
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.policy_export import finish_export
@@ -34,6 +34,7 @@ from learner.loop.resume import (
     input_settings,
     lasting_settings,
     open_journal,
+    settle_day,
     sign_journal,
     update_settings,
 )
@@ -86,6 +87,7 @@ class Learner:
             self._accepts_changes = accept_changes
             self._was_finished = is_finished(config.run_path)
             self.processor = prompt_processor(config.model, config.environment)
+            self.config = config = changed(config, settle_day(config.model, self.processor, start.journal))
             self._lease = self._take_lease(start)
             divided = config.learner.is_divided
             self._leader = (
@@ -134,6 +136,7 @@ class Learner:
             checkpoint=str(start.checkpoint or ""),
             model_path=str(start.model_path or ""),
             num_rows=self.writer.num_train_rows,
+            template_date=self.config.model.template_date,
         )
 
     def _open(self, start: StartingPoint) -> None:
@@ -195,7 +198,11 @@ class Learner:
             write_ticket=self.writer.write,
             publication=self.publication,
             facts=ModelFacts(
-                self.training.architecture, self.processor.fingerprint, self.engine.facts.vocabulary, self.training.base
+                self.training.architecture,
+                self.processor.fingerprint,
+                self.engine.facts.vocabulary,
+                self.training.base,
+                config.model.template_date,
             ),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,

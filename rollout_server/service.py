@@ -156,6 +156,7 @@ class RolloutServer:
             if welcome is None:
                 ended = "finished"
                 return
+            self.processor.template.day = welcome.template_date or self.processor.template.day
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self.receiver = WeightReceiver(

@@ -7,6 +7,7 @@ The text below a field is also its line in `asyncrl config-reference`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from datetime import date
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_origin
 
@@ -90,6 +91,9 @@ class ModelConfig(Section):
     max_pixels: int = Field(default=0, ge=0)
     """Pixels that a larger image is reduced to; 0 is what the model folder says. Each (2 × patch size)² of them are a
     token."""
+    template_date: str = ""
+    """Day, as YYYY-MM-DD, that a chat template takes for today; empty: the day on which the run begins, which its
+    config.yaml then says. Rollout servers take the learner's."""
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -102,6 +106,14 @@ class ModelConfig(Section):
         """`min_pixels` and `max_pixels`, where they are set."""
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return {name: pixels for name, pixels in limits.items() if pixels}
+
+    @field_validator("template_date")
+    @classmethod
+    def _is_a_day(cls, day: str) -> str:
+        try:
+            return day and date.fromisoformat(day).isoformat()
+        except ValueError:
+            raise ValueError(f"{day!r} is no day: expected YYYY-MM-DD, such as 2026-01-31") from None
 
     @model_validator(mode="after")
     def _vision_tower_is_free(self) -> ModelConfig:

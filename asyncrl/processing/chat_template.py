@@ -16,7 +16,7 @@ class ChatTemplate:
     """The template of a transformers processor, or of a tokenizer for models that read text only."""
 
     def __init__(self, processor: Any, day: str = ""):
-        """`day`: YYYY-MM-DD, today for a template that asks; empty: the day of this call. It is 0:00 all day."""
+        """`day`: YYYY-MM-DD, today for a template that asks, at 0:00; empty: the day of this call."""
         self._processor = processor
         self._reads_parts = getattr(processor, "image_processor", None) is not None
         self.source: str | dict[str, str] = (
@@ -25,16 +25,21 @@ class ChatTemplate:
         self.writes_date = _CLOCK in str(self.source)
         """Whether prompts depend on the day."""
         self.day = day or date.today().isoformat()
+        """A run sets its own before it makes prompts (`learner/loop/resume.py`), a server its learner's."""
 
     def render(self, messages: Rendered, *, tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
         """Text of the messages, with the tools in the template's own list."""
         if tools:
             options["tools"] = tools
-        if self.writes_date:  # transformers warns of a variable that a template does not read
+        apply = self._processor.apply_chat_template
+        if self.writes_date:
             options[_CLOCK] = partial(datetime.strftime, datetime.fromisoformat(self.day))
+            if self._reads_parts:  # it warns of a clock in each call; its tokenizer renders the same
+                apply = self._processor.tokenizer.apply_chat_template
+                options["chat_template"] = self.source if isinstance(self.source, str) else self.source["default"]
         if not self._reads_parts:  # text-only templates expect plain strings
             messages = [
                 m if m["content"] is None else {**m, "content": "".join(part["text"] for part in m["content"])}
                 for m in messages
             ]
-        return self._processor.apply_chat_template(messages, tokenize=False, **options)
+        return apply(messages, tokenize=False, **options)

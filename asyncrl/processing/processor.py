@@ -87,7 +87,7 @@ class PromptProcessor:
         limit_pixels(self.processor, config)
         self._pixel_limits = config.pixel_limits
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
-        self.template = ChatTemplate(self.processor)
+        self.template = ChatTemplate(self.processor, config.template_date)
         self._folder = folder
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
         self.family: str = hf_config.model_type

@@ -39,7 +39,7 @@ from asyncrl.service_entry import StartMode, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
-from learner.loop.resume import refuse_taken
+from learner.loop.resume import refuse_taken, settle_day
 from learner.loop.trainer import check_room, with_token_budget
 from learner.ranks.commands import RankCommand
 from learner.ranks.group import ALONE, Ranks
@@ -144,8 +144,8 @@ class SupervisedRun:
     """A supervised run on rank 0: rows, trainer and recorder, and one optimiser step after the other."""
 
     def __init__(self, config: RunConfig, leader: Leader | None = None):
-        self.config = config
         self.processor = prompt_processor(config.model, config.environment, cache_mib=CACHE_MIB)
+        self.config = config = changed(config, settle_day(config.model, self.processor))
         self.rows = PromptRows(
             open_train(config.data, "sft"),
             config.data,
@@ -158,7 +158,7 @@ class SupervisedRun:
         self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
-        ranks = leader.begin(steps=self.steps) if leader else ALONE
+        ranks = leader.begin(steps=self.steps, template_date=config.model.template_date) if leader else ALONE
         self.trainer = SupervisedTrainer(config, self.processor, self.steps, ranks)
         self.recorder = RunRecorder(
             config.run_path,
@@ -257,7 +257,7 @@ def main(config: RunConfig, start: StartMode) -> None:
         )
         run = SupervisedRun(config, leader)
         held.accept()
-        save_config(config.run_path, dump_config(config))
+        save_config(config.run_path, dump_config(run.config))
         resources.callback(run.recorder.close)
         run.run()
 

@@ -71,6 +71,7 @@ def _follow(config: RunConfig, begin: Begin, environment: RankVariables, store: 
     command = commands.take()
     if command.kind == "end":
         return
+    processor.template.day = command.values["template_date"] or processor.template.day
     if config.trainer.mode == "sync":
         tenure = read_tenure(config.run_path)
         assert tenure is not None, "rank 0 takes the device before it gives commands"

@@ -20,7 +20,7 @@ from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import PARTS, component_name
+from asyncrl.config.sections import PARTS, ModelConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
@@ -48,6 +48,7 @@ FREE = ("reference.offload",)
 FIXED = ("algorithm.updates_per_batch", "learner.optimizer")
 """Settings among these that may not: the learning rate is scheduled by the number of updates, and a checkpoint has the
 moments of one optimiser."""
+DATE = "model.template_date"
 TOOLS = "tools that prompts tell of"
 """The recorded setting that has them as JSON, for a replay, which runs no environment."""
 SAMPLED_BY = (PROMPTS, "data.max_response_length")
@@ -124,6 +125,17 @@ def _newest_whole(run_path: Path, damages: list[DamagedCheckpoint]) -> tuple[Pat
     if damages:
         raise damages[0]
     return None, None
+
+
+def settle_day(config: ModelConfig, processor: PromptProcessor, journal: Journal | None = None) -> dict[str, str]:
+    """Let the processor take one day for today in all prompts of a run: the configured one, else the one that the
+    journal has recorded, else today. Returns the setting for the configuration; none where no template writes a day."""
+    template = processor.template
+    if not template.writes_date:
+        return {}
+    recorded = json.loads((journal and journal.meta("settings")) or "{}").get(DATE)
+    template.day = config.template_date or recorded or template.day
+    return {DATE: template.day}
 
 
 def open_journal(run_path: Path, durability: Durability, resources: ExitStack, saved_step: int = 0) -> Journal:
@@ -325,6 +337,8 @@ def lasting_settings(
         USABLE: fingerprints[USABLE],
         "fingerprint of processor and chat template": processor.fingerprint,
     }
+    if processor.template.writes_date:
+        settings[DATE] = processor.template.day
     hooks = tuple(f"algorithm.{name}." for name in chosen_hooks("ticket_hook", config.algorithm))
     settings |= {key: attrgetter(key)(config) for key in all_keys() if hooks and key.startswith(hooks)}
     if "target" in config.algorithm.needs:

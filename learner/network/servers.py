@@ -54,6 +54,8 @@ class ModelFacts:
     vocabulary: int
     base_fingerprint: str = ""
     """Fingerprint of the base weights' content where only adapters travel."""
+    template_date: str = ""
+    """Day of the run's prompts where its chat template writes one. Servers take it over."""
 
 
 @dataclass
@@ -192,6 +194,7 @@ class Servers:
             heartbeat_s=self._network.heartbeat_s,
             timeout_s=self._network.timeout_s,
             device=self._device(),
+            template_date=self._facts.template_date,
         )
 
     # --- messages and heartbeats --------------------------------------------------------------------

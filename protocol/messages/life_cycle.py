@@ -12,6 +12,7 @@ from protocol.messages.wire import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Count,
+    Day,
     Fingerprint,
     Many,
     PeerId,
@@ -71,6 +72,8 @@ class Welcome(Wire):
     timeout_s: float = Field(gt=0)
     device: DeviceSource | None = None
     """None: there is no device channel from this learner, only `shm` and `zmq`."""
+    template_date: Day = ""
+    """Day that chat templates of this run take for today; empty: this one's asks for none."""
 
 
 class Refusal(Wire):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from enum import IntEnum, StrEnum
 from typing import Annotated, TypeVar
 
@@ -58,6 +59,8 @@ def printable(text: str, longest: int = LONGEST_TEXT) -> str:
 
 Text = Annotated[str, AfterValidator(printable)]
 """A sentence for people, kept short and on one line: it ends up in the other side's log."""
+Day = Annotated[str, AfterValidator(lambda day: day and date.fromisoformat(day).isoformat())]
+"""YYYY-MM-DD, or empty."""
 PeerId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$")]
 """A name in logs and metrics: no spaces, no control characters."""
 Fingerprint = Annotated[str, Field(max_length=200)]

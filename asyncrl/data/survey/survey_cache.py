@@ -77,6 +77,7 @@ class SurveyCache:
             "settings": config.model_dump(mode="json", exclude=left_out),
             "template": template,
             "processor": [processor.fingerprint, processor.family, processor.placeholder_ids, processor.sees_images],
+            "day": processor.template.day if processor.template.writes_date else "",
             "versions": [version(name) for name in ("transformers", "tokenizers", "pillow")],
             "targets": checked,
             "message": max_message_mib,
