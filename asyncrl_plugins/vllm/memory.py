@@ -10,6 +10,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.lines import (
+    CONTEXT_BYTES,
     WORKING,
     EngineMemory,
     MemoryItem,
@@ -29,7 +30,8 @@ GRAPHS_BYTES, GRAPHS_LEFT_BYTES = 2 * GIB, GIB // 2
 OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
 """Argument of vLLM, on in sync mode unless rollout.engine_args say otherwise: graphs sleep in host memory, too."""
 STEP_TOKENS = 8192
-"""vLLM's own default of max_num_batched_tokens on a GPU."""
+"""Prompt and image tokens of one step on a GPU, unless rollout.engine_args have max_num_batched_tokens."""
+KV_CACHE = "KV cache"
 
 
 def _lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[MemoryItem]:
@@ -44,15 +46,31 @@ def _lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Memory
         held += f", linear layers in {rollout.quantization}"
         weights -= implementation(precision.held_by["vllm"]["saved_bytes"])(skeleton(config.model))
     tokens = config.data.max_prompt_length + config.longest_completion
-    scheduled = int(rollout.engine_args.get("max_num_batched_tokens", STEP_TOKENS))
+    scheduled = step_tokens(config)
     prefill = math.ceil(scheduled / config.data.max_prompt_length) * model.prefill
     most = copies * max(prefill, sampling_bytes(model, config.rollout))
     why = f"one sequence of {tokens} tokens at least; vllm takes the rest of its share for more"
     yield MemoryItem("weights", copies * weights // parts, held + servers_text(copies))
-    yield MemoryItem("KV cache", copies * tokens * model.cache_per_token // parts, why)
+    yield MemoryItem(KV_CACHE, copies * tokens * model.cache_per_token // parts, why)
     yield MemoryItem(WORKING, most, f"a step of {scheduled} tokens")
     yield allocator(most)
     yield from _graphs(config, copies)
+
+
+def step_tokens(config: RunConfig) -> int:
+    """Most tokens of one step on a GPU, of prompts and, apart from these, of images: without chunks a whole prompt."""
+    given, rollout = config.rollout.engine_args, config.rollout
+    whole = (
+        0 if given.get("enable_chunked_prefill", True) else config.data.max_prompt_length + config.longest_completion
+    )
+    return int(given.get("max_num_batched_tokens", max(STEP_TOKENS, rollout.max_concurrent_sequences, whole)))
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Numbers of sequences for which vLLM captures a decode step, up to the most: steps of a half from 16 on, where its
+    own are of 8 and 16. Each is captured at every start."""
+    sizes = [1, 2, 4, 8, *(size for power in range(4, 14) for size in (1 << power, 3 << power - 1))]
+    return [*(size for size in sizes if size < most), most]
 
 
 def _graphs(config: RunConfig, copies: int = 1) -> list[MemoryItem]:
@@ -111,3 +129,23 @@ def memory_utilization(config: RunConfig, device_bytes: int) -> float:
             f"vLLM. Raise it, or use another device{' or rollout.weights_channel=shm' if arriving else ''}"
         )
     return share
+
+
+def cache_bytes(config: RunConfig, device_bytes: int) -> int:
+    """vLLM's `kv_cache_memory_bytes` where the learner has memory on the same GPU: its share without its context and
+    what the plan has for weights, a step and graphs.
+
+    Raises UserError where that is no room for one sequence.
+    """
+    lines = list(_lines(rehearse(config), config, 1))
+    share = math.floor(memory_utilization(config, device_bytes) * device_bytes)
+    room = share - CONTEXT_BYTES - sum(line.nbytes for line in lines if line.name != KV_CACHE)
+    needed = sum(line.nbytes for line in lines if line.name == KV_CACHE)
+    if room < needed:
+        raise UserError(
+            f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and vLLM has {share / GIB:.1f} GiB of it. "
+            f"Beside its weights, a step of {step_tokens(config)} tokens and its graphs {room / GIB:.2f} GiB are left "
+            f"for sequences, and one of the longest takes {needed / GIB:.2f}. Raise it, or set "
+            "rollout.engine_args={max_num_batched_tokens: 2048}"
+        )
+    return room

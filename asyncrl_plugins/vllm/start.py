@@ -19,6 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.lines import CONTEXT_BYTES
+from asyncrl.memory_plan.plan import device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import model_folder
 from asyncrl.models.loading import skeleton, torch_dtype
@@ -32,13 +33,14 @@ from asyncrl_plugins.vllm.engine_process import (
     OWNER_VARIABLE,
     import_modules,
 )
-from asyncrl_plugins.vllm.memory import OFFLOADS_GRAPHS, memory_utilization
+from asyncrl_plugins.vllm.memory import OFFLOADS_GRAPHS, cache_bytes, graph_sizes, memory_utilization, step_tokens
 from asyncrl_plugins.vllm.plugin import LARGEST_RANK
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 
 WORKER = "asyncrl_plugins.vllm.worker"
-"""The module that vLLM's processes import; this process need not."""
+"""The module that vLLM's workers import; this process, which may not touch their devices, must not."""
+BANNED_TOKENS = "asyncrl_plugins.vllm.banned_tokens:BannedTokens"
 CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
@@ -78,18 +80,25 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         # On the device vLLM normalises videos as images, whatever the video processor says.
         "mm_device_do_normalize": False,
         "worker_extension_cls": f"{WORKER}.WorkerExtension",
-        "logits_processors": [f"{WORKER}:BannedTokens"],
+        "logits_processors": [BANNED_TOKENS],
         "additional_config": {BANNED_KEY: banned},
         "use_tqdm_on_load": False,  # progress bars in a log
         "enable_log_requests": False,
         "disable_log_stats": False,
     }
     if cuda:
+        arguments["max_num_batched_tokens"] = step_tokens(config)  # vLLM's own number depends on who starts it
+        if not set(rollout.engine_args) & {"compilation_config", "enforce_eager"}:
+            arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_concurrent_sequences)
         if config.trainer.mode == "sync":  # else nobody sleeps, and vLLM's allocator for it only costs memory
             arguments |= {"enable_sleep_mode": True, OFFLOADS_GRAPHS: True}  # vLLM's CPU platform refuses both
         if config.gpu_memory.budget_gib:
             total = torch.cuda.get_device_properties(0).total_memory
-            arguments["gpu_memory_utilization"] = memory_utilization(settle_tokens(config)[0], total)
+            settled = settle_tokens(config)[0]
+            arguments["gpu_memory_utilization"] = memory_utilization(settled, total)
+            if device_sharing(settled) != "apart":
+                # vLLM would measure what its profiling pass takes, and ends where another process frees memory then.
+                arguments["kv_cache_memory_bytes"] = cache_bytes(settled, total)
         elif not set(rollout.engine_args) & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
             total = torch.cuda.get_device_properties(0).total_memory
             arguments["gpu_memory_utilization"] = share_beside_a_version(config, total)

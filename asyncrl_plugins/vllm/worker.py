@@ -1,8 +1,5 @@
-"""Extensions of vLLM's worker process, which imports this file by name: so it imports as little as possible.
-
-- `WeightTransfer`: new weights, from a file in shared memory or on this device already, as a backend of vLLM's
-  weight-transfer API;
-- `BannedTokens`: ids that can never be sampled.
+"""New weights in vLLM's worker process, from a file in shared memory or on this device already, as a backend of vLLM's
+weight-transfer API. The process imports this file by name: so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -28,16 +25,11 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
-    LogitsProcessor as LogitsProcessorV1,
-)
-from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
-    LogitsProcessor as LogitsProcessorV2,
-)
 
 from asyncrl.devices.device import free_caches
+from asyncrl.devices.host_copies import copy_into
 from asyncrl.plugins import implementation
-from asyncrl_plugins.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner, import_modules
+from asyncrl_plugins.vllm.engine_process import BACKEND, belong_to_owner, import_modules
 from rollout_server.engines.arrived_weights import ModelProcess
 
 # --- weights --------------------------------------------------------------------------------
@@ -82,22 +74,26 @@ class WeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightUpdate])
     def receive_weights(self, update_info: WeightUpdate) -> None:
         model: Any = self.model
 
+        tied: dict[str, list[torch.Tensor]] = {_layer_and_name(first): [] for first in self.__tied.values()}
+        """Tensors that are published once and have a further name here, by the end of the first one."""
+
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             mapped = mapped_tensors(update_info) if update_info.path else None
             found = implementation(update_info.staged)(self.process) if mapped is None else mapped
-            return ((known_name(model, name), tensor) for name, tensor in found)
+            for name, tensor in found:
+                there = on_device(tensor, self.process.device) if update_info.path else tensor
+                if (end := _layer_and_name(name)) in tied:
+                    tied[end].append(there)
+                yield known_name(model, name), there
 
         expected = {name for name, _ in model.named_parameters()}
-        # A GPU reads mapped memory slowly. vLLM keeps what it is given until it has a whole layer.
-        pins = self.process.device.type == "cuda" and bool(update_info.path)
-        loaded = set(model.load_weights((name, t.pin_memory() if pins else t) for name, t in tensors()))
+        loaded = set(model.load_weights(tensors()))
         for other, first in self.__tied.items():
-            # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
-            for name, tensor in tensors():
-                if name.endswith(_layer_and_name(first)):
-                    parameter = model.get_parameter(other)
-                    parameter.weight_loader(parameter, tensor)
-                    loaded.add(other)
+            # vLLM skips the further name, whose layer may keep a packed copy.
+            for tensor in tied[_layer_and_name(first)]:
+                parameter = model.get_parameter(other)
+                parameter.weight_loader(parameter, tensor)
+                loaded.add(other)
         missing = expected - loaded
         if missing:  # vLLM itself would keep the old values and only warn
             raise ValueError(f"the publication does not fill {len(missing)} parameters, such as {sorted(missing)[:3]}")
@@ -107,6 +103,19 @@ class WeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightUpdate])
 
     def shutdown(self) -> None:
         pass
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy of a mapped tensor through pinned memory that is kept; on a CPU the tensor itself.
+
+    A GPU reads mapped memory slowly, pinning each tensor anew takes longer than its copy, and vLLM, which keeps what it
+    is given until it has a whole layer, stands still meanwhile.
+    """
+    if device.type == "cpu":
+        return tensor
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    copy_into(made, tensor)
+    return made
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
@@ -147,37 +156,6 @@ def mapped_tensors(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
                 continue
             raw = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
             yield name, raw.view(getattr(torch, dtype)).reshape(shape)
-
-
-# --- sampling -------------------------------------------------------------------------------
-
-
-class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
-    """Minus infinity on the ids that must never be sampled, in every row, before anything else looks at the logits.
-
-    One class for both of vLLM's model runners: V1 on a CPU, V2 on CUDA. Each refuses a class that is not its own
-    interface's.
-
-    Not `logit_bias`, which vLLM clamps to -100: a policy that has learned a placeholder id could still sample it, and
-    its log-probs would not be those of the learner's distribution. Not `allowed_token_ids`, which V2 limits to 1,024;
-    nor `bad_words`, which V2 looks up by text.
-    """
-
-    def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool = False):
-        """`place`: V1 gives the device, V2 the state of its requests, which names it."""
-        banned = vllm_config.additional_config[BANNED_KEY]
-        device = place if isinstance(place, torch.device) else place.device
-        self.__banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
-
-    def is_argmax_invariant(self) -> bool:
-        return False  # greedy decoding must not choose one either
-
-    def update_state(self, batch_update: Any) -> None:
-        pass
-
-    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """[N, V] -> [N, V], in place. `ctx` is V2's layout of the batch: every row is treated alike."""
-        return logits.index_fill_(-1, self.__banned, float("-inf"))
 
 
 class WorkerExtension:
