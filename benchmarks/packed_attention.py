@@ -44,7 +44,7 @@ Attend = Callable[[Inputs], torch.Tensor]
 
 
 def _by(form: SharedAttention | SeparateAttention) -> Attend:
-    layout = SharedPrefixLayout(0, form)
+    layout = SharedPrefixLayout(0, 0, form)
     return lambda inputs: shared_prefix_attention(nn.Module(), *inputs, None, shared_prefix=layout)[0]
 
 

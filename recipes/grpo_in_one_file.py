@@ -161,7 +161,8 @@ class Run:
 
     def micro_batches(self, packed: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
         """One at a time, within the budget of tokens: each prompt once, then its completions."""
-        return map(self.trainer.pack, plan_micro_batches(packed, self.config.batch.microbatch_tokens))
+        tokens = self.trainer.tokens_at_once(self.config.batch.microbatch_tokens)
+        return map(self.trainer.pack, plan_micro_batches(packed, tokens))
 
 
 def advantages(rewards: Sequence[float]) -> torch.Tensor:

@@ -67,4 +67,7 @@ def _visible(group: Group, spans: Spans, device: torch.device) -> tuple[torch.Te
 def window_of(config: Any) -> int | None:
     """The window of a model's layers with sliding attention; None where its configuration has no such layers."""
     text = getattr(config, "text_config", None) or config
-    return text.sliding_window if "sliding_attention" in (getattr(text, "layer_types", None) or ()) else None
+    types = getattr(text, "layer_types", None)
+    if (types is not None and "sliding_attention" not in types) or not getattr(text, "use_sliding_window", True):
+        return None
+    return getattr(text, "sliding_window", None)

@@ -32,11 +32,21 @@ TOKEN_SCORES = 64
 """Scores of one head that take as long as a token's copies in the separate form, and as its merge in the shared one."""
 
 
+HARMLESS = ("position_ids", "cache_position")
+"""Arguments that families hand to every attention, and that packed groups have in their layout."""
+
+
+class UnpackableError(UserError):
+    """A model's attention has a part that packed groups have not: its rows are computed one at a time."""
+
+
 @dataclass(frozen=True)
 class SharedPrefixLayout:
     """Attention pattern of a packed sequence of T tokens, and the form in which it is computed."""
 
     num_tokens: int
+    longest_row: int
+    """Tokens of the longest prompt with one of its completions: no window of so many cuts anything."""
     form: SharedAttention | SeparateAttention | MaskedAttention
 
 
@@ -114,14 +124,16 @@ def make_layout(
 ) -> SharedPrefixLayout:
     """Layout of packed groups for a model of `dtype`, in the form that costs less on a CPU.
 
-    A model with a `window`, or with `spans` of prompts that see themselves in both directions, gets masks.
+    A model with a `window` that cuts a row, or with `spans` of prompts that see themselves in both directions, gets
+    masks.
 
     On a GPU (meta stands for one) it is shared where flash attention takes the dtype, which is the form with the fewest
     scores; without it, in float32, separate.
     """
     num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
-    if window is not None or (spans and any(spans)):
-        return SharedPrefixLayout(num_tokens, MaskedAttention(groups, device, window, spans))
+    longest = max((prompt + max(completions, default=0) for prompt, completions in groups), default=0)
+    if (window is not None and window < longest) or (spans and any(spans)):
+        return SharedPrefixLayout(num_tokens, longest, MaskedAttention(groups, device, window, spans))
     kernel: Kernel | None = None
     if device.type == "cpu":
         if shared_cost(groups) <= separate_cost(groups):
@@ -129,8 +141,8 @@ def make_layout(
     elif dtype in (torch.bfloat16, torch.float16):
         kernel = VarlenFlash()
     if kernel is None:
-        return SharedPrefixLayout(num_tokens, SeparateAttention(groups, device))
-    return SharedPrefixLayout(num_tokens, SharedAttention(groups, kernel, device))
+        return SharedPrefixLayout(num_tokens, longest, SeparateAttention(groups, device))
+    return SharedPrefixLayout(num_tokens, longest, SharedAttention(groups, kernel, device))
 
 
 def shared_cost(groups: Sequence[Group]) -> int:
@@ -160,12 +172,16 @@ def shared_prefix_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
+    is_causal: bool | None = None,
     shared_prefix: SharedPrefixLayout | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
-    assert shared_prefix is not None, "this model is prepared for packed groups: pass shared_prefix="
+    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+
+    Raises UnpackableError for what the layout does not say, such as sinks, caps on scores or a mask of the model's own.
+    """
+    if shared_prefix is None:
+        raise UnpackableError(f"{type(module).__name__} does not hand on the layout of packed groups")
     if dropout:
         raise UserError(
             f"this model's attention has dropout {dropout:g}: its log-probs would differ from the engine's. "
@@ -173,13 +189,21 @@ def shared_prefix_attention(
         )
     form = shared_prefix.form
     window = form.window if isinstance(form, MaskedAttention) else None
-    if softcap is not None or sliding_window not in (None, window):
-        raise UserError(
-            f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "
-            "does not support: its log-probs would be wrong. Use a model with full attention"
-        )
+    unknown = [
+        name for name, given in others.items() if name not in HARMLESS and given is not None and given is not False
+    ]
+    if attention_mask is not None and attention_mask.numel() > 1:  # one element hides nothing
+        unknown.append("attention_mask")
+    if is_causal is False:
+        unknown.append("is_causal=False")
+    if sliding_window not in (None, window) and sliding_window < shared_prefix.longest_row:
+        unknown.append(f"sliding_window={sliding_window}")
+    if unknown:
+        raise UnpackableError(f"the attention of {type(module).__name__} takes {', '.join(unknown)}")
     if isinstance(form, MaskedAttention):
-        return form(query, key, value, scaling, sliding=sliding_window is not None)[None], None
+        return form(query, key, value, scaling, sliding=sliding_window is not None and sliding_window == window)[
+            None
+        ], None
     return form(query, key, value, scaling)[None], None
 
 

@@ -17,7 +17,14 @@ from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.errors import UserError, did_you_mean
-from asyncrl.model_files.folder import check_same_inputs, check_weights, describe_folder, has_eyes, text_part
+from asyncrl.model_files.folder import (
+    check_same_inputs,
+    check_weights,
+    describe_folder,
+    has_eyes,
+    read_config,
+    text_part,
+)
 from asyncrl.rewards.spec import check_rewarded, check_rewards, hidden_columns
 from asyncrl.telemetry.tracker import check_trackers
 from asyncrl.user_functions import load, own_functions
@@ -26,6 +33,8 @@ Side = Literal["learner", "rollout_server"]
 
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Devices of NVIDIA's driver, on Linux and in WSL: without one there is no GPU, and torch need not be asked."""
+CHANGING_ROTARY = ("longrope", "su", "dynamic")
+"""Types of rotary positions whose frequencies follow from the longest row of a pass."""
 ROWS_LOOKED_AT = 64
 """Rows of each data source that are searched for images or videos."""
 
@@ -109,6 +118,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_algorithm(config.algorithm)
         for setting, model in config.other_models:
             check_same_inputs(config.model, model, setting)
+            check_rotary(config, model, read_config(model))
         check_data(config, described, config.purpose)
     if "rollout_server" in sides:
         check_rewards(config.reward)
@@ -160,6 +170,32 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
             f"{' or evaluation.limits.tokens' * bool(config.evaluation.limits.tokens)}), but the model "
             f"in {config.model.path} knows {positions} positions (max_position_embeddings). Lower one of the former"
         )
+    check_rotary(config, config.model, described)
+
+
+def check_rotary(config: RunConfig, model: ModelConfig, described: Mapping[str, Any]) -> None:
+    """Refuse rows over the length at which a model's rotary frequencies change: a long row would change its neighbours
+    in a pass, and a completion its own beginning."""
+    text = text_part(described)
+    longest = config.data.max_prompt_length + config.longest_completion
+    for rotary in _rotary_parts(text.get("rope_parameters") or text.get("rope_scaling") or {}):
+        kind = rotary.get("rope_type") or rotary.get("type")
+        if kind not in CHANGING_ROTARY:
+            continue
+        before = rotary.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        until = before if kind != "dynamic" and before else text.get("max_position_embeddings")
+        if isinstance(until, int) and longest > until:
+            raise UserError(
+                f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), and the "
+                f"rotary frequencies of the model in {model.path} ({kind}) are others in rows of more than {until}: a "
+                f"long row would change the log-probs of others. Lower both to {until} together, or use a model with "
+                "another rope_type"
+            )
+
+
+def _rotary_parts(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings, or those of each type of layer."""
+    return [described, *(part for part in described.values() if isinstance(part, Mapping))]
 
 
 def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:

@@ -19,7 +19,7 @@ import torch
 from asyncrl.attention import shared_prefix
 from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
-from asyncrl.attention.shared_prefix import SharedPrefixLayout, make_layout
+from asyncrl.attention.shared_prefix import SharedPrefixLayout, UnpackableError, make_layout
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.parts import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
@@ -115,6 +115,11 @@ def rehearse(config: RunConfig) -> ModelBytes:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
         reference, divided = _reference_bytes(config)
         return replace(_rehearse(config), critic=critic, reference=reference, divided_reference=divided)
+    except UnpackableError as problem:
+        raise NoPlanError(
+            f"memory cannot be planned for models of the family {described.get('model_type')} ({config.model.path}): "
+            f"their rows are computed one at a time ({problem}). Leave gpu_memory.budget_gib at 0"
+        ) from problem
     except UserError:
         raise
     except Exception as problem:

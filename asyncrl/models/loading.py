@@ -30,14 +30,15 @@ _IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of dtypes in safetensors."""
 ALIGNMENT_BYTES = 64
 """Alignment of torch's own memory on a CPU."""
-_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
-"""Configuration keys of dropout, except those of heads that are not loaded."""
+_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$|jitter)")
+"""Configuration keys of dropout and of a router's noise, except those of heads that are not loaded."""
 
 
 def load_model(
-    config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa", stays_mapped: bool = False
+    config: ModelConfig, *, device: torch.device, text_attention: str | None = None, stays_mapped: bool = False
 ) -> nn.Module:
-    """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`.
+    """The model of the folder with `text_attention` in its language part (None: torch's, or the family's own where it
+    takes no other), in `config.dtype` on `device`.
 
     `stays_mapped`: on a CPU, parameters that a file has in that dtype stay there until somebody reads them, and take no
     memory of this process's own: for a model whose parameters are copied into parts of it next. Raises UserError for a
@@ -79,7 +80,7 @@ def can_stay_mapped(config: ModelConfig, model: Any) -> bool:
     return set(found) == {_IN_FILES[torch_dtype(config)]} and len(found) <= len(model.state_dict())
 
 
-def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
+def skeleton(config: ModelConfig, *, text_attention: str | None = None) -> Any:
     """The folder's model without its weights, on torch's meta device."""
     kind, hf_config, options = _describe(config, text_attention)
     with torch.device("meta"):
@@ -102,13 +103,13 @@ def compute_head_in_float32(model: Any) -> None:
     head.forward = forward
 
 
-def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[str, Any]]:
+def _describe(config: ModelConfig, text_attention: str | None) -> tuple[Any, Any, dict[str, Any]]:
     """The transformers class for a folder, its configuration, and how to make the model."""
     remote = config.trust_remote_code
     hf_config = describe_model(model_folder(config), trust_remote_code=remote)
     if text_attention == SHARED_PREFIX_ATTENTION:
         refuse_dropout(hf_config, config)
-    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
+    attention = attention_of_parts(hf_config, text_attention)
     options = {"dtype": torch_dtype(config), "attn_implementation": attention, "trust_remote_code": remote}
     return model_class(hf_config), hf_config, options
 
@@ -123,6 +124,11 @@ def model_of_export(config: ModelConfig, folder: Path) -> ModelConfig:
         "%s was merged in %s, and model.dtype is %s: it is taken as it is", folder, record.dtype, config.dtype
     )
     return config.model_copy(update={"dtype": record.dtype})
+
+
+def attention_of_parts(hf_config: Any, text_attention: str | None) -> Any:
+    """transformers' `attn_implementation` for a model with `text_attention` in its language part."""
+    return {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -145,13 +151,15 @@ def _align(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
-    """Raise UserError if the model has dropout: training would compute it otherwise than generation does."""
+    """Raise UserError if the model has dropout, or noise: training would compute it otherwise than generation does."""
     described = hf_config.to_dict()
     found = [f"{name}={value:g}" for name, value in _settings(described) if _DROPOUT.search(name.rpartition(".")[2])]
     if found:
+        kind = "noise" if "jitter" in found[0] else "dropout"
         raise UserError(
-            f"the model in {config.path} is configured with dropout ({', '.join(found)}): its log-probs in training "
-            f"would differ from the engine's. Set {'it' if len(found) == 1 else 'them'} to 0 in its config.json"
+            f"the model in {config.path} is configured with {kind} ({', '.join(found)}): its log-probs in "
+            "training would differ from the engine's. Set "
+            f"{'it' if len(found) == 1 else 'them'} to 0 in its config.json"
         )
 
 

@@ -80,8 +80,6 @@ def read_score_head(head: torch.nn.Linear, config: ModelConfig) -> None:
 
 LOGITS_PER_CHUNK = 2**26
 """Tokens x vocabulary of one chunk: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
-SAME_LOGPROB = 1e-3
-"""Nats by which this head's log-probs and the model's own may differ."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """[N, D] -> [N, V]"""
@@ -220,17 +218,3 @@ def scaled_logits(model: Any, hidden: torch.Tensor, layer: Layer | None = None) 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """[T, D] of one packed sequence after the model's last layer and norm."""
     return model.base_model(**inputs, use_cache=False)[0][0]
-
-
-@torch.no_grad()
-def check_head(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Compare with the logits of the model's own forward; UserError for a family that computes them otherwise."""
-    theirs = torch.log_softmax(model(**inputs, use_cache=False).logits[0].float(), dim=-1)
-    ours = torch.log_softmax(scaled_logits(model, hidden_states(model, inputs)).float(), dim=-1)
-    difference = float((theirs - ours).abs().max())
-    if not difference <= SAME_LOGPROB:
-        raise UserError(
-            f"models of the family {model.config.model_type} compute their logits from the last hidden state in a way "
-            f"that training in chunks of tokens does not know: log-probs differ by {difference:.3g} nats. "
-            "Use a model of another family"
-        )

@@ -27,9 +27,18 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _check_inputs(config: RunConfig) -> None:
-    from asyncrl.checks.inputs import check_data, check_model, check_rewards, check_trackers, check_weights
+    from asyncrl.checks.inputs import (
+        check_data,
+        check_model,
+        check_rewards,
+        check_rotary,
+        check_trackers,
+        check_weights,
+    )
 
     check_trackers(config.telemetry)
-    check_data(config, check_model(config.model), "sft")
+    described = check_model(config.model)
+    check_rotary(config, config.model, described)
+    check_data(config, described, "sft")
     check_rewards(config.reward)
     check_weights(config.model)

@@ -54,7 +54,7 @@ def compare(
     """Compare groups that were sampled with the weights that the engine has now."""
     batch = make_batch(received, processor)
     learner = torch.full_like(batch.behaviour_logprobs, float("nan"))
-    for part in plan_micro_batches(batch.train_groups, tokens_per_microbatch):
+    for part in plan_micro_batches(batch.train_groups, engine.tokens_at_once(tokens_per_microbatch)):
         packed = engine.pack(part)
         index = batch.flat_index(packed.row, packed.column)
         learner[index] = engine.forward(packed, as_sampled=True).logprobs.float().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.attention import shared_prefix
+from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
 from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.service_sections import OptimConfig
@@ -22,17 +23,21 @@ from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter, write_adapter_folder
-from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, check_head, hidden_states
+from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
 from asyncrl.models.parts import freeze_parts
+from asyncrl.models.small_copy import family_of
 from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
-from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch, unpacked
+from learner.training.packing_check import packing_obstacle
 from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
+
+logger = logging.getLogger(__name__)
 
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
@@ -64,14 +69,16 @@ class TorchEngine:
         """Engines that sleep and wake with this one."""
         self.features: VisionFeatures | None = None
         """Cache of image features; None: they are computed in each pass."""
+        self.obstacle = ""
+        """Reason for which this model's groups cannot be packed: each row is then computed alone (packing_check.py)."""
 
     def prepare(self) -> None:
-        """Load the model and build the optimiser."""
-        shared_prefix.register()
+        """Load the model and build the optimiser. Raises UserError where its family cannot be trained."""
+        self._check_packing()
         model: Any = load_model(
             self._settings.model,
             device=self.sharding.load_device,
-            text_attention=shared_prefix.SHARED_PREFIX_ATTENTION,
+            text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self._settings.model).attention,
             stays_mapped=self.sharding.gathers,  # it is taken apart below
         )
         self._adapted: Any = None
@@ -87,6 +94,16 @@ class TorchEngine:
         self.sharding.shard(self.model)
         self._make_updates()
 
+    @property
+    def packs(self) -> bool:
+        return not self.obstacle
+
+    def _check_packing(self) -> None:
+        self.obstacle = packing_obstacle(self._settings.model)
+        if self.obstacle:
+            said = "each row of the %s is computed alone, which takes longer than packed groups: packed, %s"
+            logger.warning(said, self.role, self.obstacle)
+
     def _make_head(self) -> None:
         """Make what turns hidden states into this engine's outputs."""
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
@@ -98,7 +115,6 @@ class TorchEngine:
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
         )
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
-        check_head(self.model, self._fixed_micro_batch(self.sharding.load_device).inputs)
 
     def _make_updates(self) -> None:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -140,9 +156,14 @@ class TorchEngine:
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the model, with features in the place of pixels where features are kept."""
+        inputs = micro_batch.inputs if self.packs else unpacked(micro_batch)
         if self.features is None:
-            return micro_batch.inputs
-        return self.features.inputs(self.model, self.facts.frozen_vision, micro_batch.inputs)
+            return inputs
+        return self.features.inputs(self.model, self.facts.frozen_vision, inputs)
+
+    def tokens_at_once(self, tokens_per_microbatch: int) -> int:
+        """The budget of a micro-batch, or one that leaves each row alone where this model needs that."""
+        return tokens_per_microbatch if self.packs else 1
 
     def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
         """One micro-batch of these groups, on the device."""
@@ -152,7 +173,12 @@ class TorchEngine:
         return build_micro_batch(self.model, groups, self.device, self.facts.dtype, media_on=media_on)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a loss that is already divided by global counts."""
+        """Accumulate the gradient of a loss that is already divided by global counts.
+
+        A micro-batch of text has none where the language model is frozen: nothing that is trained has computed it.
+        """
+        if not loss.requires_grad:
+            return
         with _exact(self.device):
             self.updates.backward(loss)
 
@@ -298,12 +324,10 @@ class TorchEngine:
         """[T] fp32 log-probs of the fixed tokens, on the CPU."""
         return self.forward(self._fixed_micro_batch()).logprobs.float().cpu()
 
-    def _fixed_micro_batch(self, device: torch.device | None = None) -> MicroBatch:
+    def _fixed_micro_batch(self) -> MicroBatch:
         ids = self._fixed_tokens
         completion = PackedTrajectory(row=0, token_ids=ids, is_trained=np.ones(len(ids), bool))
-        return build_micro_batch(
-            self.model, [TrainGroup(EncodedPrompt.of_text(ids), (completion,))], device or self.device
-        )
+        return build_micro_batch(self.model, [TrainGroup(EncodedPrompt.of_text(ids), (completion,))], self.device)
 
 
 @contextmanager

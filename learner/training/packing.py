@@ -18,6 +18,7 @@ import torch
 
 from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.shared_prefix import make_layout
+from asyncrl.errors import UserError
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.image_grids import images_of
 from asyncrl.processing.model_inputs import media_inputs, positions_behind, prompt_positions
@@ -209,6 +210,23 @@ def build_micro_batch(
         column=torch.from_numpy(column[kept]),
         groups=tuple(groups),
     )
+
+
+def unpacked(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Arguments of a model that computes one row at a time with its own attention: without the layout, and without
+    positions that only count tokens, which not every family takes. Raises UserError where more than one row is trained.
+    """
+    rows = [c for group in micro_batch.groups for c in group.completions if c.is_trained.any()]
+    if len(rows) > 1 or any(len(row.segments) > 1 for row in rows):
+        raise UserError(
+            f"this model computes each row alone, and a trajectory or micro-batch has several: {len(rows)} completions "
+            f"of {sum(len(row.segments) for row in rows)} segments. Leave the history as it is (environment.history), "
+            "or use a model whose rows can be packed"
+        )
+    inputs = {name: value for name, value in micro_batch.inputs.items() if name != "shared_prefix"}
+    if inputs["position_ids"].ndim == 2:
+        del inputs["position_ids"]
+    return inputs
 
 
 def _packed(is_prompt: np.ndarray, prompts: np.ndarray, inputs: np.ndarray) -> torch.Tensor:

@@ -18,7 +18,7 @@ from learner.ranks.group import ALONE, Ranks
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
-from learner.training.rank_plan import RankWork, plan_shares
+from learner.training.rank_plan import RankWork, Share, plan_shares
 from learner.training.reference import Reference, WithoutAdapters
 from learner.training.sharded_files import Write
 
@@ -117,8 +117,14 @@ class Roles:
         """Build this rank's, one at a time: only one micro-batch's pixels are on the device."""
         return self.work.of(self._micro_batches(groups, tokens_per_microbatch))
 
+    def plan(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> list[list[Share]]:
+        """Every rank's micro-batches within the budget; of one row each where a model needs that."""
+        for role in (self.actor, self.critic, self.own_reference):
+            tokens_per_microbatch = role.tokens_at_once(tokens_per_microbatch) if role else tokens_per_microbatch
+        return plan_shares(groups, tokens_per_microbatch, self.ranks.size)
+
     def _micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
-        for shares in plan_shares(groups, tokens_per_microbatch, self.ranks.size):
+        for shares in self.plan(groups, tokens_per_microbatch):
             share = shares[self.ranks.rank]
             micro_batch = self.actor.pack(share.groups)
             yield replace(micro_batch, is_idle=True) if share.is_idle else micro_batch

@@ -20,7 +20,6 @@ from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import BadStateError, RestartError, UserError
 from asyncrl.telemetry.jsonl import write_atomically
 from learner.training.packing import TrainGroup
-from learner.training.rank_plan import plan_shares
 from learner.training.roles import Roles
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class TokenBudget:
         size = self._roles.ranks.size
 
         def plan(tokens: int) -> list[tuple[TrainGroup, ...]]:
-            return [share.groups for shares in plan_shares(groups, tokens, size) for share in shares]
+            return [share.groups for shares in self._roles.plan(groups, tokens) for share in shares]
 
         largest = max(sum(group.num_tokens for group in part) for part in plan(self.tokens))
         said = f"{where}: no memory for micro-batches of up to {largest} tokens ({problem})"

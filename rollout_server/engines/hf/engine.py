@@ -23,12 +23,14 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
+from asyncrl.models.small_copy import family_of
 from asyncrl.plugins import implementation
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.arrived_weights import ModelProcesses, ThisProcess
 from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, prefill
+from rollout_server.engines.hf.decode_check import check_decoding
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,10 @@ class HFEngine:
         self._loop.start()
 
     def _load(self) -> None:
-        self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
+        check_decoding(self._config.model)
+        attention = family_of(self._config.model).attention
+        model = load_model(self._config.model, device=self._device, text_attention=attention)
+        self._model: Any = model.eval().requires_grad_(False)
         if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.quantization):
             self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:

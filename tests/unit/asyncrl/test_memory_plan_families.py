@@ -15,7 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.memory_plan.plan import check_plan, make_plan
-from asyncrl.memory_plan.rehearsal import rehearse, train_pass
+from asyncrl.memory_plan.rehearsal import NoPlanError, rehearse, train_pass
 from asyncrl.models.loading import load_model, model_class
 
 MakeConfig = Callable[..., RunConfig]
@@ -140,8 +140,8 @@ def test_dropout_is_refused_with_its_keys_before_weights_are_loaded(make_config:
     assert rehearse(without).parameters == sum(p.numel() for p in random_model(without).parameters())
 
 
-def test_a_family_without_full_attention_is_refused_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"softcap=50.*Use a model with full attention"):
+def test_a_family_whose_rows_are_not_packed_has_no_plan(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(NoPlanError, match=r"family gemma2 .*rows are computed one at a time .*takes softcap"):
         make_plan(planned(make_config, tmp_path, transformers.Gemma2Config(**TEXT)))
 
 

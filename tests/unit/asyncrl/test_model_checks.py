@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.checks.inputs import check_inputs, check_media
+from asyncrl.checks.inputs import check_inputs, check_media, check_rotary
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
@@ -251,3 +251,30 @@ def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UserError, match=r"learner.device is cpu and rollout.device is auto: sync mode needs one"):
         check_inputs(config, "learner", "rollout_server")
+
+
+PHI3 = {"original_max_position_embeddings": 64, "max_position_embeddings": 4096}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+CHANGING: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_parameters": LONGROPE},
+    "longrope of a layer's type": {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {}}},
+    "su, as Phi 3 was published": {"rope_scaling": {"type": "su"}, **PHI3},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64},
+    "of a language model's part": {"text_config": {"rope_parameters": LONGROPE}},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_rows_that_would_change_each_others_rotary_frequencies_are_refused(make_config: MakeConfig, kind: str) -> None:
+    fitting = make_config(data={"max_prompt_length": 40, "max_response_length": 24})
+    longer = make_config(data={"max_prompt_length": 40, "max_response_length": 25})
+    check_rotary(fitting, fitting.model, CHANGING[kind])
+    with pytest.raises(UserError, match=r"65 tokens .* others in rows of more than 64: .*Lower both to 64"):
+        check_rotary(longer, longer.model, CHANGING[kind])
+
+
+def test_rotary_frequencies_that_never_change_are_no_obstacle(make_config: MakeConfig) -> None:
+    config = make_config()
+    for kind in ("default", "linear", "yarn", "llama3"):
+        parameters = {"rope_type": kind, "original_max_position_embeddings": 4}
+        check_rotary(config, config.model, {"rope_parameters": parameters, "max_position_embeddings": 4})

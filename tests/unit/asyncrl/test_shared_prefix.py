@@ -101,7 +101,7 @@ def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
     form: str, groups: Sequence[Group], width: int, key_heads: int
 ) -> None:
     mask = visible(groups)
-    layout = SharedPrefixLayout(len(mask), FORMS[form](groups))
+    layout = SharedPrefixLayout(len(mask), len(mask), FORMS[form](groups))
     torch.manual_seed(0)
     heads = (4, key_heads, key_heads)
     query, key, value = inputs = [2 * torch.randn(1, h, len(mask), width) for h in heads]
@@ -125,7 +125,7 @@ def test_in_bfloat16_it_is_as_near_to_exact_attention_as_torchs_own() -> None:
     wanted = F.scaled_dot_product_attention(*exact, attn_mask=mask).transpose(1, 2)
     direction = torch.randn_like(wanted).bfloat16()
     wanted_gradients = torch.autograd.grad(wanted, exact, direction.double())
-    layout = SharedPrefixLayout(len(mask), SharedAttention(groups, CpuFlash(), CPU))
+    layout = SharedPrefixLayout(len(mask), len(mask), SharedAttention(groups, CpuFlash(), CPU))
     for ours in (True, False):
         query, key, value = inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
         if ours:
@@ -155,7 +155,7 @@ def test_memory_is_linear_in_the_tokens(form: str) -> None:
     groups: Sequence[Group] = [(64, (300,) * 4)]
     query, key, value = inputs = [torch.randn(1, 2, 64 + 4 * 300, 8, requires_grad=True) for _ in range(3)]
     with Largest() as largest:
-        layout = SharedPrefixLayout(64 + 4 * 300, FORMS[form](groups))
+        layout = SharedPrefixLayout(64 + 4 * 300, 364, FORMS[form](groups))
         attended, _ = shared_prefix_attention(nn.Module(), query, key, value, None, shared_prefix=layout)
         torch.autograd.grad(attended.sum(), inputs)
     assert largest.elements <= 4 * (64 + 300) * 2 * 8

@@ -12,8 +12,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.parts import part_of
+from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
+from learner.training.roles import Roles
+from learner.training.step import LearnerStep
+from tests.rigs.made_up_batch import made_up_batch
 from tests.rigs.tiny_families import make_llava
+from tests.system.test_bad_input import image_rows, write_rows
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -58,6 +63,37 @@ def check_rates(make_config: MakeConfig, model: dict[str, Any]) -> None:
     assert rates == pytest.approx({"vision_tower": 1e-2, "connector": 0, "language_model": 1e-2}, rel=1e-3)
     with pytest.raises(UserError, match=r"nothing of the model .* with model.freeze_vision_tower, .*_connector, "):
         prepared(make_config, {**model, **dict.fromkeys(FREEZE, True)})
+
+
+@pytest.mark.parametrize(
+    ("frozen", "rows"),
+    [
+        (("language_model",), [0, 1, 2]),
+        (("language_model", "vision_tower"), [0, 1, 2]),
+        (("language_model", "connector"), [2, 0, 0]),
+        (("language_model",), [0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_text_rows_of_a_frozen_language_model_give_no_gradient_and_stop_nothing(
+    make_config: MakeConfig, tmp_path: Path, frozen: tuple[str, ...], rows: list[int]
+) -> None:
+    """Each row is a micro-batch of its own; what is trained moves where there is an image, and only then."""
+    given = image_rows(tmp_path, [(28, 28)] * 4)
+    config = make_config(
+        model=dict.fromkeys((f"freeze_{part}" for part in frozen), True),
+        data={**write_rows(tmp_path, [given[row] for row in rows]), "max_prompt_length": 200},
+        batch={"prompts_per_step": 3, "tokens_per_microbatch": 1},
+        learner={"vision_features_mib": 0},
+    )
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
+    engine.prepare()
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    metrics = LearnerStep(Roles(engine), config.step_settings)(made_up_batch(config, PromptProcessor(config.model)), 2)
+    moved = {part_of(n.split(".")) for n, p in engine.model.named_parameters() if not torch.equal(p, before[n])}
+    trained = {"vision_tower", "connector", "language_model"} - set(frozen)
+    assert moved == (trained if any(rows) else set())
+    assert (metrics["grad_norm"] > 0) == any(rows)
 
 
 def test_moments_of_other_groups_are_not_taken(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Check of a model's family at the start: packed groups have the log-probs that each row has alone.
+
+What a family computes beside causal attention to the tokens of a row (recurrences, convolutions, sinks, masks of its
+own) leaks over packed completions, or is lost. Two completions of one prompt and a row of another group are computed by
+a small copy of the model, packed, and each alone with transformers' plain attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, register
+from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.model_files.folder import describe_model, model_folder
+from asyncrl.models.loading import refuse_dropout
+from asyncrl.models.output_head import hidden_states, scaled_logits
+from asyncrl.models.small_copy import SAME_LOGPROB, SmallFamily, family_of, first_line
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_batch, unpacked
+
+ROWS = ((7, (9, 12)), (4, (6,)))
+"""Tokens of each group's prompt and of its completions."""
+
+
+def packing_obstacle(config: ModelConfig) -> str:
+    """What is wrong with packed groups of this family, for people; empty where nothing is.
+
+    Its rows then have to be computed one at a time. Raises UserError where not even that gives the log-probs of its own
+    forward pass.
+    """
+    described = describe_model(model_folder(config), trust_remote_code=config.trust_remote_code)
+    refuse_dropout(described, config)
+    return _obstacle(family_of(config), config.path)
+
+
+@cache
+def _obstacle(family: SmallFamily, path: str) -> str:
+    """`packing_obstacle`, once in a process."""
+    register()
+    groups = _groups()
+    rows = [[TrainGroup(group.prompt, (completion,))] for group in groups for completion in group.completions]
+    alone = _plain(family, rows)
+    packed = _compare(family, [groups], alone, packs=True)
+    if not packed:
+        return ""
+    if problem := _compare(family, rows, alone, packs=False):
+        raise UserError(
+            f"the model in {path} is of the family {family.name}, whose rows cannot be trained here: packed, "
+            f"{packed}; one at a time, {problem}. Use a model of another family"
+        )
+    return packed
+
+
+def _groups() -> list[TrainGroup]:
+    draw, row, groups = np.random.default_rng(0), 0, list[TrainGroup]()
+    for prompt, lengths in ROWS:
+        completions: list[PackedTrajectory] = []
+        for length in lengths:
+            ids = draw.integers(4, 100, length).astype(np.int32)
+            completions.append(PackedTrajectory(row, ids, np.ones(length, bool)))
+            row += 1
+        ids = draw.integers(4, 100, prompt).astype(np.int32)
+        groups.append(TrainGroup(EncodedPrompt.of_text(ids), tuple(completions)))
+    return groups
+
+
+@torch.no_grad()
+def _plain(family: SmallFamily, rows: Sequence[Sequence[TrainGroup]]) -> torch.Tensor:
+    """[N, V] log-probs of all trained tokens' distributions by the family's own forward, row by row."""
+    model = family.model("eager")
+    found: list[torch.Tensor] = []
+    for ((group,),) in zip(rows, strict=True):
+        (completion,) = group.completions
+        ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids[:-1]])).long()
+        found.append(model(input_ids=ids[None], use_cache=False).logits[0, len(group.prompt.token_ids) - 1 :])
+    return (torch.cat(found).float() / family.temperature).log_softmax(-1)
+
+
+@torch.no_grad()
+def _compare(family: SmallFamily, parts: Sequence[Sequence[TrainGroup]], alone: torch.Tensor, *, packs: bool) -> str:
+    """Compare the learner's log-probs of these micro-batches with those of each row alone. Empty where they agree."""
+    try:
+        model = family.model(SHARED_PREFIX_ATTENTION if packs else family.attention).train()
+        found: list[torch.Tensor] = []
+        for part in parts:
+            micro_batch = build_micro_batch(model, part, torch.device("cpu"))
+            inputs = micro_batch.inputs if packs else unpacked(micro_batch)
+            found.append(scaled_logits(model, hidden_states(model, inputs)[micro_batch.predict_from]))
+        ours = (torch.cat(found).float() / family.temperature).log_softmax(-1)
+        difference = float((ours - alone).abs().max())
+    except Exception as error:  # of the family's own code
+        return first_line(error)
+    if difference <= SAME_LOGPROB:
+        return ""
+    return f"log-probs differ by {difference:.3g} nats from those of each row alone"

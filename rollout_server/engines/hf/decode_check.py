@@ -1,0 +1,79 @@
+"""Check of a model's family at the start: the decode batch samples from the distributions that each row has alone.
+
+The batch keeps keys and values, and pads on the left. States of recurrences and convolutions, or a cache of a family's
+own, are neither. A small copy of the model decodes rows of unequal length, which join and leave; each sampled token's
+log-prob is compared with that of transformers' plain forward pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.models.small_copy import SAME_LOGPROB, SmallFamily, family_of, first_line
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from protocol.messages import Sampling
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
+
+PROMPTS = (13, 4, 8)
+"""Tokens of the prompts; the later ones join while the first one is decoded."""
+TOKENS = 10
+"""Sampled for each row at most."""
+
+
+def check_decoding(config: ModelConfig) -> None:
+    """Raise UserError for a family that this engine would sample wrongly."""
+    if found := _problem(family_of(config)):
+        raise UserError(
+            f"the hf engine cannot sample from the model in {config.path}: {found}. It keeps keys and values of causal "
+            "attention alone: set rollout.engine=vllm, or use a model of another family"
+        )
+
+
+@cache
+def _problem(family: SmallFamily) -> str:
+    """Find out, once in a process, how a family's decoding is wrong; empty where it is right."""
+    try:
+        rows = _decoded(family)
+    except Exception as error:  # of the family's own code
+        return f"its family {family.name} fails in a batch ({first_line(error)})"
+    model = family.model("eager")
+    difference = max(_difference(model, row) for row in rows)
+    if difference <= SAME_LOGPROB:
+        return ""
+    return (
+        f"log-probs of its family {family.name} in a batch differ by {difference:.3g} nats from those of each row alone"
+    )
+
+
+def _decoded(family: SmallFamily) -> list[DecodeRow]:
+    """Rows that were sampled together."""
+    batch = DecodeBatch(family.model(family.attention), (), torch.device("cpu"))
+    rows: list[DecodeRow] = []
+    for number, prompt in enumerate(PROMPTS):
+        ids = np.random.default_rng(number).integers(4, 100, prompt).astype(np.int32)
+        sampling = Sampling(temperature=family.temperature, max_new_tokens=TOKENS - number, stop_token_ids=())
+        request = GenerationRequest(number, EncodedPrompt.of_text(ids), 6, number, sampling)
+        batch.join(batch.prefill([request], 0))
+        rows = list(batch.rows)
+        batch.step(0)
+    batch.rebuild_cache()
+    while batch.rows:
+        batch.step(0)
+    return rows
+
+
+@torch.no_grad()
+def _difference(model: Any, row: DecodeRow) -> float:
+    """Largest difference between the row's log-probs and those of its tokens in one plain pass."""
+    prompt = row.request.prompt.token_ids
+    ids = torch.from_numpy(np.concatenate([prompt, row.token_ids[:-1]])).long()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 :].float()
+    logprobs = (logits / row.sampling.temperature).log_softmax(-1)
+    return float((logprobs[range(len(row.token_ids)), row.token_ids] - torch.tensor(row.logprobs)).abs().max())

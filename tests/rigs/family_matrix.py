@@ -1,0 +1,253 @@
+"""Every text family of transformers as a small folder, trained and sampled from, against its own plain forward pass.
+
+`python -m tests.rigs.family_matrix [FAMILY ...]` prints a line for each; `--write FILE` keeps the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from asyncrl.checks.inputs import check_rotary
+from asyncrl.config.part_settings import ModelSettings
+from asyncrl.config.sections import ModelConfig
+from asyncrl.config.service_sections import LearnerConfig, OptimConfig, RolloutConfig
+from asyncrl.demo.model import build_tokenizer
+from asyncrl.errors import UserError
+from asyncrl.model_files.folder import read_config
+from asyncrl.models.loading import load_model
+from asyncrl.models.small_copy import SmallFamily, family_of
+from asyncrl.processing.encoded_prompt import EncodedPrompt
+from learner.training.engine import TorchEngine
+from learner.training.packing import PackedTrajectory, TrainGroup
+from learner.training.roles import Roles
+from protocol.messages import Sampling
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_check import check_decoding
+
+SAME, SAME_GRADIENT = 1e-4, 1e-3
+"""Nats, and part of a gradient's norm, by which two ways to compute a row may differ."""
+CPU = torch.device("cpu")
+TEMPERATURE = 8.0
+"""Keeps distributions of the small models spread, so that each token's log-prob says something."""
+ROPE = {"rope_theta": 1e4}
+FACTORS = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2 (convolutions)": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
+    "lfm2_moe (convolutions)": ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
+    "mistral (window 6)": ("mistral", {"sliding_window": 6}),
+    "phi3 (window 6)": ("phi3", {"sliding_window": 6}),
+    "starcoder2 (window 6)": ("starcoder2", {"sliding_window": 6}),
+    "qwen2 (window 6)": (
+        "qwen2",
+        {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 4},
+    ),
+    "phi3 (longrope over 16 tokens)": (
+        "phi3",
+        {
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {**ROPE, "rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 16},
+        },
+    ),
+    "llama (dynamic over 16 tokens)": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "llama (yarn)": ("llama", {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}),
+}
+"""Settings that the defaults of a family have not: its type, and what is set."""
+
+
+def families() -> list[str]:
+    """All of transformers' causal language models, and KINDS."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return sorted({*NAMES, *KINDS})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Finding about one family."""
+
+    trains: str
+    """packed, alone, refused, not built, or WRONG."""
+    samples: str
+    """hf, refused, or WRONG."""
+    why: str = ""
+    """Reason of a refusal, or of rows alone."""
+
+
+def make_folder(family: str, folder: Path) -> Path:
+    """A folder with a small random model, a tokenizer and its template. Raises what the family's own code raises."""
+    kind, settings = KINDS.get(family, (family, {}))
+    given = folder / "given"
+    transformers.CONFIG_MAPPING[kind](**settings).save_pretrained(given)
+    tokenizer = build_tokenizer()
+    small = SmallFamily(ModelConfig(path=str(given)))
+    text = getattr(small.described, "text_config", None) or small.described
+    text.vocab_size = (len(tokenizer) + 63) // 64 * 64
+    for part in {id(part): part for part in (text, small.described)}.values():
+        part.eos_token_id, part.pad_token_id, part.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+        for name, value in settings.items():
+            if "window" in name or "rope" in name or "position" in name:
+                setattr(part, name, value)
+    model = small.model("eager")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def examine(family: str, folder: Path) -> Verdict:
+    """Train on and sample from a small model of the family, and compare."""
+    try:
+        path = make_folder(family, folder)
+    except Exception as error:  # of the family's own code, or of its configuration's
+        return Verdict("not built", "", _said(error))
+    config = ModelConfig(path=str(path), dtype="float32")
+    engine = TorchEngine(
+        ModelSettings(
+            config, LearnerConfig(device="cpu"), RolloutConfig(device="cpu", temperature=TEMPERATURE), folder, 0
+        ),
+        OptimConfig(),
+        1,
+    )
+    lengths: Any = SimpleNamespace(data=SimpleNamespace(max_prompt_length=12), longest_completion=28)
+    try:
+        check_rotary(lengths, config, read_config(config))
+        engine.prepare()
+    except UserError as refusal:
+        return Verdict("refused", "", _said(refusal))
+    plain: Any = load_model(config, device=CPU, text_attention="eager")
+    trains, why = _training(engine, plain)
+    plain.eval()
+    try:
+        check_decoding(config)
+    except UserError as refusal:
+        return Verdict(trains, "refused", why or _said(refusal))
+    samples, problem = _sampling(config, plain)
+    return Verdict(trains, samples, problem or why)
+
+
+def _groups(vocabulary: int) -> list[TrainGroup]:
+    """A group of three completions, one of them long, and one of two: no image among them."""
+    draw, row, groups = np.random.default_rng(1), 0, list[TrainGroup]()
+    for prompt, lengths in ((6, (5, 24, 9)), (11, (3, 7))):
+        completions: list[PackedTrajectory] = []
+        for length in lengths:
+            ids = draw.integers(10, vocabulary, length).astype(np.int32)
+            completions.append(PackedTrajectory(row, ids, np.ones(length, bool)))
+            row += 1
+        ids = draw.integers(10, vocabulary, prompt).astype(np.int32)
+        groups.append(TrainGroup(EncodedPrompt.of_text(ids), tuple(completions)))
+    return groups
+
+
+def _plain_logprobs(plain: Any, prompt: np.ndarray, completion: Sequence[int]) -> torch.Tensor:
+    """[T] of a completion, by one pass over its row."""
+    ids = torch.from_numpy(np.concatenate([prompt, np.asarray(completion)])).long()
+    logits = plain(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+    return (logits.float() / TEMPERATURE).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+
+
+def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
+    """Log-probs and gradients of the learner's micro-batches."""
+    groups = _groups(300)
+    alone = {c.row: _plain_logprobs(plain, g.prompt.token_ids, c.token_ids) for g in groups for c in g.completions}
+    weights = {
+        row: torch.randn(len(values), generator=torch.Generator().manual_seed(row)) for row, values in alone.items()
+    }
+    torch.stack([(weights[row] * values).sum() for row, values in alone.items()]).sum().backward()
+    wrong = ""
+    for micro_batch in Roles(engine).micro_batches(groups, 4096):
+        ours = engine.forward(micro_batch).logprobs
+        places = list(zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True))
+        theirs = torch.stack([alone[row][column] for row, column in places])
+        difference = float((ours - theirs).detach().abs().max())
+        if not difference <= SAME:
+            wrong = f"log-probs differ by {difference:.3g} nats"
+        engine.backward((ours * torch.stack([weights[row][column] for row, column in places])).sum())
+    wanted = dict(plain.named_parameters())
+    largest = max(float(p.grad.norm()) for p in wanted.values() if p.grad is not None)
+    for name, parameter in engine.model.named_parameters():
+        theirs = wanted[name].grad
+        if theirs is None or wrong:
+            continue
+        ours = torch.zeros_like(theirs) if parameter.grad is None else parameter.grad
+        difference = float((ours - theirs).norm()) / max(float(theirs.norm()), 1e-3 * largest)
+        if not difference <= SAME_GRADIENT:
+            wrong = f"the gradient of {name} differs by {difference:.3g} of its norm"
+    if wrong:
+        return "WRONG", wrong
+    return ("packed", "") if engine.packs else ("alone", engine.obstacle)
+
+
+@torch.no_grad()
+def _sampling(config: ModelConfig, plain: Any) -> tuple[str, str]:
+    """Log-probs of what the hf engine's batch samples."""
+    batch = DecodeBatch(load_model(config, device=CPU, text_attention=family_of(config).attention).eval(), (), CPU)
+    draw, rows = np.random.default_rng(2), []
+    for number, length in enumerate((13, 5)):
+        ids = draw.integers(10, 300, length).astype(np.int32)
+        sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=8, stop_token_ids=())
+        batch.join(batch.prefill([GenerationRequest(number, EncodedPrompt.of_text(ids), 2, number, sampling)], 0))
+        rows = list(batch.rows)
+        batch.step(0)
+    while batch.rows:
+        batch.step(0)
+    difference = max(
+        float(
+            (_plain_logprobs(plain, row.request.prompt.token_ids, row.token_ids) - torch.tensor(row.logprobs))
+            .abs()
+            .max()
+        )
+        for row in rows
+    )
+    return ("hf", "") if difference <= SAME else ("WRONG", f"the engine's log-probs differ by {difference:.3g} nats")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def table(verdicts: Mapping[str, Verdict]) -> str:
+    """Families of each verdict, as Markdown."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for family, verdict in verdicts.items():
+        rows.setdefault((verdict.trains, verdict.samples), []).append(family)
+    lines = ["| rows are trained | hf engine | families |", "|---|---|---|"]
+    for (trains, samples), names in sorted(rows.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {trains} ({len(names)}) | {samples or '-'} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args(list(arguments) if arguments is not None else None)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    verdicts: dict[str, Verdict] = {}
+    for family in given.families or families():
+        with tempfile.TemporaryDirectory() as folder:
+            verdicts[family] = verdict = examine(family, Path(folder))
+        print(f"{family:32} {verdict.trains:10} {verdict.samples:8} {verdict.why[:300]}", flush=True)
+    if given.write:
+        given.write.write_text(table(verdicts))
+
+
+if __name__ == "__main__":
+    main()

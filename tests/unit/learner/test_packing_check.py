@@ -1,0 +1,109 @@
+"""The check of a model's family at the start: groups are packed where that is exact, rows are alone elsewhere, or the
+family is refused by what was found."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import UserError
+from learner.training import packing_check
+from learner.training.packing_check import packing_obstacle
+from rollout_server.engines.hf.decode_check import check_decoding
+from tests.rigs.family_matrix import KINDS, examine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+}
+PACKED = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "granite": {"logits_scaling": 8.0},
+    "cohere": {},
+    "stablelm": {},
+}
+ALONE = {
+    "gpt_oss": (r"GptOssAttention takes s_aux", {}),
+    "gemma2": (r"takes softcap", {}),
+    "doge": (r"takes attention_mask", {}),
+    "bloom": (r"differ by \d", {}),
+    "falcon": (r"KeyError: 'asyncrl_shared_prefix'", {}),
+    "mamba2": (r"differ by \d", {}),
+    "jamba": (r"differ by \d", {}),
+}
+NOT_SAMPLED = {
+    "mamba2": "family mamba2 fails in a batch",
+    "jamba": "family jamba fails",
+    "doge": "family doge in a batch",
+}
+"""Families that the hf engine cannot sample from: states that it has no room for, a mask that looks at padding."""
+
+
+def folder_of(family: str, folder: Path, **settings: Any) -> ModelConfig:
+    """A folder with nothing but a configuration of the family's published size, but for `settings`."""
+    transformers.CONFIG_MAPPING[family](**settings).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_groups_of_plain_attention_are_packed(family: str, tmp_path: Path) -> None:
+    config = folder_of(family, tmp_path, **PACKED[family])
+    assert packing_obstacle(config) == ""
+    check_decoding(config)
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_what_packed_groups_have_not_is_found_and_rows_are_alone(family: str, tmp_path: Path) -> None:
+    said, settings = ALONE[family]
+    config = folder_of(family, tmp_path, **settings)
+    found = packing_obstacle(config)
+    assert re.search(said, found), found
+    if family in NOT_SAMPLED:
+        with pytest.raises(UserError, match=NOT_SAMPLED[family]):
+            check_decoding(config)
+    else:
+        check_decoding(config)
+
+
+def test_a_family_with_another_head_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = folder_of("llama", tmp_path, **SIZE)
+    scaled = packing_check.scaled_logits
+    monkeypatch.setattr(packing_check, "scaled_logits", lambda *given: 2 * scaled(*given))
+    with pytest.raises(UserError, match=r"family llama, .*one at a time, log-probs differ by \d"):
+        packing_obstacle(config)
+
+
+def test_a_routers_noise_is_refused_by_its_key(tmp_path: Path) -> None:
+    config = folder_of("phimoe", tmp_path)
+    with pytest.raises(UserError, match=r"noise \(router_jitter_noise=0.01\).* Set it to 0"):
+        packing_obstacle(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "samples"),
+    [
+        ("llama", "packed", "hf"),
+        ("mistral (window 6)", "packed", "hf"),
+        ("gpt_oss", "alone", "hf"),
+        ("lfm2 (convolutions)", "alone", "refused"),
+        ("qwen3_next", "alone", "refused"),
+        ("phi3 (longrope over 16 tokens)", "refused", ""),
+        ("doge", "alone", "refused"),
+    ],
+)
+def test_what_is_accepted_is_the_models_own(kind: str, trains: str, samples: str, tmp_path: Path) -> None:
+    """Log-probs and gradients of the learner, and log-probs of what the hf engine samples, against plain passes."""
+    assert kind in KINDS or "(" not in kind
+    found = examine(kind, tmp_path)
+    assert (found.trains, found.samples) == (trains, samples), found
