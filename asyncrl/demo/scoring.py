@@ -22,8 +22,16 @@ from asyncrl.data.survey.held_out import held_out_prompts
 from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_model, model_folder
-from asyncrl.models.loading import compute_head_in_float32, has_vision, model_class, model_of_export, torch_dtype
+from asyncrl.models.loading import (
+    attention_of_parts,
+    compute_head_in_float32,
+    has_vision,
+    model_class,
+    model_of_export,
+    torch_dtype,
+)
 from asyncrl.models.lora import is_adapter_folder, load_policy
+from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
@@ -131,7 +139,10 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
         model = load_policy(config.model, folder)
     else:
         exported = model_of_export(config.model, folder)
-        model = model_class(hf_config).from_pretrained(folder, dtype=torch_dtype(exported))
+        attention = family_of(config.model.model_copy(update={"path": str(folder)})).attention
+        model = model_class(hf_config).from_pretrained(
+            folder, dtype=torch_dtype(exported), attn_implementation=attention_of_parts(hf_config, attention)
+        )
         place_text_after_videos(model)
         if exported.float32_head:
             compute_head_in_float32(model)
@@ -182,10 +193,12 @@ def _generate(
     blobs = {digest: data for rendered in rows for digest, data in rendered.blobs.items()}
     arguments = media_arguments([rendered.prompt for rendered in rows], blobs) if vision else {}
     processor.tokenizer.padding_side = "left"
+    if processor.tokenizer.pad_token is None:  # any token: attention leaves padding out
+        processor.tokenizer.pad_token = processor.tokenizer.convert_ids_to_tokens(sampling["eos_token_id"][0])
     inputs = processor.processor(
         text=texts, padding=True, return_tensors="pt", add_special_tokens=False, **arguments
     ).to(model.device)
-    output = model.generate(**inputs, **sampling)
+    output = model.generate(**inputs, **sampling, pad_token_id=processor.tokenizer.pad_token_id)
     tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
     stops = torch.isin(completions, torch.tensor(sampling["eos_token_id"], device=completions.device))
     ended, before = stops.any(dim=1).tolist(), (stops.cumsum(dim=1) == 0).sum(dim=1).tolist()

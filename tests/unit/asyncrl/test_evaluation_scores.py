@@ -63,3 +63,21 @@ def test_a_completion_ends_at_every_stop_token_of_training(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(343))}))
     samples = module.complete_held_out(make_config(data={"max_val_rows": 2}), folder)
     assert [(sample.finish_reason, sample.num_tokens) for sample in samples] == [("stop", 1)] * 2
+
+
+@pytest.mark.parametrize("eos", ["kept", "missing"])
+def test_a_tokenizer_without_padding_scores_the_same(
+    make_config: Callable[..., RunConfig], tiny_model: Path, tmp_path: Path, eos: str
+) -> None:
+    """Prompts of unequal length are padded with any token, which attention leaves out; Llama 3 names none."""
+    config = make_config(data={"max_val_rows": 4, "max_response_length": 4})
+    wanted = [sample.completion for sample in module.complete_held_out(config, tiny_model)]
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        described = json.loads((folder / name).read_text())
+        dropped = ["pad_token", "pad_token_id", *(["eos_token"] if eos == "missing" else [])]
+        for part in (described, described.get("text_config", {})):
+            for key in dropped:
+                part.pop(key, None)
+        (folder / name).write_text(json.dumps(described))
+    assert [sample.completion for sample in module.complete_held_out(config, folder)] == wanted
