@@ -118,7 +118,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_algorithm(config.algorithm)
         for setting, model in config.other_models:
             check_same_inputs(config.model, model, setting)
-            check_rotary(config, model, read_config(model))
+            check_rotary(config.data.max_prompt_length + config.longest_completion, model, read_config(model))
         check_data(config, described, config.purpose)
     if "rollout_server" in sides:
         check_rewards(config.reward)
@@ -170,14 +170,13 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
             f"{' or evaluation.limits.tokens' * bool(config.evaluation.limits.tokens)}), but the model "
             f"in {config.model.path} knows {positions} positions (max_position_embeddings). Lower one of the former"
         )
-    check_rotary(config, config.model, described)
+    check_rotary(longest, config.model, described)
 
 
-def check_rotary(config: RunConfig, model: ModelConfig, described: Mapping[str, Any]) -> None:
-    """Refuse rows over the length at which a model's rotary frequencies change: a long row would change its neighbours
+def check_rotary(longest: int, model: ModelConfig, described: Mapping[str, Any]) -> None:
+    """Refuse rows of `longest` tokens over the length at which a model's rotary frequencies change: a long row would change its neighbours
     in a pass, and a completion its own beginning."""
     text = text_part(described)
-    longest = config.data.max_prompt_length + config.longest_completion
     for rotary in _rotary_parts(text.get("rope_parameters") or text.get("rope_scaling") or {}):
         kind = rotary.get("rope_type") or rotary.get("type")
         if kind not in CHANGING_ROTARY:

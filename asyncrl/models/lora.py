@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +74,12 @@ def resolve_adapter(config: ModelConfig) -> AdapterSpec | None:
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
     """Names in the order of the model."""
     output = model.get_output_embeddings()
-    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    layers = [name for name, m in model.named_modules() if _is_linear(m) and m is not output]
+    if not layers:
+        raise UserError(
+            f"model.lora.rank is {lora.rank}, and models of the family {model.config.model_type} have no linear layers "
+            "that could have adapters. Set model.lora.rank=0"
+        )
     allowed = layers if lora.vision_tower else [name for name in layers if part_of(name.split(".")) == "language_model"]
     wanted = lora.target_modules
     if wanted == "all-linear":
@@ -100,6 +106,11 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     return [name for name in allowed if name in chosen]
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """True for a linear layer that computes no more than that: routers choose experts in theirs."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def _last_parts(names: Collection[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
@@ -107,14 +118,39 @@ def _last_parts(names: Collection[str]) -> str:
 def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
     """Add an adapter to the model and freeze the rest; return PEFT's wrapper of it.
 
-    The adapter changes nothing yet; `seed` decides where its training begins.
+    The adapter changes nothing yet; `seed` decides where its training begins. Raises UserError for layers that PEFT
+    gives none in this family.
     """
     import_peft()
     from peft import get_peft_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
+        try:
+            return get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
+        except ValueError as problem:
+            raise UserError(
+                f"PEFT gives layers of the family {model.config.model_type} no adapter: {problem} Name others of "
+                f"{_last_parts(spec.target_modules)} in model.lora.target_modules"
+            ) from None
+
+
+def describe_adapter(model: nn.Module) -> str:
+    """Names and numbers of the layers that an adapter is on, and the largest part of the language model without one."""
+    adapted = Counter(
+        name.partition(".lora_")[0].replace(".base_layer", "").rpartition(".")[2]
+        for name, _ in model.named_parameters()
+        if ".lora_A." in name
+    )
+    bare: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 2 and ".lora_" not in name and part_of(name.split(".")) == "language_model":
+            bare[name.rpartition(".")[2]] += parameter.numel()
+    said = ", ".join(f"{name} ({count})" for name, count in sorted(adapted.items()))
+    fused = (
+        f". Fused weights of experts: {', '.join(sorted(bare))}, {'with' if adapted['experts'] else 'without'} adapters"
+    )
+    return said + (fused if bare else "")
 
 
 def write_adapter_folder(

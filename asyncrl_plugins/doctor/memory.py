@@ -26,6 +26,8 @@ from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, mak
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
 from asyncrl.models.generation_settings import check_generation_config
+from asyncrl.models.loading import skeleton
+from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.findings import Finding, Findings, problem
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
@@ -42,6 +44,7 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     check_engine(config)
     kind = described.get("model_type", "of no stated type")
     yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
+    yield from _family(config)
     if quantization := config.rollout.quantization:
         held = "held in 8 bits; vLLM has run so on a CPU, and is unproven on a GPU"
         if config.rollout.engine == "hf":
@@ -50,6 +53,24 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     if gpus := gpus_of_run(config.learner.device, config.rollout.device):
         yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
     return described
+
+
+def _family(config: RunConfig) -> Findings[None]:
+    """Compare what learner and hf engine make of the model's family with its own plain pass, in small."""
+    from learner.training.packing_check import packing_obstacle
+
+    for setting, model in (("model", config.model), *config.other_models):
+        if obstacle := packing_obstacle(model):
+            value = f"{setting}: groups cannot be packed ({obstacle})"
+            yield Finding("packing", value, "warning", "none is needed: each row is computed alone, which takes longer")
+    if config.rollout.engine == "hf":
+        from rollout_server.engines.hf.decode_check import check_decoding
+
+        check_decoding(config.model)
+    if adapter := resolve_adapter(config.model):
+        with_adapter = skeleton(config.model.model_copy(update={"dtype": "float32"}))
+        add_adapter(with_adapter, adapter)
+        yield Finding("adapter", describe_adapter(with_adapter))
 
 
 def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[MemoryPlan]:

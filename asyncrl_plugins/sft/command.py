@@ -38,7 +38,7 @@ def _check_inputs(config: RunConfig) -> None:
 
     check_trackers(config.telemetry)
     described = check_model(config.model)
-    check_rotary(config, config.model, described)
+    check_rotary(config.data.max_prompt_length + config.data.max_response_length, config.model, described)
     check_data(config, described, "sft")
     check_rewards(config.reward)
     check_weights(config.model)

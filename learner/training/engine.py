@@ -22,7 +22,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import add_adapter, resolve_adapter, write_adapter_folder
+from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.small_copy import family_of
@@ -84,6 +84,7 @@ class TorchEngine:
         self._adapted: Any = None
         if self.adapter is not None:
             self._adapted = add_adapter(model, self.adapter, seed=self._settings.seed)
+            logger.info("the adapter of the %s is on layers %s", self.role, describe_adapter(model))
         else:
             freeze_parts(model, self._settings.model)
         if self._settings.learner.gradient_checkpointing:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,12 @@ from rollout_server.engines.hf.decode_check import check_decoding
 SAME, SAME_GRADIENT = 1e-4, 1e-3
 """Nats, and part of a gradient's norm, by which two ways to compute a row may differ."""
 CPU = torch.device("cpu")
+LONGEST = 40
+"""Tokens of the longest row at most."""
 TEMPERATURE = 8.0
 """Keeps distributions of the small models spread, so that each token's log-prob says something."""
 ROPE = {"rope_theta": 1e4}
-FACTORS = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+FACTORS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2 (convolutions)": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
     "lfm2_moe (convolutions)": ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
@@ -124,9 +125,8 @@ def examine(family: str, folder: Path) -> Verdict:
         OptimConfig(),
         1,
     )
-    lengths: Any = SimpleNamespace(data=SimpleNamespace(max_prompt_length=12), longest_completion=28)
     try:
-        check_rotary(lengths, config, read_config(config))
+        check_rotary(LONGEST, config, read_config(config))
         engine.prepare()
     except UserError as refusal:
         return Verdict("refused", "", _said(refusal))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models import loading
-from asyncrl.models.lora import folder_fingerprint, resolve_adapter
+from asyncrl.models.lora import add_adapter, describe_adapter, folder_fingerprint, resolve_adapter
+from asyncrl.models.small_copy import family_of
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -142,3 +144,46 @@ def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model:
     prints = {folder_fingerprint(model(tiny_model, **lora)) for lora in kinds}
     prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model), dtype="float32")))
     assert len(prints) == len(kinds) + 1
+
+
+NO_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({"n_layer": 1}, r"family gpt2 have no linear layers .*Set model.lora.rank=0"),
+    "falcon_h1": (
+        {"num_hidden_layers": 1, "vocab_size": 64},
+        r"PEFT gives layers of the family falcon_h1 no .*out_proj",
+    ),
+    "nemotron_h": ({"vocab_size": 64}, r"PEFT gives layers of the family nemotron_h no .*out_proj.* Name others of "),
+}
+
+
+@pytest.mark.parametrize("family", NO_ADAPTERS)
+def test_families_that_no_adapter_fits_are_refused_by_what_was_found(family: str, tmp_path: Path) -> None:
+    from transformers import CONFIG_MAPPING
+
+    settings, said = NO_ADAPTERS[family]
+    CONFIG_MAPPING[family](**settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said):
+        folder_fingerprint(model(tmp_path))
+
+
+FUSED = {
+    "phimoe": r"k_proj \(1\), o_proj \(1\), q_proj \(1\), v_proj \(1\)\. Fused .* without adapters",
+    "qwen3_moe": r"k_proj \(1\), o_proj \(1\), .*\. Fused .* down_proj, gate_up_proj, without adapters",
+    "glm4_moe": r"experts \(2\), .*Fused weights of experts: down_proj, gate_up_proj, with adapters",
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_what_of_experts_is_adapted_is_said(family: str, tmp_path: Path) -> None:
+    """Routers, which are linear layers that choose, have no adapters, so that a pass computes."""
+    from transformers import CONFIG_MAPPING
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 64, "moe_intermediate_size": 16}
+    CONFIG_MAPPING[family](**sizes, **layers, pad_token_id=0).save_pretrained(tmp_path)
+    config = model(tmp_path)
+    adapter, made = resolve_adapter(config), family_of(config).model(None)
+    assert adapter is not None
+    add_adapter(made, adapter)
+    made(input_ids=torch.zeros((1, 3), dtype=torch.long))
+    assert re.search(FUSED[family], describe_adapter(made)), describe_adapter(made)

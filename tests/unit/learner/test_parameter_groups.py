@@ -83,13 +83,15 @@ def test_text_rows_of_a_frozen_language_model_give_no_gradient_and_stop_nothing(
     config = make_config(
         model=dict.fromkeys((f"freeze_{part}" for part in frozen), True),
         data={**write_rows(tmp_path, [given[row] for row in rows]), "max_prompt_length": 200},
-        batch={"prompts_per_step": 3, "tokens_per_microbatch": 1},
+        batch={"prompts_per_step": 3},
         learner={"vision_features_mib": 0},
     )
     engine = TorchEngine(config.model_settings, config.learner.optim, 1)
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-    metrics = LearnerStep(Roles(engine), config.step_settings)(made_up_batch(config, PromptProcessor(config.model)), 2)
+    step = LearnerStep(Roles(engine), config.step_settings)
+    step.budget.tokens = 1
+    metrics = step(made_up_batch(config, PromptProcessor(config.model)), 2)
     moved = {part_of(n.split(".")) for n, p in engine.model.named_parameters() if not torch.equal(p, before[n])}
     trained = {"vision_tower", "connector", "language_model"} - set(frozen)
     assert moved == (trained if any(rows) else set())
