@@ -174,8 +174,8 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 
 
 def check_rotary(longest: int, model: ModelConfig, described: Mapping[str, Any]) -> None:
-    """Refuse rows of `longest` tokens over the length at which a model's rotary frequencies change: a long row would change its neighbours
-    in a pass, and a completion its own beginning."""
+    """Refuse rows of `longest` tokens over the length at which a model's rotary frequencies change: a long row would
+    change its neighbours in a pass, and a completion its own beginning."""
     text = text_part(described)
     for rotary in _rotary_parts(text.get("rope_parameters") or text.get("rope_scaling") or {}):
         kind = rotary.get("rope_type") or rotary.get("type")

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_check import check_decoding
 
+HEADING = """# Families of transformers
+
+Small random models, every parameter redrawn, on a CPU in float32: the learner's log-probs and gradients, and log-probs
+of what the `hf` engine samples, against plain passes of each row alone.
+Made by `python -m tests.rigs.family_matrix --write docs/lab-log/families.md`. Settings in brackets differ from the
+family's defaults; families that are configured with dropout by default are refused by that.
+"""
 SAME, SAME_GRADIENT = 1e-4, 1e-3
 """Nats, and part of a gradient's norm, by which two ways to compute a row may differ."""
 CPU = torch.device("cpu")
@@ -246,7 +254,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
             verdicts[family] = verdict = examine(family, Path(folder))
         print(f"{family:32} {verdict.trains:10} {verdict.samples:8} {verdict.why[:300]}", flush=True)
     if given.write:
-        given.write.write_text(table(verdicts))
+        wrong = sum("WRONG" in (verdict.trains, verdict.samples) for verdict in verdicts.values())
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {date.today():%d %B %Y}"
+        given.write.write_text(
+            f"{HEADING}\n{versions}: {wrong} of {len(verdicts)} accepted and wrong.\n\n{table(verdicts)}"
+        )
 
 
 if __name__ == "__main__":
