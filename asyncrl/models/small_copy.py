@@ -32,7 +32,7 @@ VOCABULARY = 128
 SAME_LOGPROB = 1e-3
 """Nats by which log-probs of two ways to compute a row may differ, in float32."""
 MOST_PARAMETERS = 5 * 10**8
-"""Of a copy: drawing more takes seconds."""
+"""Limit of a copy: drawing more takes seconds."""
 WINDOW = 5
 """Tokens that a layer with a window sees in the copy, so that short rows are cut, too."""
 _SIZES = {

@@ -28,7 +28,7 @@ ROWS = ((7, (9, 12)), (4, (6,)))
 
 
 def packing_obstacle(config: ModelConfig) -> str:
-    """What is wrong with packed groups of this family, for people; empty where nothing is.
+    """Fault of packed groups of this family, for people; empty where there is none.
 
     Its rows then have to be computed one at a time. Raises UserError where not even that gives the log-probs of its own
     forward pass.
