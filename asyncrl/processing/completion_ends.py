@@ -39,17 +39,17 @@ def declared_ends(folder: Path, tokenizer: Any) -> list[int]:
     Of config.json only special tokens count: transformers writes the defaults of its classes there, such as 2, whatever
     that is in the tokenizer. Raises UserError for what is no id.
     """
-    config = read_json(folder / "config.json")
-    files = {
-        folder / "generation_config.json": read_json(folder / "generation_config.json", missing={}).get("eos_token_id"),
-        folder / "config.json": config.get("eos_token_id", text_part(config).get("eos_token_id")),
-    }
+    generation, config = folder / "generation_config.json", folder / "config.json"
+    described = read_json(config)
+    files = {generation: read_json(generation, missing={}).get("eos_token_id"), config: described.get("eos_token_id")}
+    if files[config] is None:
+        files[config] = text_part(described).get("eos_token_id")
     found: list[int] = []
     for file, named in files.items():
         ids = named if isinstance(named, list) else [] if named is None else [named]
         if not all(isinstance(token, int) for token in ids):
             raise UserError(f"eos_token_id in {file} is {named!r}: expected the id of a token, or a list of ids")
-        found += [token for token in ids if file.name != "config.json" or _is_special(token, tokenizer)]
+        found += [token for token in ids if file is generation or token in tokenizer.added_tokens_decoder]
     return [*found, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
 
 
@@ -117,7 +117,3 @@ def _behind_answer(template: ChatTemplate, tokenizer: Any, goes_on: str = "") ->
 def _common(one: Iterable[int], other: Iterable[int]) -> list[int]:
     """The tokens with which both begin."""
     return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
-
-
-def _is_special(token: int, tokenizer: Any) -> bool:
-    return token in tokenizer.added_tokens_decoder

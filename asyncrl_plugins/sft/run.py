@@ -68,7 +68,7 @@ class Demonstration:
     blobs: Mapping[str, bytes]
     """Encoded images and frames by content hash."""
     target: Sequence[int]
-    """Token ids, the end-of-sequence token included."""
+    """Token ids, the end of the turn included."""
 
 
 class SupervisedTrainer:

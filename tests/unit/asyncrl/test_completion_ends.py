@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], set[str], str]] = {
     "the text part of config.json": (
         templates.PLAIN,
         None,
-        {"described": {"text_config": {"eos_token_id": "<eos>"}}, "generation": {}},
+        {"described": {"eos_token_id": None, "text_config": {"eos_token_id": "<eos>"}}, "generation": {}},
         {"<eos>"},
         "<eos>",
     ),
