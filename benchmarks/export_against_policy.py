@@ -34,6 +34,7 @@ from asyncrl.models.lora import is_adapter_folder, load_policy, read_adapter, se
 from asyncrl.models.policy_export import export_policy
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, policy_folder
+from asyncrl.run_folder.export_record import read_record
 from asyncrl_plugins.evaluation.held_out import start_policy
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
@@ -100,7 +101,7 @@ def measure(run: Path) -> list[dict[str, object]]:
     tokens = sum(int(one.group.lengths.sum()) for one in received)
     return [
         {
-            "form": "adapter" if is_adapter_folder(folder) else name.replace("export", "model"),
+            "form": form_of(folder) if name == "export" else name,
             "tokens": tokens,
             "gap": gap(config, folder, processor, received),
             "policy": accuracy,
@@ -109,6 +110,11 @@ def measure(run: Path) -> list[dict[str, object]]:
         for name, folder in forms.items()
         if not (name == "merged in float32" and not is_adapter_folder(run / EXPORT_FOLDER))
     ]
+
+
+def form_of(folder: Path) -> str:
+    record = read_record(folder)
+    return "unknown" if record is None else f"{record.form}, {record.dtype}"
 
 
 def train(folder: Path, run: Path, *overrides: str) -> None:

@@ -16,6 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.devices.gpu_assignment import check_assignment
+from asyncrl.environments.episodes import prompt_tools
 from asyncrl.errors import UserError, did_you_mean
 from asyncrl.model_files.folder import (
     check_same_inputs,
@@ -51,6 +52,8 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
             check_weights(model)
         check_publishing()
     check_budget(config, *sides)
+    if config.environment.asks_a_server:
+        prompt_tools(config.environment)  # services need half a minute to find that it is not there
 
 
 def check_publishing() -> None:

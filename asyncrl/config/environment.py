@@ -102,6 +102,13 @@ class EnvironmentConfig(Section):
         return bool(self.name)
 
     @property
+    def asks_a_server(self) -> bool:
+        """True for a plug-in that asks a server for its tools, as the fact of this name in its description says."""
+        return (
+            self.name in installed("environments") and "asks_a_server" in description("environments", self.name).facts
+        )
+
+    @property
     def may_reward(self) -> bool:
         """True where turns may earn something by themselves, as of a class. A plug-in may only answer, which the fact
         `may_reward` of its description says: True, False, or the key of `config` with which it rewards."""

@@ -250,3 +250,22 @@ class Episode:
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._worker is not None, "reset() comes first"
         return await self._workers.ask(self._worker, {"episode": self._number, **message})
+
+
+def prompt_tools(config: EnvironmentConfig) -> PromptTools | None:
+    """Tools of the configured environment, asked of a process that has loaded it; None where it has none.
+
+    For code without an event loop. Raises UserError where the environment cannot be loaded.
+    """
+    if not config.is_used:
+        return None
+
+    async def ask() -> PromptTools | None:
+        workers = EnvironmentWorkers(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
+        try:
+            await workers.start()
+            return workers.tools
+        finally:
+            await workers.close()
+
+    return asyncio.run(ask())

@@ -7,7 +7,6 @@ where a model is about to see them; everything else needs no more than the sizes
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
@@ -25,7 +24,7 @@ from PIL.Image import Image
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image, image_size
-from asyncrl.environments.episodes import EnvironmentWorkers
+from asyncrl.environments.episodes import prompt_tools
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import BadStateError, UserError
@@ -409,25 +408,6 @@ def prompt_processor(model: ModelConfig, environment: EnvironmentConfig, *, cach
     processor = PromptProcessor(model, cache_mib=cache_mib)
     processor.show_tools(prompt_tools(environment))
     return processor
-
-
-def prompt_tools(config: EnvironmentConfig) -> PromptTools | None:
-    """Tools of the configured environment, asked of a process that has loaded it; None where it has none.
-
-    For code without an event loop. Raises UserError where the environment cannot be loaded.
-    """
-    if not config.is_used:
-        return None
-
-    async def ask() -> PromptTools | None:
-        workers = EnvironmentWorkers(config.model_copy(update={"workers": 1, "instances_per_worker": 1}))
-        try:
-            await workers.start()
-            return workers.tools
-        finally:
-            await workers.close()
-
-    return asyncio.run(ask())
 
 
 def image_rule(processor: PromptProcessor) -> ImageRule:

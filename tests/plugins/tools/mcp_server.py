@@ -51,6 +51,7 @@ async def wait() -> str:
 @server.tool()
 def die() -> str:
     """End the server."""
+    os.write(2, b"out of memory\n")
     os._exit(3)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.sections import ModelConfig
+from asyncrl.environments.episodes import prompt_tools
 from asyncrl.environments.interface import PromptTools
-from asyncrl.processing.processor import PromptProcessor, prompt_tools
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.tools import prompt
 from asyncrl_plugins.tools.call_formats import CallReader, parse_calls
 from asyncrl_plugins.tools.schema import Tool
