@@ -95,6 +95,11 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
     Raises UserError for what is no model.
     """
     config = resolve_dtype(config)
+    most = config.batch.prompts_per_step * (
+        config.data.max_prompt_length + config.trajectories_per_group * config.data.max_response_length
+    )
+    # No pass has more than all of a step, whatever a micro-batch may hold.
+    config = changed(config, {"batch.tokens_per_microbatch": min(config.batch.microbatch_tokens, most)})
     model = model or rehearse(config)
     sharing = device_sharing(config)
     each = f", each of {config.learner.num_processes} ranks" if config.learner.num_processes > 1 else ""
@@ -134,7 +139,7 @@ def servers_per_gpu(config: RunConfig) -> int:
 
 
 def learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
-    what = f"forward and backward of {config.batch.microbatch_tokens} tokens (batch.tokens_per_microbatch)"
+    what = f"forward and backward of {config.batch.microbatch_tokens} tokens (batch.tokens_per_microbatch, or a step)"
     if config.learner.is_divided:
         yield from memory_of(config.learner.engine).lines(model, config, what)
         yield from nccl_of_ranks(config.learner)

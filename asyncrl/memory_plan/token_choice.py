@@ -79,7 +79,7 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
 
     low, high = 0, len(steps)
     if not fits(low):
-        return _settled(config, plans[low], limit, "the longest sample")
+        return _settled(config, plans[low], steps[low], limit, "the longest sample")
     if plans[low].sharing == "together" and memory_of_engine(config.rollout.engine).fills_device:
         least = plans[low].phases[0].nbytes
         limit = least + (limit - least) // 2  # the plan has the least of the engine's cache: it shares what is left
@@ -92,11 +92,11 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
         guess = max((place for place in range(low + 1, high) if steps[place] <= reach), default=low + 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
     whole = "all of a step" + " on a rank" * (config.learner.num_processes > 1)
-    return _settled(config, plans[low], limit, whole if steps[low] == steps[-1] else "")
+    return _settled(config, plans[low], steps[low], limit, whole if steps[low] == steps[-1] else "")
 
 
-def _settled(config: RunConfig, plan: MemoryPlan, limit: int, what: str) -> tuple[RunConfig, str]:
-    tokens, phase = plan.config.batch.microbatch_tokens, plan.phases[0]
+def _settled(config: RunConfig, plan: MemoryPlan, tokens: int, limit: int, what: str) -> tuple[RunConfig, str]:
+    phase = plan.phases[0]
     passing = next(line.nbytes for line in phase.lines if line.name == WORKING)  # the learner's lines come first
     free = max(0, limit - phase.nbytes + passing)
     why = f"{size(free)} are free for a pass, which takes {passing / tokens / 2**20:.2g} MiB a token"

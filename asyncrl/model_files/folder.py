@@ -22,7 +22,8 @@ from asyncrl.plugins import description, implementation, installed
 ADAPTER_CONFIG = "adapter_config.json"
 """File that a PEFT folder has."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_FILES = [*_SMALL_FILES, "*.safetensors"]
 """Files of a repository that are wanted: no weights in other formats, no code."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
@@ -51,8 +52,20 @@ def model_folder(config: ModelConfig, setting: str = "model.path") -> Path:
     )
 
 
+def is_hub_name(path: str) -> bool:
+    """True for `org/name` or `org/name@revision`, which a folder may have for its name, too."""
+    return _HUB_NAME.fullmatch(path) is not None
+
+
+def small_files(config: ModelConfig, setting: str = "model.path") -> Path:
+    """`model_folder` of which only the small files are needed: of the hub, weights are not downloaded."""
+    if is_hub_name(config.path) and not Path(config.path).exists():
+        return _download(config.path, setting, with_code=config.trust_remote_code, files=tuple(_SMALL_FILES))
+    return model_folder(config, setting)
+
+
 @cache
-def _download(name: str, setting: str, *, with_code: bool) -> Path:
+def _download(name: str, setting: str, *, with_code: bool, files: tuple[str, ...] = tuple(_FILES)) -> Path:
     """Folder in the hub's cache with the small files and the safetensors of `org/name` or `org/name@revision`.
 
     HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN are heeded, as by every program that uses huggingface_hub.
@@ -60,9 +73,9 @@ def _download(name: str, setting: str, *, with_code: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     repository, _, revision = name.partition("@")
-    files = [*_FILES, "*.py"] if with_code else _FILES
+    wanted = [*files, "*.py"] if with_code else [*files]
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
     except Exception as error:  # of the hub's client, or of the HTTP library below it: not all have a base of their own
         fix = "Check name and network, and log in for a private or gated model (hf auth login, or HF_TOKEN)"
         if constants.HF_HUB_OFFLINE:

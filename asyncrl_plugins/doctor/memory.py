@@ -22,6 +22,7 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB, size
+from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, make_plan
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
@@ -100,18 +101,22 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
             yield _on_gpu(plan, phase, devices[number], number)
     asleep, pixels = _host_bytes(plan)
     needed = asleep + _beside_gpus(plan, on_host)
+    passes = _beside_gpus(plan, on_host) - _beside_gpus(_at_rest(plan), on_host)
     available = psutil.virtual_memory().available
     free = min(available, memory_limit() or available)
     value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
-    if needed - pixels > free:
+    if needed - pixels - passes > free:
         if ranks := _fewer_ranks(plan, on_host, free):
             fix = f"fewer ranks: learner.num_processes={ranks} fits"
             yield Finding("host memory", value, "problem", fix)
         else:
             yield _too_large(plan, "host memory", value, free - asleep)
     elif needed > free:
-        value += f". {size(pixels)} of it are pixels, if all prompts of data.max_prompt_length were images"
-        fix = "lower data.max_prompt_length or batch.prompts_per_step if most of your prompts are images"
+        value += (
+            f". {size(pixels)} of it are pixels, if all prompts of data.max_prompt_length were images, and "
+            f"{size(passes)} are passes over samples of the greatest length, which few are"
+        )
+        fix = "lower batch.tokens_per_microbatch, data.max_prompt_length or batch.prompts_per_step if most of yours are"
         yield Finding("host memory", value, "warning", fix)
     else:
         yield Finding("host memory", value)
@@ -122,6 +127,14 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     except UserError as error:
         yield problem("room to publish", error)
     return plan
+
+
+def _at_rest(plan: MemoryPlan) -> MemoryPlan:
+    """The plan without what passes take, which is an upper bound."""
+    phases = (
+        replace(phase, lines=tuple(line for line in phase.lines if line.name != WORKING)) for phase in plan.phases
+    )
+    return replace(plan, phases=tuple(phases))
 
 
 def _host_bytes(plan: MemoryPlan) -> tuple[int, int]:

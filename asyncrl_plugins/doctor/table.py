@@ -17,7 +17,7 @@ from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import count
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, make_plan
 from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
-from asyncrl.model_files.folder import read_config
+from asyncrl.model_files.folder import is_hub_name, read_config, small_files
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items
 
@@ -34,29 +34,31 @@ _SERVERS_BESIDE_RANKS = {
 
 
 def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
-    """Print the table of a configuration, or of a model folder with the default settings. `auto` is planned as a GPU.
+    """Print the table of a configuration, or of a model, a folder or one of the hub, with the default settings.
 
     Returns the exit code: 2 where the plan does not fit its budget."""
     config = _planned_config(target, overrides)
-    dtype = meant_dtype(config.model.dtype, (config.learner.device, config.rollout.device), cuda=True)
-    config, chosen = settle_tokens(
-        changed(
-            config,
-            {"model.dtype": dtype},
-        ),
-        gpu_bytes(config.learner.device),
-    )
+    devices = (config.learner.device, config.rollout.device)
+    sees_gpus = bool(visible_gpus()) or any(name.startswith("cuda") for name in devices)
+    dtype = meant_dtype(config.model.dtype, devices, cuda=sees_gpus)
+    notes = []
+    if config.model.dtype == "auto" and not sees_gpus and "cpu" not in devices:
+        notes = [
+            f"model.dtype=auto is {dtype} on this machine, which has no GPU. For a run on one: model.dtype=bfloat16"
+        ]
+    config, chosen = settle_tokens(changed(config, {"model.dtype": dtype}), gpu_bytes(config.learner.device))
     plan = make_plan(config)
-    print("\n".join([describe(plan), *([chosen] if chosen else [])]))
+    print("\n".join([describe(plan), *notes, *([chosen] if chosen else [])]))
     return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED
 
 
 def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
-    if not target.is_dir():
+    if not target.is_dir() and (target.suffix in (".yaml", ".yml") or target.exists() or not is_hub_name(str(target))):
         return load_config(target, overrides)
-    read_config(ModelConfig(path=str(target)))  # refuses what is no model folder
+    folder = small_files(ModelConfig(path=str(target)))
+    read_config(ModelConfig(path=str(folder)))  # refuses what is no model folder
     defaults = (
-        f"model.path={target}",
+        f"model.path={folder}",
         "run_dir=plan",
         "data.train_files=[plan]",
         "reward.functions=[{function: exact_match}]",

@@ -13,6 +13,7 @@ from asyncrl.environments.interface import Start
 from asyncrl.environments.loading import LoadedEnvironment
 from asyncrl.errors import UserError
 from asyncrl_plugins.evaluation import play
+from asyncrl_plugins.evaluation.demonstrations import demonstrations
 from asyncrl_plugins.evaluation.environment_files import is_file, load_data, load_environment, override
 from asyncrl_plugins.evaluation.terminal import Terminal, by_unit, typed_turns
 
@@ -96,7 +97,7 @@ def _rows(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--out is {arguments.out}: the rows are written as Parquet. Name it {arguments.out.stem}.parquet"
         )
-    loaded = play.open_environment(_config(arguments), UNIT)
+    loaded = play.open_environment(_config(arguments), arguments.unit or UNIT)
     if not hasattr(loaded.cls, "make_row"):
         raise UserError(
             f"{loaded.cls.__name__} makes no rows of its own: give it a class method make_row(index, split)"
@@ -105,7 +106,11 @@ def _rows(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
     first = arguments.seed * 1_000_000
-    rows = [play.make_row(loaded, first + index, arguments.split) for index in range(arguments.count)]
+    numbers = range(first, first + arguments.count)
+    if arguments.policy:
+        rows = list(demonstrations(loaded, _config(arguments), arguments.policy, numbers, arguments.split))
+    else:
+        rows = [play.make_row(loaded, number, arguments.split) for number in numbers]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), arguments.out)
     print(f"{arguments.out}: {len(rows)} rows")

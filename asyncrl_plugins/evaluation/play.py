@@ -213,6 +213,7 @@ def _why_done(loaded: LoadedEnvironment, calls: Any) -> str:
 
 def _look(observation: Observation | None, played: Played, show: Show) -> None:
     for message in observation.messages if observation else ():
+        show("message", message.role)
         for part in message.parts:
             played.images += isinstance(part, bytes)
             show(message.role, part)

@@ -27,13 +27,14 @@ def _add_env_commands(parser: ArgumentParser) -> None:
         one.add_argument("--seed", type=int, default=0, help="of rows, episodes and policy")
         one.add_argument("--split", default="train", help="part of the environment's rows; default: train")
         one.set_defaults(kind=name)
-        if name == "rows":
-            one.add_argument("--count", type=int, default=1000)
-            one.add_argument("--out", type=Path, required=True, metavar="FILE")
-            continue
-        one.add_argument("--policy", default="" if name == "try" else "random", help="oracle, random, ...")
+        default = "random" if name == "baseline" else ""
+        shown = "oracle, random, ..." if name != "rows" else "write its turns as rows for asyncrl sft: oracle, ..."
+        one.add_argument("--policy", default=default, help=shown)
         unit = "pixels at the side of an image token; default: 28, or with --model what its processor makes"
         one.add_argument("--unit", type=int, help=unit)
+        if name == "rows":
+            one.add_argument("--count", type=int, default=1000, help="rows, or with --policy episodes")
+            one.add_argument("--out", type=Path, required=True, metavar="FILE")
         if name == "try":
             row = "row of the YAML file's data.train_files, from 0; it is row 0 where the environment makes none"
             one.add_argument("--row", type=int, metavar="N", help=row)

@@ -26,6 +26,8 @@ class Terminal:
 
     def __call__(self, kind: str, part: Any) -> None:
         match kind:
+            case "message":
+                pass
             case "turn":
                 print(f"--- turn {part}")
             case "reward":

@@ -19,10 +19,12 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from asyncrl.memory_plan import GIB
+from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl_plugins.doctor import examine, network
 from asyncrl_plugins.doctor.disk import HEADER_BYTES, _written_parts, find_disk, find_run_dir
 from asyncrl_plugins.doctor.findings import Finding, Findings, Report
+from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.doctor.machine import Device
 from asyncrl_plugins.doctor.memory import find_memory
 from asyncrl_plugins.doctor.network import find_network, find_ports, is_local
@@ -230,3 +232,22 @@ def test_the_plan_is_compared_with_the_devices_that_are_there(make_config: MakeC
     found = {finding.what: finding for finding in find_memory(config, (large,))}["memory budget"]
     assert found.verdict == "problem"
     assert re.fullmatch(r"Together .* fits: 1.3 GiB", found.fix)
+
+
+def test_passes_that_may_never_be_so_long_are_no_problem_of_the_host(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(learner={"device": "cpu"}, rollout={"device": "cpu"})
+    plan = make_plan(config)
+    passes = sum(line.nbytes for phase in plan.phases for line in phase.lines if line.name == WORKING)
+    items = sum(phase.nbytes for phase in plan.phases) + sum(item.nbytes for item in host_items(plan))
+    pixels = sum(item.nbytes for item in host_items(plan) if item.name == PIXELS)
+    for free, verdict in (
+        (items, "ok"),
+        (items - pixels - passes // 2, "warning"),
+        (items - pixels - passes - 1, "problem"),
+    ):
+        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        monkeypatch.setattr("asyncrl_plugins.doctor.memory.memory_limit", lambda: None)
+        found = {finding.what: finding for finding in find_memory(config, ())}["host memory"]
+        assert found.verdict == verdict, (free, found.value)

@@ -104,3 +104,56 @@ def test_a_budget_that_one_device_exceeds_is_met_by_ranks(
     fits = changed(whole, {**divided, "gpu_memory.budget_gib": tight.budget / GIB})
     assert not make_plan(fits).excess
     assert check_plan(RunConfig.model_validate(fits.model_dump())) is not None, "a budget is accepted of ranks"
+
+
+def test_the_plan_is_for_this_machine_and_says_what_a_gpu_would_change(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_GPUS", "")
+    for words, dtype, says in (
+        ([], "float32", True),
+        (["model.dtype=bfloat16"], "bfloat16", False),
+        (["learner.device=cuda", "rollout.device=cuda"], "bfloat16", False),
+        (["learner.device=cpu"], "float32", False),
+    ):
+        assert asyncrl(["doctor", "--plan", str(small), *words]) == 0
+        table = capsys.readouterr().out
+        assert f"parameters in {dtype}" in table
+        assert ("which has no GPU. For a run on one: model.dtype=bfloat16" in table) == says, words
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "org/tiny@v1.0"])
+def test_a_model_of_the_hub_is_planned_without_its_weights(
+    small: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision, any("safetensors" in pattern for pattern in allow_patterns)))
+        return str(small)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert asyncrl(["doctor", "--plan", name]) == 0
+    assert "AdamW moments" in capsys.readouterr().out
+    assert asked == [("org/tiny", "v1.0" if "@" in name else None, False)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 16), (2, 4, 8), (3, 1, 64)])
+def test_no_more_tokens_are_planned_than_a_step_has(
+    make_config: MakeConfig, small: Path, sizes: tuple[int, int, int]
+) -> None:
+    prompts, group, response = sizes
+    most = prompts * (64 + group * response)
+
+    def working(tokens: int) -> int:
+        config = planned(
+            make_config,
+            small,
+            data={"max_response_length": response},
+            batch={"prompts_per_step": prompts, "group_size": group, "tokens_per_microbatch": tokens},
+            algorithm={"adv_estimator": "reinforce_plus_plus"} if group == 1 else {},
+        )
+        return next(line.nbytes for line in make_plan(config).phases[0].lines if line.name == lines.WORKING)
+
+    assert working(most) == working(100 * most)
+    assert working(most) > working(64 + response)
