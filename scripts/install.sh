@@ -19,9 +19,9 @@ if [ -z "${DEVICE:-}" ]; then
 fi
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-"$PYTHON" - <<'PY' || { echo "error: asyncrl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+"$PYTHON" - <<'PY' || { echo "error: asyncrl needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 import sys
-sys.exit(sys.version_info < (3, 11))
+sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PY
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }

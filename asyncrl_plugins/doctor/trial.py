@@ -71,6 +71,7 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
         "evaluation.group_size": 1,
         "trainer.max_steps": STEPS,
         "trainer.save_freq": 0,
+        "trainer.stop_grace_s": 5.0,
         "trainer.samples_per_step": config.algorithm.updates_per_batch,
         "launch.max_restarts": 0,
         "telemetry.linger_s": 0.0,
