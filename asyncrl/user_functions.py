@@ -239,9 +239,9 @@ def one_line(error: BaseException, own_file: str = "") -> str:
 
 def _attributes(error: BaseException) -> str:
     """Sentences with the public attributes of an object of ours that lacks one; empty for other errors."""
-    lacking = type(error.obj) if isinstance(error, AttributeError) else None
-    if lacking is None or lacking.__module__.partition(".")[0] not in OUR_PACKAGES:
+    if not isinstance(error, AttributeError) or type(error.obj).__module__.partition(".")[0] not in OUR_PACKAGES:
         return ""
+    lacking = type(error.obj)
     names = {**getattr(lacking, "__dataclass_fields__", {}), **vars(lacking)}  # fields first, in their order
     there = [name for name in names if not name.startswith("_")]
     return f".{did_you_mean(str(error.name), there)} It has {', '.join(there)}" if there else ""

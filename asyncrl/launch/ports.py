@@ -13,10 +13,11 @@ import errno
 import random
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from asyncrl.config.run_sections import NetworkConfig, TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.endpoints import BindError, PortInUseError, check_bind, is_loopback
@@ -35,17 +36,20 @@ _TRIES = 100
 
 
 @contextmanager
-def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
-    """Replace port 0 by free ports, and a usual port that is taken (`may_move`); no other launcher takes one of the
-    run's ports in the block. Raises UserError."""
+def reserve_ports(config: RunConfig, say: Callable[[str], object] = lambda _: None) -> Iterator[RunConfig]:
+    """Replace port 0 by free ports, and a usual port that is taken (`may_move`), which is told to `say`; no other
+    launcher takes one of the run's ports in the block. Raises UserError."""
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
     with ExitStack() as claims:
         try:
             taken = _claim_fixed_ports(config, claims)
             for section, key in PORTS:
-                fixed, host = getattr(getattr(config, section), key), getattr(config, section).host
-                fixed = 0 if f"{section}.{key}" in taken else fixed
-                sections[section][key] = fixed or draw_ports(host, _num_ports(config.rollout.servers, key), claims)
+                usual, host = getattr(getattr(config, section), key), getattr(config, section).host
+                fixed = 0 if f"{section}.{key}" in taken else usual
+                port = fixed or draw_ports(host, _num_ports(config.rollout.servers, key), claims)
+                sections[section][key] = port
+                if usual not in (0, port):
+                    say(f"port {usual} ({section}.{key}) is in use: this run takes {port}")
         except BindError as error:
             raise UserError(str(error)) from None
         yield config.model_copy(
@@ -53,20 +57,10 @@ def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
         )
 
 
-def may_move(config: RunConfig, setting: str) -> bool:
+def may_move(section: NetworkConfig | TelemetryConfig, key: str) -> bool:
     """True for a port at its default that nobody on another machine can dial: a second run takes another one."""
-    name, _, key = setting.partition(".")
-    section = getattr(config, name)
     is_default = getattr(section, key) == type(section).model_fields[key].default
     return is_default and (section.host == "localhost" or is_loopback(section.host))
-
-
-def describe_moves(config: RunConfig, resolved: RunConfig) -> Iterator[str]:
-    """A sentence for each usual port that was taken."""
-    for section, key in PORTS:
-        usual, port = (getattr(getattr(each, section), key) for each in (config, resolved))
-        if usual not in (0, port):
-            yield f"port {usual} ({section}.{key}) is in use: this run takes {port}"
 
 
 def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> set[str]:
@@ -85,7 +79,8 @@ def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> set[str]:
             check_bind(host, port, setting=setting)
             claim_port(port, claims, setting=setting)
         except PortInUseError as problem:
-            if may_move(config, setting):
+            section, _, key = setting.partition(".")
+            if may_move(getattr(config, section), key):
                 moved.add(setting)
             else:
                 refused.setdefault(setting, str(problem))

@@ -28,7 +28,7 @@ from asyncrl.launch.display import (
     open_display,
     without_spread,
 )
-from asyncrl.launch.ports import describe_moves, reserve_ports
+from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.run_folder.contents import CANDIDATE_FILE, EXPORT_FOLDER, check_run_dir, is_resumable, save_config
@@ -54,8 +54,6 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
         with reserve_ports(config) as resolved, holding(config.run_path, LAUNCHER_LOCK):
             refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
             check_run_dir(config.run_path, resume=resume)  # another launcher may have been here meanwhile
-            for note in describe_moves(config, resolved):
-                print(f"note: {note}", flush=True)
             try:
                 return _launch(resolved, resume=resume, accept_changes=accept_changes)
             finally:

@@ -77,9 +77,9 @@ def private_names(node: ast.ClassDef) -> Iterator[str]:
 
 def _assigned(method: ast.AST, itself: str) -> Iterator[str]:
     for node in ast.walk(method):
-        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_stored and isinstance(node.value, ast.Name) and node.value.id == itself:
-            yield node.attr
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()) if name == itself:
+                yield attribute
 
 
 def found_names(known: dict[str, list[ast.ClassDef]]) -> list[str]:

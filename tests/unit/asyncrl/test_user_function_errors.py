@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl.user_functions import one_line
 
 
-def policy_tokens() -> PolicyTokens:
+def sample() -> Any:
+    return RewardSample("It is 7.")
+
+
+def tokens() -> Any:
     column = torch.zeros(2)
     return PolicyTokens(column, column, column, column, torch.zeros(2, dtype=torch.int64))
 
@@ -29,7 +34,7 @@ def test_a_loss_that_asks_for_another_field_is_told_all_fields(
     file.write_text("def mine(tokens, config):\n    return tokens.log_probs.exp()\n")
     loss = load_method("policy_loss", f"{file}:mine", "algorithm.policy_loss")
     with pytest.raises(BadStateError) as error:
-        loss(policy_tokens(), make_config().algorithm)
+        loss(tokens(), make_config().algorithm)
     assert "Did you mean 'logprobs'? It has logprobs, proximal_logprobs, behaviour_logprobs" in str(error.value)
     assert all(field.name in str(error.value) for field in fields(PolicyTokens))
     assert "(loss.py:2 in mine)" in str(error.value)
@@ -38,11 +43,11 @@ def test_a_loss_that_asks_for_another_field_is_told_all_fields(
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: RewardSample("It is 7.").text, "It has completion, prompt, messages, answer, columns"),
-        (lambda: policy_tokens().of_token, "Did you mean 'of_tokens'?"),
-        (lambda: RewardSample("7").completions, "Did you mean 'completion'?"),
-        (lambda: "seven".nothing, "AttributeError: 'str' object has no attribute 'nothing' ("),
-        (lambda: RewardSample("7").columns.level, "'dict' object has no attribute 'level' ("),
+        (lambda: sample().text, "It has completion, prompt, messages, answer, columns"),
+        (lambda: tokens().of_token, "Did you mean 'of_tokens'?"),
+        (lambda: sample().completions, "Did you mean 'completion'?"),
+        (lambda: sample().completion.nothing, "AttributeError: 'str' object has no attribute 'nothing' ("),
+        (lambda: sample().columns.level, "'dict' object has no attribute 'level' ("),
     ],
 )
 def test_objects_of_ours_tell_their_attributes_and_others_python_alone(call: Callable[[], object], said: str) -> None:

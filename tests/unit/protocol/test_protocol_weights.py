@@ -239,7 +239,7 @@ def test_a_full_directory_is_explained(publication: Publication, monkeypatch: py
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
 
 
-@pytest.mark.parametrize("folder", ["/proc", "/sys", "/proc/self"])
+@pytest.mark.parametrize("folder", ["/proc", "/proc/sys", "/proc/self"])
 def test_shared_memory_that_may_not_be_written_is_told_before_anything_is_published(
     monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
