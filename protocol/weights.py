@@ -242,8 +242,8 @@ def publication_folder() -> Path:
     except OSError as problem:
         raise PublicationError(
             f"weights cannot be published in {folder}: {problem.strerror}, for user {os.getuid()}. Make it writable: "
-            f"chmod 1777 {shlex.quote(str(folder))}; a container gets one of its own by --shm-size=8g (compose: ASYNCRL_SHM_SIZE=8g), or "
-            "in Kubernetes by an emptyDir of medium Memory"
+            f"chmod 1777 {shlex.quote(str(folder))}; a container gets one of its own by --shm-size=8g (compose: "
+            "ASYNCRL_SHM_SIZE=8g), or in Kubernetes by an emptyDir of medium Memory"
         ) from problem
     return folder
 

@@ -51,7 +51,7 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
     check_run_dir(config.run_path, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     try:
-        with reserve_ports(config) as resolved, holding(config.run_path, LAUNCHER_LOCK):
+        with reserve_ports(config, _note) as resolved, holding(config.run_path, LAUNCHER_LOCK):
             refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
             check_run_dir(config.run_path, resume=resume)  # another launcher may have been here meanwhile
             try:
@@ -60,11 +60,15 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
                 with suppress(OSError):
                     (config.run_path / CANDIDATE_FILE).unlink()
     except OSError as error:
+        if is_disk_full(error):
+            raise BadStateError(describe_full_disk(error, config.run_path)) from None
         if lost := describe_lost(config.run_path):
             raise BadStateError(f"{lost} ({error})") from None
-        if not is_disk_full(error):
-            raise
-        raise BadStateError(describe_full_disk(error, config.run_path)) from None
+        raise
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", flush=True)
 
 
 def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
@@ -78,7 +82,7 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     rows = 0 if config.trainer.max_steps else len(open_train(config.data, config.purpose))
     schedules = schedule_notes(config, config.total_steps(rows))
     for note in chain(secret_notes(config.environment, config.reward), schedules, data_notes(config)):
-        print(f"note: {note}", flush=True)
+        _note(note)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
     with open_display(config.run_path, since=time.time()) as display:

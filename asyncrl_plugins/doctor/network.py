@@ -26,7 +26,8 @@ def find_ports(config: RunConfig) -> Findings[None]:
     for name, setting, host, port in fixed_ports(config):
         if holder := holders.get(port):  # None, too, for a process that this user cannot see
             value = f"port {port} ({name}) on {host} is held by {psutil.Process(holder).name()} (process {holder})"
-            if may_move(config, setting):
+            section, _, key = setting.partition(".")
+            if may_move(getattr(config, section), key):
                 yield Finding("ports", f"{value}: `asyncrl train` takes another one", "note")
                 continue
             fix = f"stop that process, or set {setting} to another port, or to 0, which takes a free one"

@@ -17,7 +17,7 @@ from asyncrl.config.run_sections import NetworkConfig, TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch import ports
-from asyncrl.launch.ports import describe_moves, fixed_ports, free_port, reserve_ports
+from asyncrl.launch.ports import fixed_ports, free_port, reserve_ports
 from tests.rigs.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -97,12 +97,11 @@ def with_usual_ports(config: RunConfig, **network: Any) -> RunConfig:
 def test_a_second_run_takes_other_ports_than_the_usual_ones_and_says_so(
     make_config: MakeConfig, usual_ports_are_taken: list[int]
 ) -> None:
-    config = with_usual_ports(make_config(rollout={"servers": 2}))
-    with reserve_ports(config) as resolved:
+    config, said = with_usual_ports(make_config(rollout={"servers": 2})), list[str]()
+    with reserve_ports(config, said.append) as resolved:
         taken = [port for *_, port in fixed_ports(resolved)]
         assert len(set(taken)) == 5
         assert not set(taken) & set(usual_ports_are_taken)
-        said = list(describe_moves(config, resolved))
         assert [line.split()[1] for line in said] == [str(port) for port in usual_ports_are_taken]
         with reserve_ports(config) as third:
             assert not set(taken) & {port for *_, port in fixed_ports(third)}
