@@ -372,7 +372,8 @@ class Learner:
                 self.schedule.take_device_back()
             self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
             started = time.monotonic()
-            groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
+            step, drop_changed = self.progress.step + 1, self._accepts_changes
+            groups = self.ledger.take_again(step, self.writer.write, drop_changed=drop_changed)
             self._learn(groups, started, publish=False)
         return last - first + 1
 

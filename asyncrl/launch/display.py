@@ -62,6 +62,11 @@ class RunProgress:
     def warnings(self) -> dict[str, str]:
         """Active problems of a running run, by subject."""
         found = "" if self.has_ended else without_spread(self.steps, self.groups_per_step)
+        groups = self.status.get("groups")
+        if isinstance(groups, dict) and not groups.get("trained") and not self.has_ended:
+            dropped = groups.get("dropped")
+            if isinstance(dropped, int) and dropped >= LEAST_GROUPS:
+                found = f"all {dropped} groups so far were dropped by algorithm.filters"
         return {LEARNS_NOTHING: f"{LEARNS_NOTHING}: {found}"} if found else {}
 
     @property

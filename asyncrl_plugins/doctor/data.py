@@ -25,7 +25,7 @@ from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample, sample_of
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
-from asyncrl.rewards.spec import check_rewarded, check_rewards, scorer_of
+from asyncrl.rewards.spec import check_rewarded, check_rewards, hidden_columns, scorer_of
 from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
 
 COMPARED_ROWS = 64
@@ -132,6 +132,9 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
     if not config.reward.functions:
         yield Finding("reward", f"{config.environment.name} alone rewards: its turns (reward.functions is empty)")
         return
+    for hidden in hidden_columns(config.reward, {*rows.columns} - config.data.prompt_columns):
+        value, fix = split_fix(hidden)
+        yield Finding("reward", value, "warning", fix)
     yield from _reward_models(config)
     scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
     failed = ((name, score) for scores in scored.values() for name, score in scores.items() if score.status != "ok")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -16,6 +17,8 @@ from learner.groups.staleness import within_bound
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.groups.turn_verification import bridge_problems
 from protocol.messages import Group
+
+logger = logging.getLogger(__name__)
 
 
 class RecordedGroup(NamedTuple):
@@ -40,10 +43,34 @@ def batch_again(
     write: Callable[[TicketSlot], PreparedTicket],
     version: int,
     on_stale: OnStale,
+    *,
+    drop_changed: bool = False,
 ) -> list[ReceivedGroup]:
-    """Rebuild the batch that `version` consumes. Raises UserError if a ticket's prompt is not its group's any more."""
-    received = [replace(as_journaled(write(r.slot), r.group), is_replayed=r.is_replayed) for r in groups]
-    return [within_bound(item, version, on_stale) for item in received]
+    """Rebuild the batch that `version` consumes. Raises UserError if a ticket's prompt is not its group's any more.
+
+    With `drop_changed` such groups are left out, and it raises where none is left.
+    """
+    read = (
+        (recorded, read_again(write, recorded.slot, recorded.group, drop_changed=drop_changed)) for recorded in groups
+    )
+    kept = [replace(item, is_replayed=recorded.is_replayed) for recorded, item in read if item]
+    if not kept:
+        raise UserError(f"--resume: the rows of all {len(groups)} groups of a step have changed. Put some of them back")
+    return [within_bound(item, version, on_stale) for item in kept]
+
+
+def read_again(
+    write: Callable[[TicketSlot], PreparedTicket], slot: TicketSlot, group: Group, *, drop_changed: bool
+) -> ReceivedGroup | None:
+    """The group with its ticket, written again. Where its row has changed this raises UserError, or with `drop_changed`
+    logs it and returns None."""
+    try:
+        return as_journaled(write(slot), group)
+    except UserError as error:
+        if not drop_changed:
+            raise
+        logger.warning("a group is dropped: %s", error)
+        return None
 
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
@@ -55,6 +82,6 @@ def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
         raise UserError(
             f"--resume: the journaled group of ticket {group.ticket_id} was not sampled from row "
             f"{prepared.ticket.prompt.row_id} as it is now: {problem}. Resume with the data, the data.* settings and "
-            "the model folder that the run began with"
+            "the model folder that the run began with, or go on without such groups with --accept-changes"
         )
     return ReceivedGroup(prepared, group)

@@ -34,7 +34,7 @@ from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders, export
 from asyncrl.user_functions import locate as user_function
 from asyncrl.user_functions import own_functions, read_source, source_fingerprint
 from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
-from learner.tickets.ticket_writer import ANSWERS, PROMPTS, USABLE, TicketWriter
+from learner.tickets.ticket_writer import ANSWERS, USABLE, TicketWriter
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ moments of one optimiser."""
 DATE = "model.template_date"
 TOOLS = "tools that prompts tell of"
 """The recorded setting that has them as JSON, for a replay, which runs no environment."""
-SAMPLED_BY = (PROMPTS, "data.max_response_length")
-"""Inputs by which journaled groups were sampled: they may change where no step has to be made again."""
+LENGTH = "data.max_response_length"
+"""An input of the loss: it may change where no step has to be made again."""
 ACCEPT = "--accept-changes"
 
 
@@ -206,14 +206,13 @@ def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, acce
     if not accept:
         raise UserError(
             f"{where}. Its groups so far are of the former. Put that back, or add {ACCEPT}: the run goes on with what "
-            "is there now, and the journal says from which step on"
+            "is there now, without its groups of prompts that have changed, and the journal says from which step on"
         )
     last = journal.last_step()
-    if last > saved_step and (fixed := [key for key in SAMPLED_BY if key in changed]):
+    if last > saved_step and LENGTH in changed:
         raise UserError(
-            f"{where}. {ACCEPT} cannot take {', '.join(fixed)}: steps {saved_step + 1} to {last} have no checkpoint, "
-            "and are made again of the rows that they were made of. Put these back until a checkpoint holds the last "
-            f"step. {_same_or_new(journal)}"
+            f"{where}. {ACCEPT} cannot take {LENGTH}: steps {saved_step + 1} to {last} have no checkpoint, and are "
+            f"made again as they were. Put it back until a checkpoint holds the last step. {_same_or_new(journal)}"
         )
 
 
@@ -222,7 +221,7 @@ def input_settings(config: RunConfig, writer: TicketWriter) -> dict[str, Any]:
 
     A file that is not on this machine, where only rollout servers need it, has no fingerprint.
     """
-    inputs: dict[str, Any] = {"data.max_response_length": config.data.max_response_length}
+    inputs: dict[str, Any] = {LENGTH: config.data.max_response_length}
     lasting = {USABLE, ANSWERS} if _tickets_need_answers(config) else {USABLE}
     inputs |= {name: value for name, value in writer.fingerprints().items() if name not in lasting}
     inputs["reward.accuracy"] = config.reward.accuracy_component
@@ -232,7 +231,10 @@ def input_settings(config: RunConfig, writer: TicketWriter) -> dict[str, Any]:
         described |= {f"file of {key}": _hash_of(file) for key, file in files.items() if file.is_file()}
         with suppress(UserError):
             if located := locate(component.function):
-                described["source"] = source_fingerprint(located)
+                described |= {
+                    "function": f"{located.path.name}:{located.name}",
+                    "source": source_fingerprint(located),
+                }
         inputs[f"reward component {component_name(component)}"] = described
     if (name := config.environment.name) and name not in installed("environments"):
         with suppress(UserError):
@@ -342,7 +344,7 @@ def lasting_settings(
     hooks = tuple(f"algorithm.{name}." for name in chosen_hooks("ticket_hook", config.algorithm))
     settings |= {key: attrgetter(key)(config) for key in all_keys() if hooks and key.startswith(hooks)}
     if "target" in config.algorithm.needs:
-        settings |= {key: attrgetter(key)(config) for key in ("data.target_key", "data.max_response_length")}
+        settings |= {key: attrgetter(key)(config) for key in ("data.target_key", LENGTH)}
     if _tickets_need_answers(config):
         settings[ANSWERS] = fingerprints[ANSWERS]
     if "total_steps" in config.algorithm.needs:

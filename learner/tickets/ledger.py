@@ -38,10 +38,9 @@ from dataclasses import dataclass
 
 from asyncrl.config.service_sections import OnStale
 from asyncrl.data.prompt_sources import PromptSource
-from asyncrl.errors import UserError
 from asyncrl.journal.database import DROPPED
 from asyncrl.journal.writer import Journal, TicketSlot
-from learner.groups.recorded_batch import as_journaled, batch_again, read_batch
+from learner.groups.recorded_batch import batch_again, read_again, read_batch
 from learner.groups.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.assignments import OutstandingTickets
@@ -365,14 +364,12 @@ class TicketLedger:
                 self.out.add(write(slot), withheld_until=until)
             gone: list[TicketSlot] = []
             for slot in self._arrived_before:
-                try:
-                    self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
-                except UserError:
-                    if not drop_changed:
-                        raise
+                group = self.journal.group(slot.ticket_id)
+                if item := read_again(write, slot, group, drop_changed=drop_changed):
+                    self._buffer[slot.ticket_id] = item
+                else:
                     gone.append(slot)
             if gone:
-                logger.warning("%d groups that wait for their step are of rows that have changed: dropped", len(gone))
                 with self.journal.transaction():
                     self.journal.drop_tickets(gone)
                     self._count(dropped_stale=len(gone))
@@ -385,12 +382,14 @@ class TicketLedger:
             with self.journal.transaction() if self._counters["reserved"] else nullcontext():
                 self._reserve()  # the buffer may have another size than before
 
-    def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
-        """The batch that `step` took before the restart, as it was. Raises as `recover` does."""
+    def take_again(
+        self, step: int, write: Callable[[TicketSlot], PreparedTicket], *, drop_changed: bool = False
+    ) -> list[ReceivedGroup]:
+        """The batch that `step` took before the restart, as it was. Raises and drops as `recover` does."""
         with self.changed:
             groups = read_batch(self.journal, step, self._per_step)
         # Without the lock: reading images takes its time.
-        return batch_again(groups, write, self._version, self._on_stale)
+        return batch_again(groups, write, self._version, self._on_stale, drop_changed=drop_changed)
 
     def flush_journal(self) -> None:
         self.journal.sync_groups()  # most of it without the lock: groups go on arriving

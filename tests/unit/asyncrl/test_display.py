@@ -86,6 +86,16 @@ def test_a_run_without_spread_is_told_as_soon_as_that_is_known(tmp_path: Path, p
     assert not any(line.startswith("warning: ") for line in plain(tmp_path))
 
 
+@pytest.mark.parametrize(("dropped", "trained", "fires"), [(24, 0, True), (23, 0, False), (24, 1, False)])
+def test_a_run_whose_groups_are_all_filtered_out_is_told(
+    tmp_path: Path, plain: Callable[..., list[str]], dropped: int, trained: int, fires: bool
+) -> None:
+    groups = {"dropped": dropped, "trained": trained}
+    RunRecorder(tmp_path).status(phase="training", total_steps=9, groups=groups)
+    told = [line for line in plain(tmp_path) if line.startswith("warning: The run learns nothing")]
+    assert [line.endswith("all 24 groups so far were dropped by algorithm.filters") for line in told] == [True] * fires
+
+
 def test_damaged_files_end_no_display(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
     write_run(tmp_path)
     for name in ("metrics.jsonl", "evaluations.jsonl"):

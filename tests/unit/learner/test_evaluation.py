@@ -420,3 +420,29 @@ def test_the_evaluated_version_can_be_fetched_until_the_last_row_is_here(rig: Ri
     rig.turn()
     publish(4)
     assert publication.versions == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("buffered", "late", "evaluation", "said"),
+    [
+        (3, [], None, "groups of step 6 (needs 8, has 3)"),
+        (8, [4, 5], None, "2 groups that are due before step 6, which has the 8 that it needs"),
+        (3, [], (2, 9), "groups of step 6 (needs 8, has 3); the evaluation of step 4 goes on (2 of 9 rows)"),
+        (8, [], (2, 9), "groups of step 6 (needs 8, has 8); the evaluation of step 4 goes on (2 of 9 rows)"),
+        (3, [], (9, 9), "groups of step 6 (needs 8, has 3)"),
+    ],
+)
+def test_a_wait_says_what_holds_the_step_up(
+    buffered: int, late: list[int], evaluation: tuple[int, int] | None, said: str
+) -> None:
+    """Groups that came are not what is awaited, and an evaluation keeps the servers busy."""
+    running = None
+    if evaluation:
+        arrived, rows = evaluation
+        running = SimpleNamespace(step=4, arrived=arrived, rows=rows, is_complete=arrived == rows)
+    counts = SimpleNamespace(buffered=buffered, dropped={})
+    ledger = SimpleNamespace(counts=lambda: counts, late=lambda: late, evaluation=running, blockers=lambda: [])
+    network = SimpleNamespace(servers=SimpleNamespace(connected={"a": 1}), parity=SimpleNamespace(holds_step=""))
+    nothing: Any = SimpleNamespace(is_shared=False, prompts_per_step=8, step=5)
+    schedule = StepSchedule(nothing, nothing, cast(Any, network), cast(Any, ledger), *[nothing] * 5)
+    assert schedule._describe_wait() == said

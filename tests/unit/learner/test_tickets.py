@@ -366,6 +366,10 @@ def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket
     with pytest.raises(UserError, match="not sampled from row fuzz:0"):
         again.take_again(1, rewritten)
     assert len(again.take_again(1, prepared)) == 2
+    one_changed = lambda slot: rewritten(slot) if slot.position else prepared(slot)  # noqa: E731
+    assert [item.slot.position for item in again.take_again(1, one_changed, drop_changed=True)] == [0]
+    with pytest.raises(UserError, match="the rows of all 2 groups of a step have changed"):
+        again.take_again(1, rewritten, drop_changed=True)
 
 
 def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
