@@ -116,7 +116,7 @@ class Learner:
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config.ticket_settings, self.processor, self.processor.ends.stop_token_ids)
-        self._inputs = input_settings(config, self.writer)
+        self._inputs = input_settings(self.writer, config.reward)
         check_input_changes(start, self._inputs, accept=self._accepts_changes)
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.method import NEEDS
 from asyncrl.config.rules import two_devices
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
+from asyncrl.config.sections import DataConfig, ModelConfig, Purpose, RewardConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.environments.episodes import prompt_tools
@@ -94,7 +95,7 @@ def dry_run(config: RunConfig, *, whole: bool = False) -> None:
         seen, num_rows = preview_rows(config)
         print(explain(config, num_rows, whole=whole))
         print(seen)
-        for note in data_notes(config):
+        for note in data_notes(config.data, config.reward, config.environment, config.purpose):
             print(f"note: {note}")
         if config.batch.tokens_per_microbatch == "auto":
             from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
@@ -127,12 +128,13 @@ def check_references(config: RunConfig, *sides: Side) -> None:
         check_rewards(config.reward)
 
 
-def data_notes(config: RunConfig) -> Iterator[str]:
+def data_notes(
+    data: DataConfig, reward: RewardConfig, environment: EnvironmentConfig, purpose: Purpose
+) -> Iterator[str]:
     """Yield a sentence for each column that a reward does not get, and for files that are trained on and held out."""
-    rows = open_train(config.data, config.purpose)
-    held_out = open_validation(config.data, config.purpose)
-    yield from hidden_columns(config.reward, {*rows.columns} - config.data.prompt_columns)
-    if held_out is None or config.environment.is_used:  # which tells rows of one file apart
+    rows, held_out = open_train(data, purpose), open_validation(data, purpose)
+    yield from hidden_columns(reward, {*rows.columns} - data.prompt_columns)
+    if held_out is None or environment.is_used:  # which tells rows of one file apart
         return
     if shared := rows.files_shared_with(held_out):
         yield (

@@ -81,7 +81,8 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
     # Without max_steps, steps follow from the rows.
     rows = 0 if config.trainer.max_steps else len(open_train(config.data, config.purpose))
     schedules = schedule_notes(config, config.total_steps(rows))
-    for note in chain(secret_notes(config.environment, config.reward), schedules, data_notes(config)):
+    of_data = data_notes(config.data, config.reward, config.environment, config.purpose)
+    for note in chain(secret_notes(config.environment, config.reward), schedules, of_data):
         _note(note)
     if gpus:
         print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)

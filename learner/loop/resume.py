@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -16,11 +17,12 @@ from typing import Any, Literal
 import torch
 import xxhash
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import PARTS, ModelConfig, component_name
+from asyncrl.config.sections import PARTS, DataConfig, ModelConfig, RewardConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
@@ -216,19 +218,20 @@ def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, acce
         )
 
 
-def input_settings(config: RunConfig, writer: TicketWriter) -> dict[str, Any]:
+def input_settings(writer: TicketWriter, reward: RewardConfig) -> dict[str, Any]:
     """Rows and rewards of a run, which change under it only where the user says so.
 
     A file that is not on this machine, where only rollout servers need it, has no fingerprint.
     """
-    inputs: dict[str, Any] = {LENGTH: config.data.max_response_length}
-    lasting = {USABLE, ANSWERS} if _tickets_need_answers(config) else {USABLE}
+    settings = writer.settings
+    inputs: dict[str, Any] = {LENGTH: settings.data.max_response_length}
+    lasting = {USABLE, ANSWERS} if _tickets_need_answers(settings.algorithm, settings.data) else {USABLE}
     inputs |= {name: value for name, value in writer.fingerprints().items() if name not in lasting}
-    inputs["reward.accuracy"] = config.reward.accuracy_component
-    for component in config.reward.functions:
+    inputs["reward.accuracy"] = reward.accuracy_component
+    for component in reward.functions:
         described = component.model_dump(mode="json", exclude_defaults=True) | {"weight": component.weight}
-        files = {key: Path(value) for key, value in component.kwargs.items() if isinstance(value, str) and value}
-        described |= {f"file of {key}": _hash_of(file) for key, file in files.items() if file.is_file()}
+        files = ((key, value) for key, value in component.kwargs.items() if isinstance(value, str))
+        described |= {f"file of {key}": _hash_of(Path(value)) for key, value in files if os.path.isfile(value)}
         with suppress(UserError):
             if located := locate(component.function):
                 described |= {
@@ -236,7 +239,7 @@ def input_settings(config: RunConfig, writer: TicketWriter) -> dict[str, Any]:
                     "source": source_fingerprint(located),
                 }
         inputs[f"reward component {component_name(component)}"] = described
-    if (name := config.environment.name) and name not in installed("environments"):
+    if (name := settings.environment.name) and name not in installed("environments"):
         with suppress(UserError):
             if located := user_function(name, (), "environment.name"):
                 inputs["environment's source"] = source_fingerprint(located)
@@ -345,7 +348,7 @@ def lasting_settings(
     settings |= {key: attrgetter(key)(config) for key in all_keys() if hooks and key.startswith(hooks)}
     if "target" in config.algorithm.needs:
         settings |= {key: attrgetter(key)(config) for key in ("data.target_key", LENGTH)}
-    if _tickets_need_answers(config):
+    if _tickets_need_answers(config.algorithm, config.data):
         settings[ANSWERS] = fingerprints[ANSWERS]
     if "total_steps" in config.algorithm.needs:
         settings["steps in all"] = config.total_steps(writer.num_train_rows)
@@ -365,9 +368,9 @@ def lasting_settings(
     return settings
 
 
-def _tickets_need_answers(config: RunConfig) -> bool:
+def _tickets_need_answers(algorithm: AlgorithmConfig, data: DataConfig) -> bool:
     """Whether columns beside the prompt's decide which ticket is which, or what it puts into completions."""
-    return "target" in config.algorithm.needs or bool(config.data.curriculum.order_by)
+    return "target" in algorithm.needs or bool(data.curriculum.order_by)
 
 
 def update_settings(config: RunConfig) -> dict[str, Any]:

@@ -31,7 +31,6 @@ USABLE, PROMPTS, ANSWERS, HELD_OUT = (
     f"fingerprint of the {rows}"
     for rows in ("usable rows", "training prompts", "training rows' answers and columns", "held-out rows")
 )
-UNDER_A_RUN = "the data must not change under it"
 PARITY_IDS = 2**62
 """Parity tickets are numbered from here."""
 PARITY_TOKENS = 16
@@ -106,14 +105,14 @@ class TicketWriter:
         try:
             rendered, measured = rows.measure(index)
         except UserError as error:
-            raise UserError(f"{error} (it was usable when the run began: {UNDER_A_RUN})") from error
+            raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
         survey = self.train_survey if rows is self.train else self.held_out_survey
         seen, now = survey.facts[index] if survey else None, facts_of(rendered, measured)
         if seen != now:
             other = "its answer or another column" if seen and seen.prompt == now.prompt else "its prompt or an image"
             raise UserError(
-                f"row {rendered.prompt.row_id}: {other} is not what it was when the run began: {UNDER_A_RUN}. "
-                "Put it back and go on with --resume, or take it as it is with --resume --accept-changes"
+                f"row {rendered.prompt.row_id}: {other} is not what it was when the run began: the data must not "
+                "change under it. Put it back and --resume, or take it as it is with --resume --accept-changes"
             )
         return rendered, measured
 

@@ -386,7 +386,10 @@ def test_held_out_rows_that_are_trained_on_are_told_before_the_run(make_config: 
     def notes(train: str, val: str) -> tuple[list[str], int]:
         config = make_config(data={"train_files": [f"{tmp_path}/{train}"], "val_files": [f"{tmp_path}/{val}"]})
         writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
-        return [note.partition(" is in ")[0] for note in data_notes(config)], writer.num_held_out_trained
+        return [
+            note.partition(" is in ")[0]
+            for note in data_notes(config.data, config.reward, config.environment, config.purpose)
+        ], writer.num_held_out_trained
 
     assert notes("rows.jsonl", "rows.jsonl") == (["rows.jsonl"], 100)
     assert notes("rows.jsonl", "../" + tmp_path.name + "/rows.jsonl") == (["rows.jsonl"], 100)

@@ -441,7 +441,7 @@ def test_a_wait_says_what_holds_the_step_up(
         arrived, rows = evaluation
         running = SimpleNamespace(step=4, arrived=arrived, rows=rows, is_complete=arrived == rows)
     counts = SimpleNamespace(buffered=buffered, dropped={})
-    ledger = SimpleNamespace(counts=lambda: counts, late=lambda: late, evaluation=running, blockers=lambda: [])
+    ledger = SimpleNamespace(counts=lambda: counts, late=lambda: late, evaluation=running, blockers=list)
     network = SimpleNamespace(servers=SimpleNamespace(connected={"a": 1}), parity=SimpleNamespace(holds_step=""))
     nothing: Any = SimpleNamespace(is_shared=False, prompts_per_step=8, step=5)
     schedule = StepSchedule(nothing, nothing, cast(Any, network), cast(Any, ledger), *[nothing] * 5)

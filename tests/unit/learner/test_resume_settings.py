@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import checkpoint_folder
 from learner.loop.checkpoint import STATE_FILE, LearnerState, newest_checkpoint, read_state, write_checksums
 from learner.loop.resume import (
@@ -155,6 +155,11 @@ class Rows:
 
     def __init__(self, **changed: str) -> None:
         self.changed = changed
+        self.settings: Any = None
+
+    def of(self, config: RunConfig) -> TicketWriter:
+        self.settings = config.ticket_settings
+        return cast(TicketWriter, self)
 
     def fingerprints(self) -> dict[str, str]:
         return {USABLE: "u", PROMPTS: "p", ANSWERS: "a", HELD_OUT: "h", **self.changed}
@@ -173,7 +178,7 @@ def rewarded(make_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig
     config = make_config(reward={"functions": [entry]})
     config.run_path.mkdir(parents=True)
     with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
-        sign_journal(StartingPoint(), journal, {}, {}, input_settings(config, cast(TicketWriter, Rows())), [])
+        sign_journal(StartingPoint(), journal, {}, {}, input_settings(Rows().of(config), config.reward), [])
     return config
 
 
@@ -185,7 +190,7 @@ def go_on(config: RunConfig, rows: Rows, *overrides: str, accept: bool = False) 
     with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
         saved = newest_checkpoint(config.run_path)
         start = StartingPoint(journal, saved, read_state(saved) if saved else None)
-        inputs = input_settings(changed, cast(TicketWriter, rows))
+        inputs = input_settings(rows.of(changed), changed.reward)
         check_input_changes(start, inputs, accept=accept)
         sign_journal(start, journal, {}, {}, inputs, [])
         return recorded_updates(journal, "inputs")
@@ -247,9 +252,9 @@ def test_steps_that_are_made_again_are_of_the_rows_that_they_were_made_of(
 def test_answers_that_decide_the_tickets_never_change(make_config: Callable[..., RunConfig]) -> None:
     """They order the rows here; with demonstrations they are in the completions (tests/plugins/demonstrations)."""
     plain, ordered = make_config(), make_config(data={"curriculum": {"order_by": "level"}})
-    writer, processor = cast(TicketWriter, Ordered()), SimpleNamespace(fingerprint="f", shown_tools=None)
-    lasting = [set(lasting_settings(one, writer, cast(Any, processor), None, "")) for one in (plain, ordered)]
-    asked = [set(input_settings(one, writer)) for one in (plain, ordered)]
+    processor = PromptProcessor(plain.model)
+    lasting = [set(lasting_settings(one, Ordered().of(one), processor, None, "")) for one in (plain, ordered)]
+    asked = [set(input_settings(Ordered().of(one), one.reward)) for one in (plain, ordered)]
     assert lasting[1] - lasting[0] == asked[0] - asked[1] == {ANSWERS}
 
 
