@@ -20,7 +20,7 @@ help:
 	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make test-plugins-alone  run the tests of each plug-in on a wheel that has no other"
 	@echo "make check  lint code and English, and type-check"
-	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
+	@echo "make fuzz   send 100,000 mutated messages to each end of the wire, and 20,000 to each decoder"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
 	@echo "make bench  run the benchmarks and print their tables"
 
@@ -85,6 +85,7 @@ bench: install
 
 fuzz: install
 	$(BIN)/python -m tests.rigs.fuzz_wire --messages 100000 --seed 1
+	$(BIN)/python -m tests.rigs.hostile_decoders --inputs 20000 --seed 1 --attacks
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) runs/demo-*

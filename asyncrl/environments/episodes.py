@@ -7,7 +7,8 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from asyncrl.environments.interface import Action, PromptTools, Start
 from asyncrl.environments.loading import source_of
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.worker import packed_start, unpacked, unpacked_history
+from asyncrl.user_functions import one_line
 from asyncrl.workers.pool import WorkerPool
 from asyncrl.workers.process import Request, WorkerDied, WorkerProcess, WorkerProgram
 
@@ -197,6 +199,16 @@ class EnvironmentWorkers:
         await worker.stop()
 
 
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    """Raise EnvironmentFailed for a reply that no worker of ours sends."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"its process sent a malformed reply ({one_line(error)})"
+        raise EnvironmentFailed("environment_died", said) from None
+
+
 class Episode:
     """One trajectory's side of an environment; `close()` is due in any case."""
 
@@ -218,7 +230,8 @@ class Episode:
             self._worker, self._number = await self._workers.take(), next(self._workers.numbers)
             try:
                 reply = await self._ask({"do": "reset", "start": packed_start(start)})
-                self.opening = unpacked(reply["opening"])
+                with _well_formed():
+                    self.opening = unpacked(reply["opening"])
                 break
             except BaseException as error:
                 await self.close()
@@ -232,8 +245,9 @@ class Episode:
         action = Action(text, self._turns)
         self._turns += 1
         reply = await self._ask({"do": "step", "action": asdict(action)})
-        observation, history = unpacked(reply["observation"]), unpacked_history(reply["history"])
-        return StepResult(observation, reply["reward"], reply["done"], reply["state_key"], reply["info"], history)
+        with _well_formed():
+            observation, history = unpacked(reply["observation"]), unpacked_history(reply["history"])
+            return StepResult(observation, reply["reward"], reply["done"], reply["state_key"], reply["info"], history)
 
     async def close(self) -> None:
         """End the episode, wherever it is; what its environment does meanwhile concerns nobody but the log."""

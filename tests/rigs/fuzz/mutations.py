@@ -78,7 +78,7 @@ def change_header(rng: random.Random, frames: Frames) -> Frames:
     """Change, remove or add one value anywhere in the header's tree; a header that cannot be read stays as it is."""
     try:
         header = msgpack.unpackb(frames[0])
-        parent, key = rng.choice(list(_places(header)))
+        parent, key = rng.choice(list(places(header)))
         value = rng.choice(TYPES if key == "type" else NASTY)
         kind = rng.randrange(5)
         if kind == 0:
@@ -94,12 +94,12 @@ def change_header(rng: random.Random, frames: Frames) -> Frames:
         return frames
 
 
-def _places(tree: Any, depth: int = 20) -> Iterator[tuple[Any, Any]]:
+def places(tree: Any, depth: int = 20) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) of the tree, not too far down: it may have been nested."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list) and depth:
-            yield from _places(value, depth - 1)
+            yield from places(value, depth - 1)
 
 
 def nest(rng: random.Random, frames: Frames) -> Frames:
@@ -134,7 +134,7 @@ def nest_text(rng: random.Random, frames: Frames) -> Frames:
     """JSON nested deeply in any text of the header, a turn's `info` more often; one that cannot be read stays."""
     try:
         header = msgpack.unpackb(frames[0])
-        texts = [(parent, key) for parent, key in _places(header) if isinstance(parent[key], str) and key != "type"]
+        texts = [(parent, key) for parent, key in places(header) if isinstance(parent[key], str) and key != "type"]
         if turns := [turn for record in header.get("trajectories", ()) for turn in record["turns"]]:
             texts += [(turn, "info") for turn in turns] * 9
         parent, key = rng.choice(texts)
