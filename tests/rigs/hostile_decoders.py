@@ -85,7 +85,7 @@ def damaged(rng: random.Random, right: Any) -> Any:
 
 def _nested(rng: random.Random) -> Any:
     value: Any = 0
-    for _ in range(rng.choice((10, 63, 65, 200, 450))):
+    for _ in range(rng.choice((10, 63, 65, 200, 300))):
         value = {"a": value} if rng.random() < 0.5 else [value]
     return value
 
