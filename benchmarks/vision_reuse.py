@@ -24,12 +24,12 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo import model as demo_model
-from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from learner.training.reference import Reference
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
+from learner.training.vision_features import VisionFeatures
 from tests.rigs.made_up_batch import made_up_batch
 
 SIZE = "--hidden 256 --intermediate 1024 --layers 4 --vision-dim 256 --vision-depth 4 --vision-heads 4"

@@ -270,7 +270,7 @@ GROUP_FILTERS = {
 }
 ADDITIONS = {
     "entropy_control": Method(
-        "asyncrl.algorithms.controllers:EntropyController",
+        "learner.training.controllers:EntropyController",
         formula="coefficient + delta after a step of entropy <= target, else - delta and no bonus",
         paper="2505.22312",
         settings=EntropyControlConfig,

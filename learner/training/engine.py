@@ -26,7 +26,6 @@ from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, 
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.small_copy import family_of
-from asyncrl.models.vision_features import VisionFeatures
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.ranks.group import ALONE, Ranks
@@ -36,6 +35,7 @@ from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, b
 from learner.training.packing_check import packing_obstacle
 from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
+from learner.training.vision_features import VisionFeatures
 
 logger = logging.getLogger(__name__)
 

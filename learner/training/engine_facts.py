@@ -12,9 +12,9 @@ import torch
 
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import fingerprint_of, published_tensors
-from asyncrl.models.vision_features import frozen_vision
 from asyncrl.processing.image_grids import images_of
 from learner.training.packing import TrainGroup
+from learner.training.vision_features import frozen_vision
 from protocol.messages import AdapterSpec
 
 FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from asyncrl.algorithms.controllers import StepCoefficients
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.kl import reference_kl
 from asyncrl.algorithms.loading import load_method
@@ -18,6 +17,7 @@ from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
 from learner.training.batch import Batch
+from learner.training.controllers import StepCoefficients
 from learner.training.loss_hook import PolicyPass, loss_hooks
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored

@@ -13,7 +13,6 @@ from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig
 from asyncrl.devices.sleeping import fixed_tokens
 from asyncrl.models.output_head import add_value_head, read_score_head, values
-from asyncrl.models.vision_features import VisionFeatures
 from learner.ranks.group import ALONE, Ranks
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
@@ -21,6 +20,7 @@ from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.rank_plan import RankWork, Share, plan_shares
 from learner.training.reference import Reference, WithoutAdapters
 from learner.training.sharded_files import Write
+from learner.training.vision_features import VisionFeatures
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
-from asyncrl.algorithms.controllers import Coefficients
 from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
 from asyncrl.algorithms.kl import penalise, reference_kl
 from asyncrl.algorithms.loading import load_method
@@ -29,13 +28,14 @@ from asyncrl.config.installed_methods import method_of
 from asyncrl.config.part_settings import StepSettings
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
-from asyncrl.models.vision_features import VisionFeatures
 from learner.training.batch import Batch
+from learner.training.controllers import Coefficients
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored
 from learner.training.token_budget import TokenBudget
+from learner.training.vision_features import VisionFeatures
 
 
 class NotFiniteError(BadStateError):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.controllers import Coefficients, EntropyController
 from asyncrl.algorithms.kl import LARGEST_KL, mean_over_rows, penalise, reference_kl
 from asyncrl.algorithms.loading import load_method
 from asyncrl.algorithms.trajectories import Trajectories
@@ -17,6 +16,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, KlEstimator
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.methods import EntropyControlConfig
 from asyncrl.models.sampling_distribution import exact_kl
+from learner.training.controllers import Coefficients, EntropyController
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

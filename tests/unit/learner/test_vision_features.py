@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.vision_features import VisionFeatures, frozen_vision
 from asyncrl.processing.processor import PromptProcessor
 from learner.training.reference import Reference
 from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
+from learner.training.vision_features import VisionFeatures, frozen_vision
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.tiny_families import make_family, make_llava
 from tests.system.test_bad_input import image_rows, write_rows
