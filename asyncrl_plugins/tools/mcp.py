@@ -212,7 +212,7 @@ class LastWords:
     def __init__(self) -> None:
         self.last = ""
         read, write = os.pipe()
-        self.file = os.fdopen(write, "w")
+        self.file = os.fdopen(write, "w", encoding="utf-8")
         self.thread = threading.Thread(target=self._follow, args=(read,), daemon=True)
         self.thread.start()
 
