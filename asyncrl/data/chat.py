@@ -14,7 +14,7 @@ from protocol.messages import ChatMessage, ContentPart, ImagePart, TextPart, Vid
 
 PLACEHOLDER = re.compile(r"<(image|video)>")
 PARTS: dict[str, ImagePart | VideoPart] = {"image": ImagePart(), "video": VideoPart()}
-_CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """Beginning of a list of messages that is written as text."""
 _KINDS = {
     **dict.fromkeys(("text", "input_text"), "text"),
@@ -34,7 +34,7 @@ def unpacked(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
 
     What cannot be told, such as images in both places, stays as it is: `chat_messages` refuses it.
     """
-    messages = _chat_list(row.get(config.prompt_key))
+    messages = _listed(row.get(config.prompt_key), CHAT_TEXT)
     if not isinstance(messages, list):
         return dict(row)
     for kind, key in (("image", config.image_key), ("video", config.video_key)):
@@ -47,11 +47,14 @@ def unpacked(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
 
 def chat_messages(messages: Sequence[Any], config: DataConfig, row_id: str) -> list[ChatMessage]:
     """Messages of an unpacked row. Raises UserError naming the row for what would be shown otherwise than it is."""
-    seen: list[ContentPart] = []
-    read: list[ChatMessage] = []
-    for message in messages:
-        read.append(_message(message, config, seen, row_id))
-        seen += read[-1].content
+    read = [_message(message, config, row_id) for message in messages]
+    for kind in PARTS:
+        named = [part.get("index") for part in _parts_of(messages) if _kind(part) == kind]
+        if any(number is not None for number in named) and named != list(range(len(named))):
+            raise UserError(
+                f"row {row_id}: the parts of its messages name {kind}s of the column in the order {named}. Put the "
+                "column in the order of the parts"
+            )
     if read and read[-1].role == "assistant":
         raise UserError(
             f"row {row_id}: the prompt ends with the assistant's turn {marked_text(read[-1].content)[:60]!r}, which "
@@ -77,25 +80,18 @@ def split_placeholders(text: str) -> tuple[ContentPart, ...]:
     return tuple(parts)
 
 
-def is_chat_text(text: str) -> bool:
-    """Whether a text is a list of messages that was written as one."""
-    return _CHAT_TEXT.match(text) is not None
-
-
-def _chat_list(value: Any) -> Any:
-    if not isinstance(value, str) or not is_chat_text(value):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value  # as `repr` writes it, or cut off: refused when it is rendered
+def _listed(value: Any, begins: re.Pattern[str]) -> Any:
+    """The list in JSON text that begins like one; any other value as it is, such as text that is cut off."""
+    if isinstance(value, str) and begins.match(value):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 # --- messages --------------------------------------------------------------------------------------
 
 
-def _message(message: Any, config: DataConfig, seen: Sequence[ContentPart], row_id: str) -> ChatMessage:
-    """`seen`: parts of the messages before."""
+def _message(message: Any, config: DataConfig, row_id: str) -> ChatMessage:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "user", "assistant", "tool"):
         raise UserError(f"row {row_id}: a chat message has role {role!r}; use system, user, assistant or tool")
@@ -103,7 +99,10 @@ def _message(message: Any, config: DataConfig, seen: Sequence[ContentPart], row_
     others = {key: each for key, each in message.items() if each is not None and key not in ("role", "content")}
     if "function_call" in others:
         raise UserError(f"{where} has a function_call, which chat templates do not read. Write tool_calls, a list")
-    calls = [_call(call, where) for call in _listed(others.pop("tool_calls", []), where)]
+    calls = _listed(others.pop("tool_calls", []), re.compile(r"\s*\["))
+    if not isinstance(calls, list):
+        raise UserError(f"{where} has tool_calls of type {type(calls).__name__}; they must be a list")
+    calls = [_call(call, where) for call in calls]
     try:
         json.dumps(others)
     except (TypeError, ValueError) as error:
@@ -118,19 +117,8 @@ def _message(message: Any, config: DataConfig, seen: Sequence[ContentPart], row_
             f"{where} has a content of type {type(content).__name__}; it must be a string or a list of parts, and may "
             "be null beside tool_calls"
         )
-    parts: list[ContentPart] = []
-    for part in content:
-        parts += _part(part, config, [*seen, *parts], where)
-    return ChatMessage(role=role, content=tuple(parts), others=others | ({"tool_calls": calls} if calls else {}))
-
-
-def _listed(calls: Any, where: str) -> list[Any]:
-    if isinstance(calls, str):
-        with suppress(ValueError):
-            calls = json.loads(calls)
-    if not isinstance(calls, list):
-        raise UserError(f"{where} has tool_calls of type {type(calls).__name__}; they must be a list")
-    return calls
+    parts = tuple(read for part in content for read in _part(part, config, where))
+    return ChatMessage(role=role, content=parts, others=others | ({"tool_calls": calls} if calls else {}))
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -152,7 +140,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 # --- parts -----------------------------------------------------------------------------------------
 
 
-def _part(part: Any, config: DataConfig, seen: Sequence[ContentPart], where: str) -> tuple[ContentPart, ...]:
+def _part(part: Any, config: DataConfig, where: str) -> tuple[ContentPart, ...]:
     """The placeholder of an image or a video; or text, in which `<image>` and `<video>` are some, too."""
     kind = _kind(part)
     if kind is None or (kind == "text" and any(part.get(key) is not None for key in _HOLDERS)):
@@ -175,12 +163,6 @@ def _part(part: Any, config: DataConfig, seen: Sequence[ContentPart], where: str
             f"{where} has the part {str(part)[:80]!r}, and of an {kind} {', '.join(map(repr, unread))} cannot be read "
             "there. Sizes are model.min_pixels and model.max_pixels, frames per second data.video_fps; leave the key "
             "out"
-        )
-    number = sum(each.type == kind for each in seen)
-    if isinstance(part.get("index"), int) and part["index"] != number:
-        raise UserError(
-            f"{where} has {kind} {part['index']} of the column where {kind} {number} comes. Put the column's {kind}s "
-            "in the order of the parts"
         )
     return (PARTS[kind],)
 

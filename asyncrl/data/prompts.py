@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import jinja2
 
 from asyncrl.config.sections import DataConfig
-from asyncrl.data.chat import PARTS, chat_messages, is_chat_text, marked_text, split_placeholders, unpacked
+from asyncrl.data.chat import CHAT_TEXT, PARTS, chat_messages, marked_text, split_placeholders, unpacked
 from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, Prompt, TextPart, Video
@@ -41,10 +42,11 @@ class PromptRenderer:
         config, own = self._config, self._config.prompt_columns
         row = unpacked(row, config)
         for column in row.keys() - {config.image_key, config.video_key}:
-            if (half := _half_character(row[column])) is not None:
+            half = _SURROGATE.search(json.dumps(row[column], ensure_ascii=False, skipkeys=True, default=str))
+            if half is not None:
                 raise UserError(
-                    f"row {row_id}: column {column!r} has {half!r}, half of a character (a surrogate): text that was "
-                    "cut within an emoji, or decoded wrongly. Mend it, or leave the row out"
+                    f"row {row_id}: column {column!r} has {half[0]!r}, half of a character (a surrogate): text that "
+                    "was cut within an emoji, or decoded wrongly. Mend it, or leave the row out"
                 )
         images = self._images(row, row_id)
         videos = load_videos(row.get(config.video_key), Path(config.image_dir or "."), row_id)
@@ -93,7 +95,7 @@ class PromptRenderer:
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
         config, content = self._config, row.get(self._config.prompt_key)
         column = f"column {config.prompt_key!r} (data.prompt_key)"
-        if isinstance(content, str) and is_chat_text(content):
+        if isinstance(content, str) and CHAT_TEXT.match(content):
             raise UserError(
                 f"row {row_id}: {column} begins like a list of chat messages, {content[:60]!r}, and is no JSON. Write "
                 "the list itself, or json.dumps() of it"
@@ -166,14 +168,6 @@ def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id
     user = messages[first]
     content: tuple[ContentPart, ...] = (*(PARTS[kind] for _ in range(count)), *user.content)
     return [*messages[:first], user.model_copy(update={"content": content}), *messages[first + 1 :]]
-
-
-def _half_character(value: Any) -> str | None:
-    """The first surrogate in a text, at any depth of lists and maps: nothing can encode it."""
-    if isinstance(value, str):
-        return found[0] if (found := _SURROGATE.search(value)) else None
-    inner = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((half for one in inner if (half := _half_character(one)) is not None), None)
 
 
 def _load_template(path: str) -> jinja2.Template | None:

@@ -61,23 +61,19 @@ class ImageGrids:
         """
         raise NotImplementedError
 
-    def of_row(self, sizes: Sequence[tuple[int, int]], row_id: str) -> np.ndarray:
+    def of_row(self, sizes: Sequence[tuple[int, int]], row_id: str, first: int = 0) -> np.ndarray:
         """`grids` of a row's images. Raises UserError naming the one of a shape that the processor refuses."""
         try:
             return self.grids(sizes)
         except ValueError as refused:
-            wrong = next((number for number, size in enumerate(sizes) if not self._takes(size)), 0)
+            if len(sizes) > 1:
+                for number, size in enumerate(sizes):
+                    self.of_row([size], row_id, number)
+            (width, height), *_ = sizes
             raise UserError(
-                f"row {row_id}, image {wrong}: the processor takes no such image, of {sizes[wrong][0]} x "
-                f"{sizes[wrong][1]} pixels: {refused}. Crop or pad it, or leave the row out"
+                f"row {row_id}, image {first}: the processor takes no such image, of {width} x {height} pixels: "
+                f"{refused}. Crop or pad it, or leave the row out"
             ) from None
-
-    def _takes(self, size: tuple[int, int]) -> bool:
-        try:
-            self.grids([size])
-        except ValueError:
-            return False
-        return True
 
     def tokens(self, grids: np.ndarray) -> np.ndarray:
         """[images, 3] -> [images] image tokens that stand for each image of one prompt."""

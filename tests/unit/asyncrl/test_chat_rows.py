@@ -126,7 +126,7 @@ AMBIGUOUS = {
     "an address": (asked({"type": "image", "url": "https://x.org/a.png"}), "image 0: .* is an address, not a file"),
     "gone": (asked(IMAGE_A, {"type": "image", "image": "d.png"}), "image 1: there is no image"),
     "another order": ({**asked({"type": "image", "index": 1}, {"type": "image", "index": 0}), "images": ["a.png"] * 2},
-                      "image 1 of the column where image 0 comes"),
+                      r"name images of the column in the order \[1, 0\]"),
 }  # fmt: skip
 
 
