@@ -60,7 +60,7 @@ def test_bad_state_is_saved_where_the_launcher_looks_with_the_last_known_step(tm
 @pytest.mark.parametrize(
     "body",
     [
-        "print(1, file=open('/dev/full', 'w'), flush=True)",
+        "os.write(os.open('/dev/full', os.O_WRONLY), b'1')",
         "sqlite3.connect(':memory:').executescript('PRAGMA max_page_count=2; CREATE TABLE t AS SELECT zeroblob(9999)')",
     ],
 )
