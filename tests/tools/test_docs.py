@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+from asyncrl.algorithms.ratios import PolicyTokens
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -56,6 +59,12 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     names = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.M))
     return {name.strip().replace(" ", "-") for name in names} | set(re.findall(r'id="([^"]+)"', text))
+
+
+def test_the_page_of_a_loss_of_ones_own_names_every_field_that_it_sees() -> None:
+    page = (ROOT / "docs" / "bring-your-own.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("`f(tokens: PolicyTokens, config)"))
+    assert {field.name for field in dataclasses.fields(PolicyTokens)} <= set(re.findall(r"`(\w+)`", line))
 
 
 def test_every_picture_is_shown_somewhere() -> None:
