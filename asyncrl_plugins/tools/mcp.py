@@ -220,7 +220,7 @@ class LastWords:
         self.file.close()
 
     def _follow(self, read: int) -> None:
-        with os.fdopen(read, errors="replace") as lines:
+        with os.fdopen(read, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 sys.stderr.write(line)
                 self.last = line.strip()[:300] or self.last
