@@ -239,7 +239,7 @@ def _export(arguments: argparse.Namespace) -> int:
     source = policy_folder(arguments.run_dir, arguments.checkpoint)
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
-    from asyncrl.models.policy_export import export_policy
+    from learner.loop.policy_export import export_policy
 
     merged = True if arguments.merged else False if arguments.adapter else None
     print(export_policy(arguments.run_dir, source, arguments.target, merged=merged))

@@ -30,14 +30,14 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import model_of_export
-from asyncrl.models.lora import is_adapter_folder, load_policy, read_adapter, settings_of
-from asyncrl.models.policy_export import export_policy
+from asyncrl.models.lora import is_adapter_folder, load_policy, read_adapter
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, policy_folder
 from asyncrl.run_folder.export_record import read_record
-from asyncrl_plugins.evaluation.held_out import start_policy
+from asyncrl_plugins.evaluation.adapters import settings_of, start_policy
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
+from learner.loop.policy_export import export_policy
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
 from protocol.messages import Group, TicketKind

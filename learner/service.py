@@ -14,7 +14,6 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.policy_export import finish_export
 from asyncrl.processing.processor import prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.failure import kind_of
@@ -25,6 +24,7 @@ from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.clean_stop import INTERRUPTED, CleanStop, StopAsked
 from learner.loop.logprob_parity import ParityJudge
+from learner.loop.policy_export import finish_export
 from learner.loop.resume import (
     StartingPoint,
     check_input_changes,

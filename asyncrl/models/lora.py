@@ -35,16 +35,6 @@ BASE_KEY = "base_fingerprint"
 """Key of the base weights' fingerprint in the metadata of ADAPTER_WEIGHTS."""
 _PART = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
 """A tensor in ADAPTER_WEIGHTS: of which layer, and which of the two."""
-_COMPUTED_OTHERWISE = (
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "bias",
-    "lora_bias",
-)
-"""Keys of ADAPTER_CONFIG under which PEFT computes something else than W + alpha / rank B A."""
 SLOT = "policy"
 """PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
 get a name of its own for each version."""
@@ -217,31 +207,6 @@ def merge(adapted: Any) -> Any:
         if part is not None:
             part.dtype = torch.float32
     return merged
-
-
-def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
-    """`config` with `lora` as the adapter of `folder` has it. Raises UserError for one that engines cannot apply."""
-    from safetensors import safe_open
-
-    check_adapter(config, folder)
-    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    unusual = [key for key in _COMPUTED_OTHERWISE if described.get(key) not in (None, False, {}, [], "none")]
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
-        parts = {name: _PART.fullmatch(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-    unusual += [name for name, part in parts.items() if part is None]
-    if unusual:
-        raise UserError(
-            f"the adapter in {folder} is no plain LoRA ({', '.join(unusual[:3])}), and engines apply no other. Merge "
-            "it with PEFT (merge_and_unload, save_pretrained) and name that folder"
-        )
-    layers = tuple(dict.fromkeys(part[1] for part in parts.values() if part))
-    lora = LoraConfig(
-        rank=described["r"],
-        alpha=described["lora_alpha"],
-        target_modules=layers,
-        vision_tower=any(part_of(name.split(".")) != "language_model" for name in layers),
-    )
-    return config.model_copy(update={"lora": lora})
 
 
 def check_adapter(config: ModelConfig, folder: Path) -> None:

@@ -22,16 +22,15 @@ from asyncrl.environments.recording import EnvironmentHealth, described_turns
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import describe_folder
 from asyncrl.models.loading import model_of_export
-from asyncrl.models.lora import is_adapter_folder, read_adapter, resolve_adapter, settings_of
-from asyncrl.models.published import tensor_bytes
+from asyncrl.models.lora import is_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
-from protocol.messages import Group, TensorEntry, Ticket, TicketFailed, TrajectoryRecord, WeightManifest
+from asyncrl_plugins.evaluation.adapters import settings_of, start_policy
+from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.engines import create_engine
-from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import EngineDied, InferenceEngine
 from rollout_server.production.environments import Environments, environment_workers, environments_of
 from rollout_server.production.group_producer import GroupProducer
@@ -79,21 +78,6 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
     check_lengths(config, describe_folder(model))
     check_engine(config)
     return config
-
-
-async def start_policy(engine: InferenceEngine, config: RunConfig, folder: Path) -> None:
-    """Start the engine with the policy of `folder`: an adapter stays beside its base, as in a run."""
-    await engine.start()
-    if (spec := resolve_adapter(config.model)) is None:
-        return
-    tensors = {name: tensor.float() for name, tensor in read_adapter(folder).items()}
-    entries = tuple(
-        TensorEntry(name=name, dtype="float32", shape=tuple(t.shape), offset=0, nbytes=t.nbytes, xxh3=0)
-        for name, t in tensors.items()
-    )
-    total = sum(entry.nbytes for entry in entries)
-    manifest = WeightManifest(version=1, publication="eval", tensors=entries, total_bytes=total, adapter=spec)
-    await engine.update_weights(1, ArrivedWeights(manifest, {n: tensor_bytes(t) for n, t in tensors.items()}))
 
 
 async def _play(config: RunConfig, folder: Path) -> list[EvaluatedRow]:

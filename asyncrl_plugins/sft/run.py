@@ -31,7 +31,6 @@ from asyncrl.devices.device import set_up_training
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.memory_plan.plan import check_plan
 from asyncrl.models.export import check_export
-from asyncrl.models.policy_export import ROWS, finish_export
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.lock import LearnerLock
@@ -39,6 +38,7 @@ from asyncrl.service_entry import StartMode, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from learner.loop.follower import Obey, engine_calls, follow
+from learner.loop.policy_export import ROWS, finish_export
 from learner.loop.resume import refuse_taken, settle_day
 from learner.loop.trainer import check_room, with_token_budget
 from learner.ranks.commands import RankCommand

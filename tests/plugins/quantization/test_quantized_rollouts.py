@@ -17,10 +17,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import write_adapter_folder
-from asyncrl.models.policy_export import finish_export
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.quantization.grid import on_grid, quantizable, rounded
+from learner.loop.policy_export import finish_export
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import made_up_adapter, merged, spec_of
 from tests.rigs.policies import (

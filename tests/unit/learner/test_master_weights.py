@@ -16,9 +16,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
-from asyncrl.models.policy_export import finish_export
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
+from learner.loop.policy_export import finish_export
 from learner.training.engine import ENGINE_FILE, TorchEngine
 from learner.training.packing import MicroBatch
 from tests.rigs.made_up_batch import made_up_batch
