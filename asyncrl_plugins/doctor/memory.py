@@ -24,13 +24,14 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, make_plan
+from asyncrl.memory_plan.rehearsal import NoPlanError
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
 from asyncrl.models.generation_settings import check_generation_config
 from asyncrl.models.loading import skeleton
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter
 from asyncrl_plugins.doctor.advice import advice
-from asyncrl_plugins.doctor.findings import Finding, Findings, problem
+from asyncrl_plugins.doctor.findings import Finding, Findings, problem, split_fix
 from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.doctor.machine import Device, memory_limit
 
@@ -74,7 +75,7 @@ def _family(config: RunConfig) -> Findings[None]:
         yield Finding("adapter", describe_adapter(with_adapter))
 
 
-def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[MemoryPlan]:
+def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[MemoryPlan | None]:
     """Compares the plan with the devices that the configuration means on this machine."""
     meant = {
         f"{side}.device": meant_device(getattr(config, side).device, cuda=bool(devices))
@@ -86,7 +87,12 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     config, chosen = settle_tokens(config, min(totals, default=0))
     if chosen:
         yield Finding("micro-batches", chosen, "note")
-    plan = make_plan(config)
+    try:
+        plan = make_plan(config)
+    except NoPlanError as unknown:
+        text, fix = split_fix(str(unknown))
+        yield Finding("memory plan", text, "warning", fix)
+        return None
     on_host: list[int] = []
     for place, phase in enumerate(plan.phases):
         is_servers = phase.name.startswith("engine")

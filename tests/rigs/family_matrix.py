@@ -91,7 +91,7 @@ class Verdict:
     """Finding about one family."""
 
     trains: str
-    """packed, alone, refused, not built, or WRONG."""
+    """packed, alone, refused, not built, crash, or WRONG."""
     samples: str
     """hf, refused, or WRONG."""
     why: str = ""
@@ -109,6 +109,9 @@ def make_folder(family: str, folder: Path) -> Path:
     text.vocab_size = (len(tokenizer) + 63) // 64 * 64
     for part in {id(part): part for part in (text, small.described)}.values():
         part.eos_token_id, part.pad_token_id, part.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+        for name, value in list(vars(part).items()):
+            if name.endswith("token_id") and isinstance(value, int) and value >= text.vocab_size:
+                setattr(part, name, 5)
         for name, value in settings.items():
             if "window" in name or "rope" in name or "position" in name:
                 setattr(part, name, value)
@@ -251,13 +254,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     verdicts: dict[str, Verdict] = {}
     for family in given.families or families():
         with tempfile.TemporaryDirectory() as folder:
-            verdicts[family] = verdict = examine(family, Path(folder))
+            try:
+                verdicts[family] = verdict = examine(family, Path(folder))
+            except Exception as error:
+                verdicts[family] = verdict = Verdict("crash", "", _said(error))
         print(f"{family:32} {verdict.trains:10} {verdict.samples:8} {verdict.why[:300]}", flush=True)
     if given.write:
-        wrong = sum("WRONG" in (verdict.trains, verdict.samples) for verdict in verdicts.values())
+        wrong = sum(not {"WRONG", "crash"}.isdisjoint((one.trains, one.samples)) for one in verdicts.values())
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {date.today():%d %B %Y}"
         given.write.write_text(
-            f"{HEADING}\n{versions}: {wrong} of {len(verdicts)} accepted and wrong.\n\n{table(verdicts)}"
+            f"{HEADING}\n{versions}: {wrong} of {len(verdicts)} accepted and wrong or crashed.\n\n{table(verdicts)}"
         )
 
 

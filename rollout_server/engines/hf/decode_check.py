@@ -31,8 +31,8 @@ def check_decoding(config: ModelConfig) -> None:
     """Raise UserError for a family that this engine would sample wrongly."""
     if found := _problem(family_of(config)):
         raise UserError(
-            f"the hf engine cannot sample from the model in {config.path}: {found}. It keeps keys and values of causal "
-            "attention alone: set rollout.engine=vllm, or use a model of another family"
+            f"the hf engine, which keeps keys and values of causal attention alone, cannot sample from the model in "
+            f"{config.path}: {found}. Set rollout.engine=vllm, or use a model of another family"
         )
 
 
