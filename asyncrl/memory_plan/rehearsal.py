@@ -118,7 +118,8 @@ def rehearse(config: RunConfig) -> ModelBytes:
     except UnpackableError as problem:
         raise NoPlanError(
             f"memory cannot be planned for models of the family {described.get('model_type')} ({config.model.path}): "
-            f"their rows are computed one at a time ({problem}). Leave gpu_memory.budget_gib at 0"
+            f"their rows are computed one at a time ({problem}). Leave gpu_memory.budget_gib at 0, and set "
+            "batch.tokens_per_microbatch to a number"
         ) from problem
     except UserError:
         raise

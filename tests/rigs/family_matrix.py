@@ -28,6 +28,7 @@ from asyncrl.model_files.folder import read_config
 from asyncrl.models.loading import load_model
 from asyncrl.models.small_copy import SmallFamily, family_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.training.engine import TorchEngine
 from learner.training.packing import PackedTrajectory, TrainGroup
 from learner.training.roles import Roles
@@ -110,7 +111,7 @@ def make_folder(family: str, folder: Path) -> Path:
     for part in {id(part): part for part in (text, small.described)}.values():
         part.eos_token_id, part.pad_token_id, part.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
         for name, value in list(vars(part).items()):
-            if name.endswith("token_id") and isinstance(value, int) and value >= text.vocab_size:
+            if "_token_i" in name and isinstance(value, int) and value >= text.vocab_size:
                 setattr(part, name, 5)
         for name, value in settings.items():
             if "window" in name or "rope" in name or "position" in name:
@@ -166,11 +167,17 @@ def _groups(vocabulary: int) -> list[TrainGroup]:
     return groups
 
 
+def _banned(model: Any) -> list[int]:
+    """Placeholders of images and the like, which are never sampled."""
+    return sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
+
+
 def _plain_logprobs(plain: Any, prompt: np.ndarray, completion: Sequence[int]) -> torch.Tensor:
     """[T] of a completion, by one pass over its row."""
     ids = torch.from_numpy(np.concatenate([prompt, np.asarray(completion)])).long()
     logits = plain(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
-    return (logits.float() / TEMPERATURE).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+    logits = logits.float().index_fill(-1, torch.tensor(_banned(plain), dtype=torch.long), float("-inf"))
+    return (logits / TEMPERATURE).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
 
 
 def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
@@ -208,7 +215,8 @@ def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
 @torch.no_grad()
 def _sampling(config: ModelConfig, plain: Any) -> tuple[str, str]:
     """Log-probs of what the hf engine's batch samples."""
-    batch = DecodeBatch(load_model(config, device=CPU, text_attention=family_of(config).attention).eval(), (), CPU)
+    model = load_model(config, device=CPU, text_attention=family_of(config).attention).eval()
+    batch = DecodeBatch(model, _banned(model), CPU)
     draw, rows = np.random.default_rng(2), []
     for number, length in enumerate((13, 5)):
         ids = draw.integers(10, 300, length).astype(np.int32)

@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncrl.attention.masked_attention import MaskedAttention
 from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, spans
 from asyncrl.attention.shared_prefix import (
     SeparateAttention,
     SharedPrefixLayout,
+    UnpackableError,
     make_layout,
     separate_cost,
     shared_cost,
@@ -208,3 +210,36 @@ def test_windows_and_images_that_see_themselves_are_masked_by_definition(window:
     packed, _ = shared_prefix_attention(nn.Module(), *inputs, None, sliding_window=window, shared_prefix=layout)
     whole = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(packed, whole)
+
+
+NOT_IN_A_LAYOUT: dict[str, dict[str, Any]] = {
+    "s_aux": {"s_aux": torch.zeros(4)},
+    "softcap": {"softcap": 30.0},
+    "position_bias": {"position_bias": torch.zeros(1)},
+    "indices": {"indices": torch.zeros(1)},
+    "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 8)},
+    "is_causal=False": {"is_causal": False},
+    "sliding_window=5": {"sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("part", NOT_IN_A_LAYOUT)
+def test_what_the_layout_does_not_say_is_refused(part: str) -> None:
+    layout = make_layout([(3, (2, 3))], CPU, torch.float32)
+    inputs = [torch.randn(1, heads, 8, 8) for heads in (4, 2, 2)]
+    given = {"attention_mask": None, "shared_prefix": layout, **NOT_IN_A_LAYOUT[part]}
+    with pytest.raises(UnpackableError, match=f"the attention of Module takes {part}$"):
+        shared_prefix_attention(nn.Module(), *inputs, **given)
+    with pytest.raises(UnpackableError, match="Module does not hand on the layout"):
+        shared_prefix_attention(nn.Module(), *inputs, None)
+
+
+@pytest.mark.parametrize("window", [6, 7, 100_000])
+def test_a_window_as_long_as_the_longest_row_cuts_nothing(window: int) -> None:
+    groups: Sequence[Group] = [(3, (2, 3)), (4, (1,))]
+    layout = make_layout(groups, CPU, torch.float32, window=window)
+    assert not isinstance(layout.form, MaskedAttention)
+    inputs = [torch.randn(1, heads, 13, 8) for heads in (4, 2, 2)]
+    cut, _ = shared_prefix_attention(nn.Module(), *inputs, None, sliding_window=window, shared_prefix=layout)
+    whole, _ = shared_prefix_attention(nn.Module(), *inputs, None, shared_prefix=layout)
+    assert torch.equal(cut, whole)

@@ -4,15 +4,21 @@ family is refused by what was found."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models.small_copy import family_of
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.training import packing_check
+from learner.training.packing import PackedTrajectory, Segment, TrainGroup, build_micro_batch, unpacked
 from learner.training.packing_check import packing_obstacle
 from rollout_server.engines.hf.decode_check import check_decoding
 from tests.rigs.family_matrix import KINDS, examine
@@ -107,3 +113,18 @@ def test_what_is_accepted_is_the_models_own(kind: str, trains: str, samples: str
     assert kind in KINDS or "(" not in kind
     found = examine(kind, tmp_path)
     assert (found.trains, found.samples) == (trains, samples), found
+
+
+def test_rows_that_must_be_alone_are_never_computed_together(tmp_path: Path) -> None:
+    """Two completions of one micro-batch, and two segments of a trajectory."""
+    model = family_of(folder_of("llama", tmp_path, **SIZE)).model(None)
+    ids = np.arange(5, 9, dtype=np.int32)
+    row = PackedTrajectory(0, ids, np.ones(4, bool))
+    for rows in ((row, replace(row, row=1)), (replace(row, segments=(Segment(), Segment(2))),)):
+        together = build_micro_batch(model, [TrainGroup(EncodedPrompt.of_text(ids), rows)], torch.device("cpu"))
+        with pytest.raises(
+            UserError, match=r"computes each row alone, and .* has several: [12] completions of 2 segments"
+        ):
+            unpacked(together)
+    alone = build_micro_batch(model, [TrainGroup(EncodedPrompt.of_text(ids), (row,))], torch.device("cpu"))
+    assert sorted(unpacked(alone)) == ["input_ids"]
