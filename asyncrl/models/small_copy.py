@@ -185,6 +185,8 @@ def _shrink(described: Any, most_layers: int, sizes: Mapping[str, int]) -> None:
             if isinstance(value, list | tuple | str) and len(value) == layers:
                 picked = [value[layer] for layer in kept]
                 setattr(described, name, "".join(picked) if isinstance(value, str) else type(value)(picked))
+            elif isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+                setattr(described, name, {i: value[layer] for i, layer in enumerate(kept) if layer in value})
         if shared := getattr(described, "num_kv_shared_layers", 0):
             described.num_kv_shared_layers = min(shared, len(kept) // 2)
         setattr(described, "num_hidden_layers" if hasattr(described, "num_hidden_layers") else "depth", len(kept))

@@ -111,6 +111,8 @@ def make_folder(family: str, folder: Path) -> Path:
     for part in {id(part): part for part in (text, small.described)}.values():
         part.eos_token_id, part.pad_token_id, part.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
         for name, value in list(vars(part).items()):
+            if "vocab_size" in name and value:
+                setattr(part, name, text.vocab_size)
             if "_token_i" in name and isinstance(value, int) and value >= text.vocab_size:
                 setattr(part, name, 5)
         for name, value in settings.items():
@@ -172,7 +174,7 @@ def _banned(model: Any) -> list[int]:
     return sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
 
 
-def _plain_logprobs(plain: Any, prompt: np.ndarray, completion: Sequence[int]) -> torch.Tensor:
+def _plain_logprobs(plain: Any, prompt: np.ndarray, completion: Sequence[int] | np.ndarray) -> torch.Tensor:
     """[T] of a completion, by one pass over its row."""
     ids = torch.from_numpy(np.concatenate([prompt, np.asarray(completion)])).long()
     logits = plain(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]

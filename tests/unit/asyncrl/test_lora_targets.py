@@ -180,7 +180,8 @@ def test_what_of_experts_is_adapted_is_said(family: str, tmp_path: Path) -> None
 
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 64, "moe_intermediate_size": 16}
-    CONFIG_MAPPING[family](**sizes, **layers, pad_token_id=0).save_pretrained(tmp_path)
+    kind: Any = CONFIG_MAPPING[family]
+    kind(**sizes, **layers, pad_token_id=0).save_pretrained(tmp_path)
     config = model(tmp_path)
     adapter, made = resolve_adapter(config), family_of(config).model(None)
     assert adapter is not None
