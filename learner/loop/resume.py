@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
@@ -254,8 +254,9 @@ class RecordedUpdate:
     settings: Mapping[str, Any]
 
 
-def recorded_updates(journal: JournalView, name: Literal["update", "inputs"] = "update") -> list[RecordedUpdate]:
-    """Settings that the run began with, and each change since. Of two after the same step, the later one holds."""
+def recorded_updates(journal: JournalView, name: str = "update") -> list[RecordedUpdate]:
+    """Settings (`update`) or rows and rewards (`inputs`) that the run began with, and each change since. Of two after
+    the same step, the later one holds."""
     first = journal.meta(name)
     found = [] if first is None else [RecordedUpdate(0, json.loads(first))]
     while found and (text := journal.meta(f"{name}.{len(found)}")):

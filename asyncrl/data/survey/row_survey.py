@@ -91,8 +91,8 @@ class RowSurvey:
         """Hash of these parts of the usable rows."""
         hashed = xxhash.xxh3_64()
         for index in self.usable:
-            known = {"index": index, **self.facts[index]._asdict()} if self.facts[index] else {}
-            hashed.update(repr([known[part] for part in parts]).encode())
+            facts = self.facts[index]
+            hashed.update(repr([index if part == "index" else getattr(facts, part) for part in parts]).encode())
         return hashed.hexdigest()
 
     def shared_with(self, other: RowSurvey) -> list[tuple[int, int]]:
