@@ -15,7 +15,7 @@ from asyncrl.data.survey.row_survey import PromptRows, RowSurvey, overlong_openi
 from asyncrl.environments.episodes import EnvironmentFailed, EnvironmentWorkers
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import UserError
-from asyncrl.models.generation_settings import check_generation_config
+from asyncrl.models.generation_settings import generation_config
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor, image_rule, prompt_processor
@@ -33,7 +33,7 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     if no row is usable, or one is bad under `data.on_bad_row: stop`, for a chat template that cannot take the turns of
     the run's environment, and for an environment that does not open.
     """
-    check_generation_config(config.model)
+    generation_config(config.model)
     processor = prompt_processor(config.model, config.environment)
     bridge: TurnBridge | None = None
     if config.environment.is_used:

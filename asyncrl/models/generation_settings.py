@@ -19,26 +19,24 @@ _FLAG = re.compile(r"^- `(\w+)`:", re.MULTILINE)
 """A setting that transformers' refusal names."""
 
 
-def check_generation_config(config: ModelConfig) -> None:
-    """Raise UserError where the folder's generation_config.json cannot be read, or saved with a trained model."""
+def generation_config(config: ModelConfig) -> Any:
+    """The folder's GenerationConfig, as it can be saved with a trained model; None where the folder has none.
+
+    What transformers would not save is changed, not in the file, and logged: a temperature or its like without
+    `do_sample`, as older files have it, means sampling; other settings that have no effect are left out. Raises
+    UserError where that is not enough.
+    """
     from transformers import GenerationConfig
 
     folder = model_folder(config)
-    if (folder / "generation_config.json").is_file():
-        try:
-            make_savable(GenerationConfig.from_pretrained(folder), config)
-        except (ValueError, TypeError, OSError) as problem:
-            raise UserError(_refused(config, str(problem))) from problem
-
-
-def make_savable(generation: Any, config: ModelConfig) -> None:
-    """Change in a loaded configuration, not in its file, what transformers would not save, and log it.
-
-    A temperature or its like without `do_sample`, as older files have it, means sampling; other settings that have no
-    effect are left out. Raises UserError where that is not enough.
-    """
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except (ValueError, TypeError, OSError) as problem:
+        raise UserError(_refused(config, str(problem))) from problem
     if not (problem := _problem(generation)):
-        return
+        return generation
     before = generation.to_dict()
     if "do_sample=True" in problem and generation.do_sample is None:
         generation.do_sample = True
@@ -48,10 +46,11 @@ def make_savable(generation: Any, config: ModelConfig) -> None:
         raise UserError(_refused(config, left))
     changed = {name: value for name, value in generation.to_dict().items() if value != before.get(name)}
     logger.warning(
-        "generation_config.json in %s is none that transformers saves: what this run writes has %s",
+        "transformers does not save generation_config.json as it is in %s: exports have %s",
         config.path,
         ", ".join(f"{name}={value}" if value is not None else f"no {name}" for name, value in changed.items()),
     )
+    return generation
 
 
 def _problem(generation: Any) -> str:

@@ -18,7 +18,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_model, model_folder, open_weights, weight_files
-from asyncrl.models.generation_settings import check_generation_config, make_savable
+from asyncrl.models.generation_settings import generation_config
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.run_folder.export_record import read_record
 
@@ -53,9 +53,10 @@ def load_model(
             "model.dtype=%s",
             *(folder, record.dtype, config.dtype, record.dtype),
         )
-    check_generation_config(config)
+    sampling_defaults = generation_config(config)
     model = kind.from_pretrained(folder, **options)
-    make_savable(model.generation_config, config)
+    if sampling_defaults is not None:
+        model.generation_config = sampling_defaults
     place_text_after_videos(model)
     attend_by_length(model)
     if text_attention == SHARED_PREFIX_ATTENTION:

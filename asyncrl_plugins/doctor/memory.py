@@ -27,7 +27,7 @@ from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, mak
 from asyncrl.memory_plan.rehearsal import NoPlanError
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import check_weights
-from asyncrl.models.generation_settings import check_generation_config
+from asyncrl.models.generation_settings import generation_config
 from asyncrl.models.loading import skeleton
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter
 from asyncrl_plugins.doctor.advice import advice
@@ -41,7 +41,7 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     described = check_model(config.model)
     check_lengths(config, described)
     check_weights(config.model)
-    check_generation_config(config.model)
+    generation_config(config.model)
     check_devices(config, ("learner", "rollout_server"))
     check_engine(config)
     kind = described.get("model_type", "of no stated type")

@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.export import check_export, export_model
-from asyncrl.models.generation_settings import check_generation_config
+from asyncrl.models.generation_settings import generation_config
 from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import PromptProcessor
 from tests.rigs import chat_templates as templates
@@ -46,7 +46,7 @@ def test_settings_that_transformers_reads_and_does_not_write_are_corrected_in_th
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     config = with_generation(tiny_model, tmp_path / "model", settings)
-    check_generation_config(config)
+    generation_config(config)
     model = load_model(config, device=torch.device("cpu"))
     export_model(model, PromptProcessor(config).processor, tmp_path / "export")
     written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
@@ -61,7 +61,7 @@ def test_settings_that_cannot_be_saved_in_any_way_are_refused_at_the_start(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     config = with_generation(tiny_model, tmp_path / "model", settings)
-    for use in (check_generation_config, lambda config: load_model(config, device=torch.device("cpu"))):
+    for use in (generation_config, lambda config: load_model(config, device=torch.device("cpu"))):
         with pytest.raises(UserError, match=rf"generation_config.json in {tmp_path}/model .*{next(iter(settings))}"):
             use(config)
 
