@@ -56,7 +56,7 @@ def plain_text(message: ChatMessage) -> str:
 
 def plain_message(message: ChatMessage) -> dict[str, Any]:
     """A message of a prompt as rewards and environments get it: role, text as content, and other keys of the row's."""
-    return {"role": message.role, "content": plain_text(message), **message.others}
+    return {**message.others, "role": message.role, "content": plain_text(message)}
 
 
 def sample_of(
