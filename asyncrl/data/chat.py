@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.config.sections import DataConfig
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, ImagePart, TextPart, VideoPart
+from protocol.nesting import read_json
 
 PLACEHOLDER = re.compile(r"<(image|video)>")
 PARTS: dict[str, ImagePart | VideoPart] = {"image": ImagePart(), "video": VideoPart()}
@@ -84,7 +85,7 @@ def _listed(value: Any, begins: re.Pattern[str]) -> Any:
     """The list in JSON text that begins like one; any other value as it is, such as text that is cut off."""
     if isinstance(value, str) and begins.match(value):
         with suppress(ValueError):
-            return json.loads(value)
+            return read_json(value)
     return value
 
 
@@ -128,7 +129,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     name, arguments = (function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments"))
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
     if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
         raise UserError(
             f"{where} has the tool call {str(call)[:80]!r}; write "

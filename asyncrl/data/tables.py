@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UserError
+from protocol import nesting
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 ROW_GROUP_CACHE_BYTES = 2 * 1024**3
@@ -165,7 +166,7 @@ def read_json(path: Path) -> Table:
         if not piece.strip():
             continue
         try:
-            value = json.loads(piece, object_pairs_hook=_once)
+            value = nesting.read_json(piece, object_pairs_hook=_once)
         except UnicodeDecodeError:
             raise _not_utf8(path) from None
         except ValueError as error:

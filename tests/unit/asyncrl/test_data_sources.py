@@ -405,6 +405,12 @@ def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: p
         ("d.jsonl", '{"question": "q", "answer": 1}', r"no column 'prompt' .* Set data.prompt_key to one of"),
         ("d.jsonl", "", "there are no rows in it"),
         ("d.jsonl", '{"a": 1}\n{"a": \n', r"d.jsonl line 2 is not valid JSON"),
+        (
+            "d.jsonl",
+            '{"a": 1}\n{"a": ' + "[" * 4000,
+            r"d.jsonl line 2 is not valid JSON: it is nested more than 64 deep",
+        ),
+        ("d.json", f'[{{"a": {"[" * 100}{"]" * 100}}}]', r"d.json is not valid JSON: it is nested more than 64 deep"),
         ("d.json", "[1]", r"d.json has a int: expected one JSON object per line"),
         ("d.parquet", "PAR1 no", r"cannot read .*d.parquet as Parquet"),
         ("d.txt", "x", r"data files are .parquet, .jsonl, .json, .csv or .tsv, not .txt"),
