@@ -110,8 +110,8 @@ class RowSource:
 
     def files_shared_with(self, other: RowSource) -> list[str]:
         """Names of files that are in both, as the same bytes in the same folder or as one path."""
-        theirs = {table.fingerprint for table in other._tables} - {None}
-        return [table.name for table in self._tables if table.fingerprint in theirs]
+        pairs = ((mine, its) for mine in self._tables for its in other._tables if len(mine) == len(its))
+        return [mine.name for mine, its in pairs if mine.fingerprint and mine.fingerprint == its.fingerprint]
 
     def places_of(self, row_id: str) -> list[int]:
         """Indices of the rows with this id: several where files of one name lie in several folders."""
