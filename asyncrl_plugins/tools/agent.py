@@ -225,7 +225,7 @@ class _Program:
             while line := await process.stdout.readline():
                 self._take(read_json(line))
             ended = f"its process ended with {await process.wait()}"
-        except (AttributeError, TypeError, ValueError) as error:  # also of a line over MAX_LINE_BYTES
+        except (KeyError, TypeError, ValueError) as error:  # also of a line over MAX_LINE_BYTES
             process.kill()
             ended = f"its process printed a line that is no answer ({one_line(error)}), and was killed"
             await process.wait()
@@ -234,6 +234,6 @@ class _Program:
                 waiting.set_result({"error": ended})
 
     def _take(self, said: dict[str, Any]) -> None:
-        waiting = self._playing.get(said.get("id"))
+        waiting = self._playing.get(said["id"])
         if waiting is not None and not waiting.done():
             waiting.set_result(said)

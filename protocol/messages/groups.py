@@ -72,10 +72,10 @@ class ToolCall(Wire):
 
 
 def _is_json_object(text: str) -> str:
-    if text and not isinstance(facts := read_json(text), dict):
+    facts = read_json(text) if text else {}
+    if not isinstance(facts, dict):
         raise ValueError("info is no JSON object")
-    if text:
-        json.dumps(facts, allow_nan=False)  # a record of it is JSON for others, too
+    json.dumps(facts, allow_nan=False)  # a record of it is JSON for others, too
     return text
 
 

@@ -66,6 +66,8 @@ ATTACKS = (
     "tests/plugins/tools/test_sandbox.py",
     "tests/plugins/tools/test_chat_endpoint.py",
 )
+STARTED = [0.0]
+"""Time at which the decoder got its input."""
 Attack = Callable[[random.Random], Awaitable[object]]
 SCHEMAS = {
     "crop": {"properties": {"box": {"type": "array"}, "image": {"type": "integer"}}},
@@ -104,7 +106,9 @@ def damaged_text(rng: random.Random, right: Any) -> str:
 
 def messages_of(expected: Any) -> Attack:
     async def attack(rng: random.Random) -> None:
-        decode(mutate(rng, rng.choice(content.EXAMPLES)), expected, Limits())
+        frames = mutate(rng, rng.choice(content.EXAMPLES))
+        STARTED[:] = [time.process_time()]  # damage to a header of 60,000 numbers costs seconds
+        decode(frames, expected, Limits())
 
     return attack
 
@@ -270,7 +274,7 @@ async def attack_all(inputs: int, seed: int) -> dict[str, Any]:
     for name, (attack, allowed) in DECODERS.items():
         rng, outcomes, slowest_s = random.Random(f"{seed} {name}"), Counter[str](), 0.0
         for number in range(inputs):
-            began = time.process_time()
+            STARTED[:] = [time.process_time()]
             try:
                 await (_deeply(attack, rng, DEEP_STACK) if number % 2 else attack(rng))
                 outcomes["a value"] += 1
@@ -279,7 +283,7 @@ async def attack_all(inputs: int, seed: int) -> dict[str, Any]:
             except Exception as error:  # the finding of this rig
                 outcomes["other"] += 1
                 report["problems"].append(f"{name}, input {number}: {type(error).__name__}: {error!s:.200}")
-            slowest_s = max(slowest_s, time.process_time() - began)
+            slowest_s = max(slowest_s, time.process_time() - STARTED[0])
         if slowest_s > SLOWEST_S:
             report["problems"].append(f"{name}: an input took {slowest_s:.1f} s")
         report["decoders"][name] = {**outcomes, "slowest_ms": round(1000 * slowest_s, 1)}

@@ -185,6 +185,7 @@ def test_a_record_that_does_not_fit_its_tokens_is_refused(make_config: MakeConfi
     sampling = item.ticket.sampling.model_copy(update={"max_new_tokens": 9})
     ticket = Ticket.model_validate(item.ticket.model_dump() | {"sampling": sampling})
     facts = {"sender": "s", "version": 2, "vocabulary": len(processor.tokenizer), "components": ("exact_match",)}
+    assert item.prepared.measured is not None
     verify_group(item.group, ticket, item.prepared.measured, **facts)
     records = list(item.group.trajectories)
     records[index] = TrajectoryRecord.model_validate({**dict(records[index]), **changes})
