@@ -66,7 +66,7 @@ class Row:
         if self.by:
             function, *keys = self.by
             found = getattr(computed, function)(*(theirs[key] for key in keys))
-            return None if found is None else found | self.besides
+            return None if found is None else {**found, **self.besides}
         if value in self.excluded or (self.values is not None and _text(value) not in self.values):
             return None
         ours = value if self.values is None else self.values[_text(value)]
@@ -75,7 +75,7 @@ class Row:
         ours = self.replace.get(_text(value), ours)
         if self.commas and isinstance(ours, str) and "," in ours:
             ours = [part.strip() for part in ours.split(",")]
-        return {name: _in_type(name, ours) for name in self.names} | self.besides
+        return {**{name: _in_type(name, ours) for name in self.names}, **self.besides}
 
     def possible_names(self) -> set[str]:
         """Return every name of ours that the row can set, but what is computed."""
