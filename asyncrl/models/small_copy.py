@@ -182,7 +182,7 @@ def _shrink(described: Any, most_layers: int, sizes: Mapping[str, int]) -> None:
     if isinstance(layers, int) and layers > 1:
         kept = _kept_layers(described, layers, most_layers)
         for name, value in list(vars(described).items()):
-            if isinstance(value, list | tuple | str) and len(value) == layers:
+            if _is_by_layer(name, value, layers):
                 picked = [value[layer] for layer in kept]
                 setattr(described, name, "".join(picked) if isinstance(value, str) else type(value)(picked))
             elif isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
@@ -201,13 +201,19 @@ def _shrink(described: Any, most_layers: int, sizes: Mapping[str, int]) -> None:
     described.pad_token_id = None
 
 
+def _is_by_layer(name: str, value: Any, layers: int) -> bool:
+    """True for a list with something of each layer; a pattern has a letter for each."""
+    listed = isinstance(value, list | tuple) or (isinstance(value, str) and "pattern" in name)
+    return listed and len(value) == layers
+
+
 def _kept_layers(described: Any, layers: int, most: int) -> Sequence[int]:
     """The first layers, or the first of each kind where kinds are listed layer by layer, each twice: what one layer
     shares with another of its kind is there, too."""
     listed = [
         value
-        for value in vars(described).values()
-        if isinstance(value, list | tuple | str) and len(value) == layers and len(set(map(str, value))) < layers
+        for name, value in vars(described).items()
+        if _is_by_layer(name, value, layers) and len(set(map(str, value))) < layers
     ]
     kinds = [str(kind) for kind in zip(*listed, strict=True)]
     seen: dict[str, list[int]] = {}

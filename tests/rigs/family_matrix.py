@@ -75,6 +75,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"max_position_embeddings": 16, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}},
     ),
+    "gpt2 (no dropout)": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "opt (no dropout)": ("opt", {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}),
+    "phimoe (no noise)": ("phimoe", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}),
+    "hunyuan_v1_dense (heads of 128)": ("hunyuan_v1_dense", {"head_dim": 128}),
+    "deepseek_v2 (6 of 64 experts)": (
+        "deepseek_v2",
+        {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    ),
+    "dots1 (6 of 64 experts)": (
+        "dots1",
+        {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
     "llama (yarn)": ("llama", {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}),
 }
 """Settings that the defaults of a family have not: its type, and what is set."""

@@ -82,6 +82,15 @@ def test_what_packed_groups_have_not_is_found_and_rows_are_alone(family: str, tm
         check_decoding(config)
 
 
+@pytest.mark.parametrize(("layers", "act"), [(4, "silu"), (8, "relu")])
+def test_a_small_copy_keeps_words_as_long_as_its_layers_are_many(layers: int, act: str, tmp_path: Path) -> None:
+    """`silu` has four letters, and `bfloat16` eight."""
+    sizes = {**SIZE, "num_hidden_layers": layers, "hidden_act": act, "dtype": "bfloat16"}
+    described = family_of(folder_of("llama", tmp_path, **sizes)).described
+    assert described.hidden_act == act
+    assert described.num_hidden_layers == min(layers, 5)
+
+
 def test_a_family_with_another_head_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = folder_of("llama", tmp_path, **SIZE)
     scaled = packing_check.scaled_logits
