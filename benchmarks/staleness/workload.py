@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,7 @@ class TextlessProcessor:
     tokenizer = range(VOCABULARY)
     placeholder_ids = ()
     fingerprint = PROCESSOR
+    template = SimpleNamespace(day="")
 
     def measure(self, prompt: Prompt, blobs: Any) -> EncodedPrompt:
         return MEASURED

@@ -64,6 +64,7 @@ def check_same_checkpoint(one: Path, other: Path) -> None:
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value, theirs[name]), name
         assert mine.get("schedule.last_epoch") == theirs.get("schedule.last_epoch")
-    mine, theirs = (load_file(folder / "model/model.safetensors") for folder in (one, other))
+    (weights,) = (one / "model").glob("*.safetensors")  # of a model, or of an adapter
+    mine, theirs = (load_file(folder / "model" / weights.name) for folder in (one, other))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
