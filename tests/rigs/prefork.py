@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
@@ -148,6 +149,9 @@ def _become(
     """Run the module as `python -m` does, printing to a file or descriptor; does not return."""
     code = 1
     gc.freeze()  # a collection would look at all that was imported, and so copy it
+    finalizers: Any = weakref.finalize
+    for registered in list(finalizers._registry):
+        registered.atexit = False  # folders of the process that forked are its own, and torch's ends take long
     try:
         if isinstance(output, str):
             output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

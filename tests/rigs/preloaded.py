@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-import weakref
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 with contextlib.suppress(ImportError):  # installed with vLLM
     import_module("transformers.tokenization_mistral_common")
@@ -39,9 +37,5 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.Stri
     import_module("transformers").AutoModelForImageTextToText.from_pretrained(model)
     import_module("transformers").AutoProcessor.from_pretrained(model)
     import_module("transformers.utils.logging").enable_progress_bar()
-# What torch has registered is taken apart at the end of each process, which ends all the same.
-finalizers: Any = weakref.finalize
-for registered in list(finalizers._registry):
-    registered.atexit = False
 # Each loaded configuration is formatted, for a log that is off: half of what loading one costs.
 import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__

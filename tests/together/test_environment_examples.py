@@ -100,7 +100,7 @@ def test_the_command_plays_estimates_and_writes_rows(tmp_path: Path, capsys: pyt
     rows = tmp_path / "rows.parquet"
     assert main(["env", "rows", lake, "--count", "3", "--split", "held_out", "--out", str(rows)]) == 0
     assert pq.read_table(rows)["lake"].to_pylist() == [0, 1, 2]
-    assert "answer" in pq.read_schema(rows).names, "training asks for the column"
+    assert "answer" not in pq.read_schema(rows).names, "an environment that judges alone needs none"
     assert main(["env", "rows", lake, "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert "Name it rows.parquet" in capsys.readouterr().err
     assert main(["env", "try", lake, "--policy", "orcale"]) == 2
