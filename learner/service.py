@@ -34,6 +34,7 @@ from learner.loop.resume import (
     input_settings,
     lasting_settings,
     open_journal,
+    scoring_changes,
     settle_day,
     sign_journal,
     update_settings,
@@ -117,7 +118,7 @@ class Learner:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config.ticket_settings, self.processor, self.processor.ends.stop_token_ids)
         self._inputs = input_settings(self.writer, config.reward)
-        check_input_changes(start, self._inputs, accept=self._accepts_changes)
+        self._inputs_changed = check_input_changes(start, self._inputs, accept=self._accepts_changes)
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)
         self.training = Trainer(
@@ -342,6 +343,7 @@ class Learner:
         save_config(self.config.run_path, dump_config(self.config))
         self.reporter.started(self.progress.step, self.engine.device)
         self.reporter.rows(self.writer.bad_rows, held_out_trained=self.writer.num_held_out_trained)
+        self.reporter.inputs(self._inputs_changed, scoring_changes=scoring_changes(self.journal))
         self._status("starting")
         self.network.start()
         if self._make_steps_again() > FEW_STEPS and not self.progress.is_last:

@@ -67,7 +67,10 @@ class RunProgress:
             dropped = groups.get("dropped")
             if isinstance(dropped, int) and dropped >= LEAST_GROUPS:
                 found = f"all {dropped} groups so far were dropped by algorithm.filters"
-        return {LEARNS_NOTHING: f"{LEARNS_NOTHING}: {found}"} if found else {}
+        warnings = {LEARNS_NOTHING: f"{LEARNS_NOTHING}: {found}"} if found else {}
+        if changed := str(self.status.get("inputs_changed") or ""):
+            warnings["Other inputs"] = changed
+        return warnings
 
     @property
     def groups_per_step(self) -> float:
@@ -91,6 +94,12 @@ class RunProgress:
 def has_step(record: dict[str, Any]) -> bool:
     step = record.get("step")
     return isinstance(step, int | float) and not isinstance(step, bool) and isfinite(step)
+
+
+def scored_alike(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Evaluations since the last accepted change of rewards or held-out rows: earlier ones do not compare with them."""
+    mark = [evaluation.get("scoring_changes", 0) for evaluation in evaluations]
+    return [evaluation for evaluation, one in zip(evaluations, mark, strict=True) if one == mark[-1]]
 
 
 LEARNS_NOTHING = "The run learns nothing (answer format? reward? stop tokens? length?)"

@@ -26,6 +26,7 @@ from asyncrl.launch.display import (
     RunProgress,
     number,
     open_display,
+    scored_alike,
     without_spread,
 )
 from asyncrl.launch.ports import reserve_ports
@@ -164,11 +165,15 @@ def report(config: RunConfig, outcome: Outcome, run: RunProgress) -> int:
                 "`asyncrl report` says why"
             )
         if run.evaluations:
-            before, after = run.evaluations[0], run.evaluations[-1]
+            alike = scored_alike(run.evaluations)
+            before, after = alike[0], alike[-1]
             shown = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
             also = int(run.status.get("held_out_trained") or 0)
             trained = f", of which {also:,} are trained on, too" if also else ""
             print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows{trained}")
+            if earlier := run.evaluations[: -len(alike)]:
+                step = earlier[-1].get("step")
+                print(f"rewards or held-out rows changed after step {step}: its held-out accuracy does not compare")
         for source, count in run.status.get("bad_rows", {}).items() if run.status else ():
             print(f"{count:,} {source} rows were left out, named in {config.run_path / BAD_ROWS_FILE}")
         record = read_record(config.run_path / EXPORT_FOLDER)

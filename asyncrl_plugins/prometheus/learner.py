@@ -44,6 +44,7 @@ class PrometheusLearner(LearnerExporter):
         self._linger_s = config.linger_s
         self._lingers = False
         self._best_accuracy = nan
+        self._scoring = 0
         self._metrics = MetricSet(METRICS, "learner", run)
         # Series exist before the first error.
         self._metrics["errors_total"].labels(kind="other")
@@ -153,6 +154,8 @@ class PrometheusLearner(LearnerExporter):
         accuracy, reward, rows, errors, seconds = (
             nan if (value := evaluation.get(key)) is None else value for key in keys
         )
+        if (scoring := evaluation.get("scoring_changes", 0)) != self._scoring:
+            self._scoring, self._best_accuracy = scoring, nan
         self._best_accuracy = float(np.fmax(self._best_accuracy, accuracy))  # NaN loses
         self._metrics["held_out_accuracy"].set(accuracy)
         self._metrics["held_out_best"].set(self._best_accuracy)

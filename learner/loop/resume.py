@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders, export
 from asyncrl.user_functions import locate as user_function
 from asyncrl.user_functions import own_functions, read_source, source_fingerprint
 from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
-from learner.tickets.ticket_writer import ANSWERS, USABLE, TicketWriter
+from learner.tickets.ticket_writer import ANSWERS, PROMPTS, USABLE, TicketWriter
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -187,23 +188,22 @@ def sign_journal(
     if start.checkpoint is None:
         check_initial_model(journal, model)
     step = start.state.step if start.state else 0
-    for name, now, said in (
-        ("update", update, "made by other settings"),
-        ("inputs", inputs, "of other inputs"),
-    ):
+    for name, now in (("update", update), ("inputs", inputs)):
         recorded = recorded_updates(journal, name)
         if recorded and (changed := _changes(recorded[-1].settings, now)):
             journal.set_meta(**{f"{name}.{len(recorded)}": json.dumps([step, dict(now)])})
-            logger.warning("steps after %d are %s: %s", step, said, "; ".join(changed.values()))
+            if name == "update":
+                logger.warning("steps after %d are made by other settings: %s", step, "; ".join(changed.values()))
     return run_id
 
 
-def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, accept: bool) -> None:
-    """Raise UserError where a resumed run would get other rows or rewards than it had, unless `accept`."""
+def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, accept: bool) -> str:
+    """Raise UserError where a resumed run would get other rows or rewards than it had, unless `accept`. Returns a
+    warning that describes the change; empty without one."""
     journal, saved_step = start.journal, start.state.step if start.state else 0
     recorded = recorded_updates(journal, "inputs") if journal else []
     if journal is None or not recorded or not (changed := _changes(recorded[-1].settings, inputs)):
-        return
+        return ""
     where = f"--resume of {journal.path}: {'; '.join(changed.values())}"
     if not accept:
         raise UserError(
@@ -216,6 +216,16 @@ def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, acce
             f"{where}. {ACCEPT} cannot take {LENGTH}: steps {saved_step + 1} to {last} have no checkpoint, and are "
             f"made again as they were. Put it back until a checkpoint holds the last step. {_same_or_new(journal)}"
         )
+    return f"steps after {saved_step} are of other inputs: {'; '.join(changed.values())}"
+
+
+def scoring_changes(journal: JournalView) -> int:
+    """Count the accepted changes of what scores held-out rows: evaluations before and after one do not compare."""
+    scoring = [
+        {name: value for name, value in one.settings.items() if name not in (PROMPTS, ANSWERS)}
+        for one in recorded_updates(journal, "inputs")
+    ]
+    return sum(before != after for before, after in pairwise(scoring))
 
 
 def input_settings(writer: TicketWriter, reward: RewardConfig) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Reporter:
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
         self._held_out_trained = 0
+        self._inputs_changed, self._scoring_changes = "", 0
         self._unscored = ""
         """Error of the newest trajectory without a score."""
         counts = ledger.counts()
@@ -130,6 +131,13 @@ class Reporter:
             logger.warning("%d held-out prompts are trained on, too: hold other rows out", held_out_trained)
         self.exporter.bad_rows(self._bad_rows)
 
+    def inputs(self, changed: str, *, scoring_changes: int) -> None:
+        """Record what `--accept-changes` has `changed` in this start; empty for nothing. Evaluations from now on are
+        marked with `scoring_changes`, which counts the changes of rewards and held-out rows in the whole run."""
+        self._inputs_changed, self._scoring_changes = changed, scoring_changes
+        if changed:
+            logger.warning("%s", changed)
+
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         """Write status.json; at the end of a run also what is left of the timeline."""
         counts = self._ledger.counts()
@@ -151,6 +159,7 @@ class Reporter:
             unscored=self._unscored,
             bad_rows=self._bad_rows,
             held_out_trained=self._held_out_trained,
+            inputs_changed=self._inputs_changed,
             device=_device_holder(self.recorder.run_path) if self._trainer.mode == "sync" else {},
         )
         if phase in ENDINGS:
@@ -263,6 +272,7 @@ class Reporter:
         result = {
             "step": evaluation.step,
             "version": evaluation.version,
+            "scoring_changes": self._scoring_changes,
             **asdict(evaluation_scores(rows)),
             "group_size": size,
             "seconds": evaluation.seconds,

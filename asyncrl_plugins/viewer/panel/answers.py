@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from asyncrl.launch.display import MISSING, number, one_line
+from asyncrl.launch.display import MISSING, number, one_line, scored_alike
 from asyncrl_plugins.viewer.panel.formatting import cut, cut_lines, slice_means, sparkline, time_left
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
@@ -96,7 +96,8 @@ class Answers:
         """Accuracy of the first evaluation and of the latest."""
         if not self.run.evaluations:
             return Text("not evaluated yet", style="dim")
-        first, last = self.run.evaluations[0], self.run.evaluations[-1]
+        alike = scored_alike(self.run.evaluations)
+        first, last = alike[0], alike[-1]
         before, after = first.get("accuracy"), last.get("accuracy")
         if last is first:
             step = f"  at step {first.get('step', MISSING)}"
@@ -104,7 +105,7 @@ class Answers:
         style = "" if before is None or after is None or before == after else "green" if after > before else "red"
         shown = Text(f"{number(before)} → ").append(number(after), f"bold {style}".strip())
         steps = f"  accuracy at steps {first.get('step', MISSING)} and {last.get('step', MISSING)}"
-        curve = [e["accuracy"] for e in self.run.evaluations if e.get("accuracy") is not None]
+        curve = [e["accuracy"] for e in alike if e.get("accuracy") is not None]
         if len(curve) > 2:
             shown.append("  ").append(sparkline(slice_means(curve, 16)), style)
         if shown.cell_len + len(steps) <= self.cells:

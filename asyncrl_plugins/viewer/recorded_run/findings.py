@@ -14,7 +14,7 @@ from itertools import groupby
 from statistics import fmean, linear_regression
 from typing import Literal
 
-from asyncrl.launch.display import ENDED, LEARNS_NOTHING, USUAL_CAUSES, without_spread
+from asyncrl.launch.display import ENDED, LEARNS_NOTHING, USUAL_CAUSES, scored_alike, without_spread
 from asyncrl_plugins.viewer.numbers import count, duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     STARVES_AT_BOUND,
@@ -146,7 +146,7 @@ def _got_worse(run: RecordedRun) -> Iterator[RunFinding]:
 
 
 def _reward_hacking(run: RecordedRun) -> Iterator[RunFinding]:
-    scored = [(e, value) for e in run.evaluations if (value := number(e.get("accuracy"))) is not None]
+    scored = [(e, value) for e in scored_alike(run.evaluations) if (value := number(e.get("accuracy"))) is not None]
     if len(scored) < 2:
         return
     (at_best, best), (at_last, last) = max(scored, key=lambda item: item[1]), scored[-1]

@@ -1,7 +1,8 @@
 """The answer to the first question about a run: did it learn? Start against end, with standard errors.
 
-Held-out accuracy and reward are compared between the first evaluation and the last, reward in training between the
-first and the last tenth of the steps. A difference of less than STANDARD_ERRORS standard errors is noise.
+Held-out accuracy and reward are compared between the first evaluation and the last that are scored alike, reward in
+training between the first and the last tenth of the steps. A difference of less than STANDARD_ERRORS standard errors
+is noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
+from asyncrl.launch.display import scored_alike
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import STANDARD_ERRORS
 from asyncrl_plugins.viewer.recorded_run.run import Record, RecordedRun, number
 
@@ -63,7 +65,7 @@ def courses(run: RecordedRun) -> list[Course]:
 
 def _held_out(run: RecordedRun) -> Iterator[Course]:
     for key, name in (("accuracy", HELD_OUT), ("reward", "held-out reward")):
-        scored = [(e, estimate) for e in run.evaluations if (estimate := _estimate(e, key)) is not None]
+        scored = [(e, estimate) for e in scored_alike(run.evaluations) if (estimate := _estimate(e, key)) is not None]
         if len(scored) > 1:
             (first, start), (last, end) = scored[0], scored[-1]
             yield Course(name, start, end, f"steps {first['step']:.0f} and {last['step']:.0f}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.launch.display import scored_alike
 from asyncrl_plugins.viewer.numbers import duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.learning import HELD_OUT, TRAINING, courses
-from asyncrl_plugins.viewer.recorded_run.run import RecordedRun
+from asyncrl_plugins.viewer.recorded_run.run import RecordedRun, number
 from asyncrl_plugins.viewer.report.charts import charts_of_runs
 from asyncrl_plugins.viewer.report.markup import render
 from asyncrl_plugins.viewer.report.settings import differences, facts_of_start
@@ -17,7 +18,9 @@ FIGURES: dict[str, Callable[[RecordedRun], str]] = {
     "ended": lambda run: run.ending or "unknown",
     "health": lambda run: verdict(run, all_findings(run))[1],
     HELD_OUT: lambda run: _ends(run, HELD_OUT),
-    "best held-out accuracy": lambda run: figure(max((v for _, v in run.held_out if v is not None), default=None)),
+    "best held-out accuracy": lambda run: figure(
+        max((v for e in scored_alike(run.evaluations) if (v := number(e.get("accuracy"))) is not None), default=None)
+    ),
     TRAINING: lambda run: _ends(run, TRAINING),
     "steps": lambda run: f"{len(run.steps):,}",
     "duration": lambda run: duration(run.busy_s),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import get_args
 
+from asyncrl.launch.display import scored_alike
 from asyncrl_plugins.viewer.numbers import share
 from asyncrl_plugins.viewer.recorded_run.findings import (
     CHECKS,
@@ -79,6 +80,13 @@ def _not_evaluated(run: RecordedRun) -> Iterator[RunFinding]:
         yield RunFinding("info", "Nothing was held out", "no evaluation", advice)
 
 
+def _scored_otherwise(run: RecordedRun) -> Iterator[RunFinding]:
+    if earlier := run.evaluations[: -len(scored_alike(run.evaluations))]:
+        advice = "The verdict compares the later evaluations alone. The curve of held-out accuracy shows both."
+        value = f"after the evaluation of step {earlier[-1]['step']:.0f}"
+        yield RunFinding("info", "Rewards or held-out rows changed", value, advice)
+
+
 def _zero_variance(run: RecordedRun) -> Iterator[RunFinding]:
     per_step = number(run.setting("batch.prompts_per_step"))
     groups = run.values("zero_variance_groups")
@@ -130,5 +138,6 @@ ALL_CHECKS: Mapping[str, Check] = {
     "cut-off completions": _truncated,
     "groups that teach nothing": _zero_variance,
     "evaluation": _not_evaluated,
+    "what scored held-out rows": _scored_otherwise,
 }
 """Checks by the name of their subject."""

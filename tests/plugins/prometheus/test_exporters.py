@@ -256,6 +256,13 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
     reporter.close()
 
 
+def test_the_best_accuracy_is_of_evaluations_that_the_last_one_compares_with(rig: Rig) -> None:
+    """A reward that was changed under `--accept-changes` begins anew."""
+    for accuracy, changes in ((0.9, 0), (0.5, 1), (0.4, 1)):
+        rig.exporter.evaluated({"accuracy": accuracy, "scoring_changes": changes})
+    assert rig.scrape()["held_out_best", ""] == 0.5
+
+
 def test_a_step_reports_every_diagnostic_that_has_a_gauge_also_by_staleness(
     make_config: Callable[..., RunConfig],
 ) -> None:

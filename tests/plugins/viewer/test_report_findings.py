@@ -168,6 +168,20 @@ def test_reward_that_rises_while_held_out_accuracy_falls(tmp_path: Path) -> None
     assert found(run_with(tmp_path / "d", accuracy=(0.4, 1.5, 1.2))) != {}, "an accuracy that is no share"
 
 
+def test_evaluations_by_another_reward_are_not_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    before = evaluated(tmp_path, (0.9, 0.5, 0.49), change=lambda n: {})
+    assert "The held-out accuracy fell" in found(before)
+    records = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    made.lines(
+        folder / "evaluations.jsonl", [record | {"scoring_changes": int(n > 0)} for n, record in enumerate(records)]
+    )
+    after = read_run(folder)
+    assert found(after)["Rewards or held-out rows changed"] == ("info", "after the evaluation of step 0")
+    assert not any("held-out accuracy fell" in name for name in found(after))
+    assert "held-out accuracy is within noise: 0.500" in learned(after)
+
+
 def evaluated(folder: Path, accuracies: tuple[float, ...], rows: int = 400, **more: Any) -> RecordedRun:
     run = made.make_run(folder / "run", accuracy=accuracies, **more)
     records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]

@@ -108,3 +108,9 @@ def test_damaged_files_end_no_display(tmp_path: Path, plain: Callable[..., list[
     run = RunProgress(tmp_path)
     run.refresh()
     assert (run.phase, run.has_ended) == ("starting", False)
+
+
+def test_a_change_that_was_accepted_is_said_once(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
+    recorder = write_run(tmp_path)
+    changed = "steps after 40 are of other inputs: rw.py is not what it was"
+    assert plain(tmp_path, lambda: recorder.status(phase="starting", inputs_changed=changed)) == [f"warning: {changed}"]

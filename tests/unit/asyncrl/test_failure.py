@@ -162,6 +162,24 @@ def test_a_finished_run_says_that_it_has_learned_nothing(
     assert bool(said) == fires
 
 
+@pytest.mark.parametrize(
+    ("marks", "says"),
+    [
+        ((0, 0, 0), "held-out accuracy 0.100 -> 0.300 over 16 rows\n"),
+        ((0, 1, 1), "held-out accuracy 0.200 -> 0.300 over 16 rows\nrewards or held-out rows changed after step 0"),
+        ((0, 1, 2), "held-out accuracy 0.300 over 16 rows\nrewards or held-out rows changed after step 4"),
+    ],
+)
+def test_a_finished_run_compares_evaluations_of_one_reward(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], marks: tuple[int, ...], says: str
+) -> None:
+    config = make_config()
+    config.run_path.mkdir()
+    made = [{"step": 4 * n, "accuracy": (n + 1) / 10, "rows": 16, "scoring_changes": m} for n, m in enumerate(marks)]
+    assert report(config, Outcome(0), RunProgress(config.run_path, evaluations=made)) == 0
+    assert says in capsys.readouterr().out
+
+
 def test_a_finished_run_says_how_many_held_out_rows_it_has_trained_on(
     make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:

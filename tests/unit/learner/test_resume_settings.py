@@ -28,6 +28,7 @@ from learner.loop.resume import (
     input_settings,
     lasting_settings,
     recorded_updates,
+    scoring_changes,
     sign_journal,
     update_settings,
 )
@@ -182,8 +183,10 @@ def rewarded(make_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig
     return config
 
 
-def go_on(config: RunConfig, rows: Rows, *overrides: str, accept: bool = False) -> list[RecordedUpdate]:
-    """Resume as a learner does. Returns what the journal says of the inputs then."""
+def go_on(
+    config: RunConfig, rows: Rows, *overrides: str, accept: bool = False
+) -> tuple[list[RecordedUpdate], str, int]:
+    """Resume as a learner does. Returns the journal's inputs then, the warning, and how often the scoring changed."""
     file = config.run_path.parent / "config.yaml"
     file.write_text(dump_config(config))
     changed = load_config(file, overrides)
@@ -191,9 +194,9 @@ def go_on(config: RunConfig, rows: Rows, *overrides: str, accept: bool = False) 
         saved = newest_checkpoint(config.run_path)
         start = StartingPoint(journal, saved, read_state(saved) if saved else None)
         inputs = input_settings(rows.of(changed), changed.reward)
-        check_input_changes(start, inputs, accept=accept)
+        warning = check_input_changes(start, inputs, accept=accept)
         sign_journal(start, journal, {}, {}, inputs, [])
-        return recorded_updates(journal, "inputs")
+        return recorded_updates(journal, "inputs"), warning, scoring_changes(journal)
 
 
 def edit(name: str, text: str) -> Callable[[Path], object]:
@@ -216,20 +219,22 @@ CHANGES: dict[str, tuple[Callable[[Path], object], Rows, str, str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_rows_and_rewards_are_refused_or_accepted_and_journaled(
-    rewarded: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    rewarded: RunConfig, tmp_path: Path, name: str
 ) -> None:
     change, rows, override, said = CHANGES[name]
     make_step(rewarded, 1, save=True)
     edit("unrelated.py", "x = 1")(tmp_path)
-    assert [one.after_step for one in go_on(rewarded, Rows())] == [0], "nothing has changed"
+    before, warning, _ = go_on(rewarded, Rows())
+    assert ([one.after_step for one in before], warning) == ([0], ""), "nothing has changed"
     change(tmp_path)
     overrides = override.split("\n") if override else []
     with pytest.raises(UserError, match=rf"{said}.* Put that back, or add --accept-changes"):
         go_on(rewarded, rows, *overrides)
-    recorded = go_on(rewarded, rows, *overrides, accept=True)
+    recorded, warning, scorings = go_on(rewarded, rows, *overrides, accept=True)
     assert [one.after_step for one in recorded] == [0, 1]
-    assert "steps after 1 are of other inputs: " in caplog.text
-    assert go_on(rewarded, rows, *overrides) == recorded, "accepted once for all"
+    assert warning.startswith("steps after 1 are of other inputs: ")
+    assert scorings == (name != "answers"), "of training rows, which score no held-out ones"
+    assert go_on(rewarded, rows, *overrides) == (recorded, "", scorings), "accepted once for all"
 
 
 @pytest.mark.parametrize("name", ["prompts", *CHANGES])
@@ -243,7 +248,7 @@ def test_steps_that_are_made_again_are_of_the_rows_that_they_were_made_of(
     make_step(rewarded, 1)
     change(tmp_path)
     if name != "length":
-        assert len(go_on(rewarded, rows, *filter(None, [override]), accept=True)) == 2
+        assert len(go_on(rewarded, rows, *filter(None, [override]), accept=True)[0]) == 2
         return
     with pytest.raises(UserError, match=r"--accept-changes cannot take .*: steps 1 to 1 have no checkpoint"):
         go_on(rewarded, rows, *filter(None, [override]), accept=True)
