@@ -57,6 +57,8 @@ TOOLS = "tools that prompts tell of"
 LENGTH = "data.max_response_length"
 """An input of the loss: it may change where no step has to be made again."""
 ACCEPT = "--accept-changes"
+COMPONENT, FILE = "reward component ", "file of "
+"""Beginnings of the names of a reward component, and of a file that its arguments name, among the inputs."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,7 @@ def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, acce
         return ""
     where = f"--resume of {journal.path}: {'; '.join(changed.values())}"
     if not accept:
-        raise UserError(
-            f"{where}. Its groups so far are of the former. Put that back, or add {ACCEPT}: the run goes on with what "
-            "is there now, without its groups of prompts that have changed, and the journal says from which step on"
-        )
+        raise UserError(f"{where}. The run so far did not have this change. Undo it, or add {ACCEPT} to go on with it")
     last = journal.last_step()
     if last > saved_step and LENGTH in changed:
         raise UserError(
@@ -241,14 +240,14 @@ def input_settings(writer: TicketWriter, reward: RewardConfig) -> dict[str, Any]
     for component in reward.functions:
         described = component.model_dump(mode="json", exclude_defaults=True) | {"weight": component.weight}
         files = ((key, value) for key, value in component.kwargs.items() if isinstance(value, str))
-        described |= {f"file of {key}": _hash_of(Path(value)) for key, value in files if os.path.isfile(value)}
+        described |= {f"{FILE}{key}": _hash_of(Path(value)) for key, value in files if os.path.isfile(value)}
         with suppress(UserError):
             if located := locate(component.function):
                 described |= {
                     "function": f"{located.path.name}:{located.name}",
                     "source": source_fingerprint(located),
                 }
-        inputs[f"reward component {component_name(component)}"] = described
+        inputs[f"{COMPONENT}{component_name(component)}"] = described
     if (name := settings.environment.name) and name not in installed("environments"):
         with suppress(UserError):
             if located := user_function(name, (), "environment.name"):
@@ -299,10 +298,22 @@ def _check_update(journal: Journal, recorded: RecordedUpdate, now: Mapping[str, 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Describe the settings that differ, by key."""
     return {
-        key: f"{key} was {before.get(key)}, is {now.get(key)}"
-        for key in {**now, **before}
-        if before.get(key) != now.get(key)
+        key: _change(key, before.get(key), now.get(key)) for key in {**now, **before} if before.get(key) != now.get(key)
     }
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """Describe one that differs; of a reward component only the entries that differ, and no fingerprint of a file."""
+    if not key.startswith(COMPONENT):
+        return f"{key} was {before}, is {now}"
+    if before is None or now is None:
+        return f"{key} is {'new' if before is None else 'gone'}"
+    differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    files = {name: f"the file of its argument {name.removeprefix(FILE)}" for name in differ if name.startswith(FILE)}
+    if "source" in differ and "function" not in differ:
+        files["source"] = f"{str(now['function']).rpartition(':')[0]}, or a file that it imports,"
+    said = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in differ if name not in {*files, "source"}]
+    return f"{key}: {', '.join(said + [f'{file} is not what it was' for file in files.values()])}"
 
 
 def _same_or_new(journal: Journal) -> str:

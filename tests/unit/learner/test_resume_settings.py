@@ -206,13 +206,33 @@ def edit(name: str, text: str) -> Callable[[Path], object]:
 CHANGES: dict[str, tuple[Callable[[Path], object], Rows, str, str]] = {
     "answers": (lambda _: None, Rows(**{ANSWERS: "x"}), "", f"{ANSWERS} was a, is x"),
     "held-out rows": (lambda _: None, Rows(**{HELD_OUT: "x"}), "", f"{HELD_OUT} was h, is x"),
-    "source": (edit("rw.py", "def length(sample, **kwargs): return 2"), Rows(), "", "reward component length was"),
-    "an imported file": (edit("parts/inner.py", "helper = len"), Rows(), "", "reward component length was"),
-    "a file of its kwargs": (edit("judge.txt", "How bad?"), Rows(), "", "reward component length was"),
-    "weight": (lambda _: None, Rows(), "reward.functions.0.weight=2", "'weight': 1.0.*'weight': 2.0"),
-    "kwargs": (lambda _: None, Rows(), "reward.functions.0.kwargs={}", "reward component length was"),
-    "name": (lambda _: None, Rows(), "reward.functions.0.name=slow", "reward component slow was None"),
-    "one more": (lambda _: None, Rows(), "reward.functions+=[{function: exact_match}]", "exact_match was None"),
+    "source": (
+        edit("rw.py", "def length(sample, **kwargs): return 2"),
+        Rows(),
+        "",
+        "length: rw.py, or a file that it imports, is not what it was\\.",
+    ),
+    "an imported file": (
+        edit("parts/inner.py", "helper = len"),
+        Rows(),
+        "",
+        "length: rw.py, or a file that it imports, is not what it was\\.",
+    ),
+    "a file of its kwargs": (
+        edit("judge.txt", "How bad?"),
+        Rows(),
+        "",
+        "length: the file of its argument prompt is not what it was\\.",
+    ),
+    "weight": (lambda _: None, Rows(), "reward.functions.0.weight=2", "component length: weight was 1.0, is 2.0\\."),
+    "kwargs": (lambda _: None, Rows(), "reward.functions.0.kwargs={}", "component length: kwargs was .*, is None"),
+    "name": (
+        lambda _: None,
+        Rows(),
+        "reward.functions.0.name=slow",
+        "reward component slow is new; reward component length is gone\\.",
+    ),
+    "one more": (lambda _: None, Rows(), "reward.functions+=[{function: exact_match}]", "exact_match is new"),
     "length": (lambda _: None, Rows(), "data.max_response_length=9", "data.max_response_length was 8, is 9"),
 }
 
@@ -228,7 +248,7 @@ def test_other_rows_and_rewards_are_refused_or_accepted_and_journaled(
     assert ([one.after_step for one in before], warning) == ([0], ""), "nothing has changed"
     change(tmp_path)
     overrides = override.split("\n") if override else []
-    with pytest.raises(UserError, match=rf"{said}.* Put that back, or add --accept-changes"):
+    with pytest.raises(UserError, match=rf"{said}.* Undo it, or add --accept-changes"):
         go_on(rewarded, rows, *overrides)
     recorded, warning, scorings = go_on(rewarded, rows, *overrides, accept=True)
     assert [one.after_step for one in recorded] == [0, 1]
