@@ -52,6 +52,15 @@ class RunProgress:
         self.steps = (([] if restarted else self.steps) + records)[-STEPS_KEPT:]
 
     @property
+    def own_steps(self) -> list[dict[str, Any]]:
+        """Steps since this start of the run: what was wrong with those of an earlier one may have been mended."""
+        if self.since and not self.status:
+            return []
+        times = [step.get("time") for step in self.steps]
+        is_own = [not isinstance(at, int | float) or at >= self.since for at in times]
+        return [step for step, own in zip(self.steps, is_own, strict=True) if own]
+
+    @property
     def latest(self) -> dict[str, Any]:
         return self.steps[-1] if self.steps else {}
 
@@ -61,7 +70,7 @@ class RunProgress:
 
     def warnings(self) -> dict[str, str]:
         """Active problems of a running run, by subject."""
-        found = "" if self.has_ended else without_spread(self.steps, self.groups_per_step)
+        found = "" if self.has_ended else without_spread(self.own_steps, self.groups_per_step)
         groups = self.status.get("groups")
         if isinstance(groups, dict) and not groups.get("trained") and not self.has_ended:
             dropped = groups.get("dropped")

@@ -107,8 +107,9 @@ class RunSnapshot(RunProgress):
     def warnings(self) -> dict[str, str]:
         """Active problems of the newest steps, by subject; none for a run that has ended."""
         starts = [{"time": self.since}, *read_starts(self.run_dir)[-1:]]
-        newest = self.steps[-JUDGED_STEPS:]
-        found = warnings(RecordedRun(self.run_dir, newest, self.evaluations, self.status, self.rewards, starts))
+        newest = self.own_steps[-JUDGED_STEPS:]
+        evaluations, rewards = (self.evaluations, self.rewards) if newest else ([], [])
+        found = warnings(RecordedRun(self.run_dir, newest, evaluations, self.status, rewards, starts))
         return super().warnings() | found
 
     def seconds_taken(self) -> float | None:

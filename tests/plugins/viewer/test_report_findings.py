@@ -182,6 +182,15 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path: Path) -> None:
     assert "held-out accuracy is within noise: 0.500" in learned(after)
 
 
+def test_the_panel_of_a_resumed_run_is_not_warned_of_what_was_before_it(tmp_path: Path) -> None:
+    status = {"phase": "training", "servers": [{}], "time": time.time() + 60}
+    made.make_run(tmp_path / "run", accuracy=(0.9, 0.5), change=sick("ess", 0.0), status=status)
+    for since, warns in ((0.0, True), (time.time(), False)):
+        panel = RunSnapshot(tmp_path / "run", since)
+        panel.refresh()
+        assert ("The effective sample size collapsed" in panel.warnings()) == warns
+
+
 def evaluated(folder: Path, accuracies: tuple[float, ...], rows: int = 400, **more: Any) -> RecordedRun:
     run = made.make_run(folder / "run", accuracy=accuracies, **more)
     records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,3 +115,14 @@ def test_a_change_that_was_accepted_is_said_once(tmp_path: Path, plain: Callable
     recorder = write_run(tmp_path)
     changed = "steps after 40 are of other inputs: rw.py is not what it was"
     assert plain(tmp_path, lambda: recorder.status(phase="starting", inputs_changed=changed)) == [f"warning: {changed}"]
+
+
+@pytest.mark.parametrize(("age_s", "started", "warns"), [(10.0, True, False), (10.0, False, False), (-1.0, True, True)])
+def test_a_resumed_run_is_not_warned_of_steps_before_it(
+    tmp_path: Path, age_s: float, started: bool, warns: bool
+) -> None:
+    now = time.time()
+    flat = {"groups": 8.0, "zero_variance_groups": 8.0, "teaching_groups": 0.0, "time": now - age_s}
+    status = {"phase": "training"} if started else {}
+    run = RunProgress(tmp_path, since=now, status=status, steps=[{"step": n, **flat} for n in range(1, 4)])
+    assert bool(run.warnings()) == warns
