@@ -124,9 +124,13 @@ ROWS = 3
 ROWS_TRIED = 100
 """Rows looked at for that: those that cannot be rendered do not count."""
 NOTHING = "nothing"
+_FORM = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, fix it"
 
 
-def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+def find_rewards(
+    config: RunConfig, rows: RowSource, renderer: PromptRenderer, survey: RowSurvey | None = None
+) -> Findings[None]:
+    """Score a few usable rows; any that can be rendered where there is no survey to say which are usable."""
     check_rewarded(config.reward, config.environment)
     check_rewards(config.reward)
     if not config.reward.functions:
@@ -136,7 +140,9 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         value, fix = split_fix(hidden)
         yield Finding("reward", value, "warning", fix)
     yield from _reward_models(config)
-    scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
+    indices = range(len(rows)) if survey is None else survey.usable
+    rendered = list(islice(_rendered_rows(rows, indices, renderer), ROWS))
+    scored = asyncio.run(_score(config, rendered))
     failed = ((name, score) for scores in scored.values() for name, score in scores.items() if score.status != "ok")
     for name, score in failed:
         value = f"{score.error_kind} on {name}: {score.error_message}"
@@ -144,23 +150,68 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         yield Finding("reward", value, "problem", fix)
         return  # the others are of the same function
     if not scored:
-        yield Finding("reward", "was loaded, but there is no row to score", "note")
+        yield Finding("reward", "was loaded, but there is no usable row to score", "note")
         return
     completions = list(dict.fromkeys(name for scores in scored.values() for name in scores))
-    for component in config.reward.component_names:
-        given = {
-            name: ", ".join(f"{scores[name].components[component]:g}" for scores in scored.values() if name in scores)
-            for name in completions
-        }
-        yield Finding("reward", f"{component}: {'; '.join(f'{each} for {name}' for name, each in given.items())}")
+    answers = [one.prompt.answer for one, _ in rendered if one.prompt.answer is not None]
+    yield from _judge_components(config, list(scored.values()), completions, answers)
     alike = [row for row, scores in scored.items() if len({score.reward for score in scores.values()}) == 1]
     if alike and not config.environment.is_used:
         on = f" on {', '.join(alike)}" if len(alike) < len(scored) else ""
         told = " or ".join(name for name in completions if name != NOTHING)
-        fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, fix it"
+        fix = _FORM
         if on:
             fix = "look at the answers of these rows (data.answer_key)"
         yield Finding("reward", f"the weighted sum does not tell {told} from {NOTHING}{on}", "warning", fix)
+
+
+def _judge_components(
+    config: RunConfig, scored: Sequence[dict[str, Score]], completions: Sequence[str], answers: Sequence[Any]
+) -> Iterator[Finding]:
+    """Report values of each component; a warning if it is the accuracy, or one of all, and tells no row's answer from
+    nothing. Others may do so: they score form or length. With an environment, a bare answer is no whole trajectory."""
+    reward = config.reward
+    telling = {
+        name for name in reward.component_names for row in scored if len({row[c].components[name] for c in row}) > 1
+    }
+    for component in reward.component_names:
+        given = {
+            name: ", ".join(f"{row[name].components[component]:g}" for row in scored if name in row)
+            for name in completions
+        }
+        value = f"{component}: {'; '.join(f'{each} for {name}' for name, each in given.items())}"
+        is_accuracy = component == reward.accuracy_component
+        if component in telling or not answers:
+            yield Finding("reward", value)
+        elif config.environment.is_used or (telling and not is_accuracy):
+            yield Finding("reward", f"{value}, all the same", "note")
+        else:
+            types = list(dict.fromkeys(type(answer).__name__ for answer in answers))
+            shown = json.dumps(answers[0], ensure_ascii=False, default=str)
+            value += f": it cannot tell the answer from nothing; the answers are {' and '.join(types)}: {shown}, "
+            fix = _fix_of_component(answers)
+            if is_accuracy and telling:
+                others = [name for name in reward.component_names if name in telling]
+                fix += f"; or report another as accuracy (reward.accuracy={others[0]})"
+            yield Finding("reward", f"{value}which a completion says as {_said(answers[0])!r}", "warning", fix)
+
+
+def _fix_of_component(answers: Sequence[Any]) -> str:
+    """Advice for a component that gives the answers no more than nothing."""
+    if all(isinstance(answer, str) for answer in answers):
+        return _FORM
+    fix = "a completion is text, so compare text with text"
+    if all(isinstance(answer, int | float) and not isinstance(answer, bool) for answer in answers):
+        return f"{fix}, or numbers by the reward number_match"
+    return f"{fix}, as the reward exact_match does" if all(map(_is_plain, answers)) else fix
+
+
+def _is_plain(answer: Any) -> bool:
+    """True where the built-in rewards can read the answer."""
+    try:
+        return bool(accepted_answers(RewardSample("", answer=answer)))
+    except ValueError:
+        return False
 
 
 def _reward_models(config: RunConfig) -> Iterator[Finding]:
@@ -175,8 +226,10 @@ def _reward_models(config: RunConfig) -> Iterator[Finding]:
             yield Finding("reward model", value, "note")
 
 
-def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[RenderedPrompt, dict[str, object]]]:
-    for index in range(min(len(rows), ROWS_TRIED)):
+def _rendered_rows(
+    rows: RowSource, indices: Sequence[int], renderer: PromptRenderer
+) -> Iterator[tuple[RenderedPrompt, dict[str, object]]]:
+    for index in indices[:ROWS_TRIED]:
         row = dict(rows[index])
         try:
             yield renderer.render(row, rows.row_id(index)), row

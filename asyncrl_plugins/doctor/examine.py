@@ -100,7 +100,7 @@ def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -
     # What an environment opens with tells rows of one prompt apart.
     if len(surveys) == 2 and surveys[0] and surveys[1] and not config.environment.is_used:
         run_check(report, "held-out is apart", find_overlap(surveys[0], surveys[1]))
-    run_check(report, "reward", find_rewards(config, rows, renderer))
+    run_check(report, "reward", find_rewards(config, rows, renderer, surveys[0] if surveys else None))
 
 
 def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | None) -> Findings[RowSource | None]:

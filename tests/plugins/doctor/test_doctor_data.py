@@ -130,6 +130,79 @@ def test_each_answer_is_tried_as_a_completion_says_it(
     assert found[-1].value.startswith(value)
 
 
+RIGHT = {
+    "typed": "sample.completion == sample.answer",
+    "text": "sample.completion == str(sample.answer)",
+    "short": "len(sample.completion) < 1",
+    "form": "sample.completion.startswith('<')",
+    "never": "0",
+}
+
+
+def components_of(
+    make_config: MakeConfig, tmp_path: Path, answers: Sequence[Any], names: Sequence[str], accuracy: str = ""
+) -> dict[str, Finding]:
+    """Findings about components of RIGHT by name."""
+    file = tmp_path / "components.py"
+    file.write_text("".join(f"def {name}(sample):\n    return float({body})\n" for name, body in RIGHT.items()))
+    config = make_config(
+        data=write_rows(tmp_path, [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]),
+        reward={"functions": [{"function": f"{file}:{n}"} for n in names], "workers": 1, "accuracy": accuracy},
+    )
+    found = find_rewards(config, open_train(config.data), PromptRenderer(config.data))
+    return {finding.value.partition(":")[0]: finding for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "fix"),
+    [
+        ([5.0, 6.0], "the answers are float: 5.0, which a completion says as '5'", "number_match"),
+        ([7], "the answers are int: 7, which a completion says as '7'", "number_match"),
+        ([True, False], "the answers are bool: true, which a completion says as 'True'", "compare text with text"),
+        ([["a", "b"]], 'the answers are list: ["a", "b"], which a completion says as \'a\'', "compare text with text"),
+        ([5.5, 6], "the answers are float and int: 5.5, which a completion says as '5.5'", "number_match"),
+    ],
+)
+def test_an_accuracy_that_cannot_tell_the_answer_from_nothing(
+    make_config: MakeConfig, tmp_path: Path, answers: list[Any], told: str, fix: str
+) -> None:
+    found = components_of(make_config, tmp_path, answers, ["typed", "short"])
+    assert found["typed"].verdict == "warning"
+    assert "cannot tell the answer from nothing" in found["typed"].value
+    assert found["typed"].value.endswith(told)
+    assert fix in found["typed"].fix
+    assert found["short"].verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("names", "accuracy", "verdicts"),
+    [
+        (["text", "form"], "", ["ok", "note"]),
+        (["form", "text"], "text", ["note", "ok"]),
+        (["form", "text"], "", ["warning", "ok"]),
+        (["form", "never"], "never", ["warning", "warning"]),
+    ],
+)
+def test_a_component_of_form_gives_no_false_alarm(
+    make_config: MakeConfig, tmp_path: Path, names: list[str], accuracy: str, verdicts: list[str]
+) -> None:
+    found = components_of(make_config, tmp_path, ["5", 6], names, accuracy)
+    assert [found[name].verdict for name in names] == verdicts
+    if verdicts == ["warning", "ok"]:
+        assert "reward.accuracy=text" in found["form"].fix
+
+
+@pytest.mark.parametrize(
+    "bad", [{"prompt": "q", "answer": None}, {"prompt": "word " * 100}, {"prompt": "<image> q", "images": ["none.png"]}]
+)
+def test_bad_rows_are_not_scored(make_config: MakeConfig, tmp_path: Path, bad: dict[str, Any]) -> None:
+    data = write_rows(tmp_path, [bad, {"prompt": "a"}, {"prompt": "b"}], on_bad_row="skip")
+    config = make_config(data=data, reward={"functions": [{"function": "exact_match"}], "workers": 1})
+    _, survey = look_at(config)
+    (found,) = find_rewards(config, open_train(config.data), PromptRenderer(config.data), survey)
+    assert (found.verdict, found.value) == ("ok", "exact_match: 1, 1 for the answer; 0, 0 for nothing")
+
+
 def test_an_environment_alone_may_reward(make_config: MakeConfig) -> None:
     room: dict[str, Any] = {"data": {"max_response_length": 600}, "batch": {"tokens_per_microbatch": 1024}}
     config = make_config(**room, environment={"name": "tests/rigs/lamp.py:Lamp"}, reward={"functions": []})
