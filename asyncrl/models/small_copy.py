@@ -198,7 +198,8 @@ def _shrink(described: Any, most_layers: int, sizes: Mapping[str, int]) -> None:
             setattr(described, name, most)
         elif isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
             setattr(described, name, type(value)(min(each, most) for each in value))
-    described.pad_token_id = None
+    if getattr(described, "pad_token_id", None) is not None:
+        described.pad_token_id = 0  # in any vocabulary, and in no row here
 
 
 def _is_by_layer(name: str, value: Any, layers: int) -> bool:

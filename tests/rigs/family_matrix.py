@@ -134,6 +134,7 @@ def make_folder(family: str, folder: Path) -> Path:
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    transformers.AutoConfig.from_pretrained(folder / "model")  # settings by layer may name layers that were cut
     return folder / "model"
 
 
