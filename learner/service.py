@@ -9,15 +9,18 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from itertools import chain
 
-from asyncrl.config.explain import method_line, schedule_notes, secret_notes
+from asyncrl.config.explain import method_line, schedule_notes
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.secrets import secret_notes
 from asyncrl.devices.device import check_device_channel, max_logprob_difference
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.run_inputs import recorded_updates, scoring_fingerprints
 from asyncrl.processing.processor import prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
+from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.recorder import RunRecorder, is_finished
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
@@ -26,8 +29,11 @@ from learner.loop.clean_stop import INTERRUPTED, CleanStop, StopAsked
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.policy_export import finish_export
 from learner.loop.resume import (
+    ROW_DIGESTS,
     StartingPoint,
+    adapter_settings,
     check_input_changes,
+    check_lasting,
     check_steps_ahead,
     find_start,
     forget_run,
@@ -84,7 +90,7 @@ class Learner:
             given = self._resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
             check_device_channel(config.rollout, "learner.device", config.learner.device)
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
-            start = find_start(config, resume=resume, resources=self._resources)
+            start = find_start(config, resume=resume, resources=self._resources, accept_changes=accept_changes)
             self._accepts_changes = accept_changes
             self._was_finished = is_finished(config.run_path)
             self.processor = prompt_processor(config.model, config.environment)
@@ -118,7 +124,13 @@ class Learner:
         """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config.ticket_settings, self.processor, self.processor.ends.stop_token_ids)
         self._inputs = input_settings(self.writer, config.reward)
-        self._inputs_changed = check_input_changes(start, self._inputs, accept=self._accepts_changes)
+        survey = self.writer.train_survey
+        self._inputs_changed = check_input_changes(
+            start, self._inputs, accept=self._accepts_changes, name_rows=survey.changed_since
+        )
+        self._lasting = lasting_settings(config, self.writer, self.processor)
+        check_lasting(start.journal, self._lasting)
+        check_steps_ahead(start, config.trainer, config.total_steps(self.writer.num_train_rows))
         self.parity_tickets = self.writer.write_parity()
         self.ranks = self._gather_ranks(start)
         self.training = Trainer(
@@ -151,12 +163,11 @@ class Learner:
         self.run_id = sign_journal(
             start,
             self.journal,
-            lasting_settings(config, self.writer, self.processor, self.engine.adapter, self.training.base),
+            {**self._lasting, **adapter_settings(self.engine.adapter, self.training.base)},
             update_settings(config),
             self._inputs,
             self.engine.published_state(),
         )
-        check_steps_ahead(self.journal, config.trainer, self.progress.step, self.progress.total_steps)
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
@@ -203,6 +214,7 @@ class Learner:
                 self.processor.fingerprint,
                 self.engine.facts.vocabulary,
                 self.training.base,
+                scoring_fingerprints(self._inputs),
                 config.model.template_date,
             ),
             version=max(self.progress.version, self.ledger.last_step),
@@ -341,9 +353,11 @@ class Learner:
         for note in chain(secret_notes(config.environment, config.reward), schedule_notes(config, steps)):
             logger.warning("%s", note)
         save_config(self.config.run_path, dump_config(self.config))
+        write_atomically(config.run_path / ROW_DIGESTS, self.writer.train_survey.digests(), durable=False)
         self.reporter.started(self.progress.step, self.engine.device)
         self.reporter.rows(self.writer.bad_rows, held_out_trained=self.writer.num_held_out_trained)
-        self.reporter.inputs(self._inputs_changed, scoring_changes=scoring_changes(self.journal))
+        changed_after = [change.after_step for change in recorded_updates(self.journal, "inputs")[1:]]
+        self.reporter.inputs(self._inputs_changed, scoring_changes=scoring_changes(self.journal), after=changed_after)
         self._status("starting")
         self.network.start()
         if self._make_steps_again() > FEW_STEPS and not self.progress.is_last:

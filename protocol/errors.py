@@ -20,6 +20,8 @@ class ErrorCode(StrEnum):
     PROTOCOL_VERSION = "protocol_version"
     MODEL_MISMATCH = "model_mismatch"
     PROCESSOR_MISMATCH = "processor_mismatch"
+    REWARD_MISMATCH = "reward_mismatch"
+    """The server would score completions by other rewards than the run has."""
     MODE_MISMATCH = "mode_mismatch"
     """One side shares its device by the lease (trainer.mode=sync), the other does not."""
     DUPLICATE_SERVER = "duplicate_server"

@@ -96,6 +96,7 @@ def check_hello(
     processor_fingerprint: str,
     base_fingerprint: str = "",
     quantization: str = "",
+    scoring: Mapping[str, str] | None = None,
     live_server_ids: Mapping[str, str],
 ) -> Refusal | None:
     """Refuse a server that does not fit a learner of these fingerprints; None if it fits.
@@ -134,6 +135,14 @@ def check_hello(
             reason=f"{server} has a processor with fingerprint {hello.processor_fingerprint}, "
             f"the learner's is {processor_fingerprint}: tokenizer, image processor or chat template differ",
             fix="Use the same model files, model.min_pixels, model.max_pixels and transformers version on both sides",
+        )
+    mine = scoring or {}  # a file that one side alone has on its machine tells nothing
+    if other := [f"{name} is not what the run has" for name, its in hello.scoring if mine.get(name, its) != its]:
+        return Refusal(
+            code=ErrorCode.REWARD_MISMATCH,
+            reason=f"{server} would score by something else than the run: {'; '.join(other)}",
+            fix="Put back what the run has and start the server again, which reads files anew; or take what is there "
+            "now: end the run, and start it with --resume --accept-changes",
         )
     session = live_server_ids.get(hello.server_id)
     if session is not None and session != hello.session:

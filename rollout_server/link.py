@@ -85,6 +85,7 @@ class LearnerLink:
         in_work: Callable[[], Iterable[int]],
         is_over: Callable[[], bool] = lambda: False,
         base_fingerprint: str = "",
+        scoring: tuple[tuple[str, str], ...] = (),
     ):
         self._settings = settings
         self._timeout_s = settings.network.timeout_s
@@ -102,6 +103,7 @@ class LearnerLink:
             model_fingerprint=model,
             processor_fingerprint=processor,
             base_fingerprint=base_fingerprint,
+            scoring=scoring,
             quantization=settings.quantization,
             max_groups=settings.groups_in_flight,
             pid=os.getpid(),

@@ -14,6 +14,7 @@ from asyncrl.config.parts import ROLLOUT_ENGINES, device_channels
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import check_device_channel, resolve_device
 from asyncrl.errors import BadStateError, LearnerLeftError
+from asyncrl.journal.run_inputs import scoring_fingerprints, scoring_settings
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.processing.processor import PromptProcessor
@@ -82,7 +83,8 @@ class RolloutServer:
         self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
-        self.rewards = RewardScorer(self.config.reward)
+        self._scoring = scoring_fingerprints(scoring_settings(self.config.reward, self.config.environment))
+        self.rewards = RewardScorer(self.config.reward)  # whose workers hold the files as they are now
         self.environments = environment_workers(self.config.environment, self.processor)
         try:
             await self.rewards.start()
@@ -140,6 +142,7 @@ class RolloutServer:
             in_work=lambda: self._held,
             is_over=self._is_over,
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
+            scoring=self._scoring,
         )
         if self.config.trainer.mode == "sync":
             self.device = SharedDevice(

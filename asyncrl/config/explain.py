@@ -9,13 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.load import dump_config
 from asyncrl.config.method import BY_SECTION
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.secrets import plain_secrets
-from asyncrl.config.sections import RewardConfig
 
 
 def explain(config: RunConfig, num_rows: int, *, whole: bool = False) -> str:
@@ -50,18 +47,6 @@ def explain(config: RunConfig, num_rows: int, *, whole: bool = False) -> str:
     algorithm = ["# Algorithm", method_line(config.algorithm), *notes, ""]
     heading = "# Configuration" + (" (keys that differ from their defaults; --all prints every key)" * (not whole))
     return "\n".join([heading, dump_config(config, whole=whole), *algorithm, "# Batches", *table])
-
-
-def secret_notes(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that looks like a secret, which files of the run and trackers will have."""
-    given = [("environment.config", environment.config)]
-    given += [(f"reward.functions.{number}.kwargs", each.kwargs) for number, each in enumerate(reward.functions)]
-    for key in (key for setting, values in given for key in plain_secrets(values, setting)):
-        variable = key.rpartition(".")[2].upper()
-        yield (
-            f"{key} looks like a secret: config.yaml, the journal and trackers will have it. Write env:{variable}, and "
-            "export that variable for learner and rollout servers"
-        )
 
 
 def schedule_notes(config: RunConfig, total_steps: int) -> Iterator[str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
+
+if TYPE_CHECKING:  # a reward worker reads no configuration
+    from asyncrl.config.environment import EnvironmentConfig
+    from asyncrl.config.sections import RewardConfig
 
 REFERENCE = re.compile(r"env:([A-Za-z_]\w*)")
 _LIKE_A_SECRET = re.compile(r"(?i)(api_?key|secret|password|passwd|(^|api_|auth_|access_|bearer_|hf_|github_)token)$")
@@ -45,17 +49,19 @@ def without_secrets(text: str, values: Any) -> str:
     return text
 
 
-def plain_secrets(values: Any, setting: str) -> list[str]:
-    """Keys below `setting` whose names are those of secrets, with a text that is no reference."""
-    found: list[str] = []
-
-    def look(value: str, key: str) -> str:
-        if value and not REFERENCE.fullmatch(value) and _LIKE_A_SECRET.search(key.rpartition(".")[2]):
-            found.append(key)
-        return value
-
-    _mapped(values, setting, look)
-    return found
+def secret_notes(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that looks like a secret, which files of the run and trackers will have."""
+    texts: dict[str, str] = {}
+    _mapped(environment.config, "environment.config", lambda text, key: texts.setdefault(key, text))
+    for number, each in enumerate(reward.functions):
+        _mapped(each.kwargs, f"reward.functions.{number}.kwargs", lambda text, key: texts.setdefault(key, text))
+    for key, text in texts.items():
+        name = key.rpartition(".")[2]
+        if text and not REFERENCE.fullmatch(text) and _LIKE_A_SECRET.search(name):
+            yield (
+                f"{key} looks like a secret: config.yaml, the journal and trackers will have it. Write "
+                f"env:{name.upper()}, and export that variable for learner and rollout servers"
+            )
 
 
 def _mapped(value: Any, key: str, change: Callable[[str, str], str]) -> Any:

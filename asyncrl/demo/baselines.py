@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.export:
         run = folder / "grpo"
         config = load_config(run / "config.yaml", arguments.overrides)
-        print(scores_line(evaluate(config, run / "export"), config.evaluation.group_size))
+        scores = evaluate(config, run / "export")
+        print(scores_line(scores, config.evaluation.group_size, config.reward.accuracy_component))
         return 0
     config = load_config(folder / "config.yaml", arguments.overrides)
     temperature = config.rollout.temperature

@@ -1,6 +1,6 @@
 """Inputs of the demo's reinforcement learning: data, and a warm start that ships with it or is trained.
 
-    python -m asyncrl.demo.prepare --folder runs/digits [--seed 1] [--from-scratch [--ship]] [--quick]
+    python -m asyncrl.demo.prepare --folder runs/digits [--seed 1] [--from-scratch] [--quick]
 
 Writes FOLDER/data, FOLDER/warm_start, and FOLDER/config.yaml, which `asyncrl train` can begin with at once.
 `--from-scratch` makes the warm start, too, in FOLDER/model and FOLDER/sft. `--quick` makes everything so small that it
@@ -90,16 +90,6 @@ def make_warm_start(folder: Path, seed: int, *, quick: bool = False) -> dict[str
     return seconds
 
 
-def ship(export: Path) -> None:
-    """Put a warm start into the package, in bf16: half the bytes, and a rounding that training does not notice."""
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    shutil.copytree(export, WARM_START, dirs_exist_ok=True)  # beside its README
-    model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.bfloat16)
-    model.save_pretrained(WARM_START)
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,13 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     parser.add_argument("--from-scratch", action="store_true", help="make the warm start, too")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
-    parser.add_argument("--ship", action="store_true", help="put the warm start that is made into the package")
     arguments = parser.parse_args(argv)
-    if arguments.ship and (not arguments.from_scratch or arguments.quick):
-        parser.error("--ship goes with --from-scratch, and not with --quick")
     prepare(arguments.folder, arguments.seed, from_scratch=arguments.from_scratch, quick=arguments.quick)
-    if arguments.ship:
-        ship(arguments.folder / "sft" / "export")
     return 0
 
 

@@ -113,9 +113,12 @@ def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> Evaluatio
     return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
 
 
-def scores_line(scores: EvaluationScores, size: int) -> str:
-    found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
-    found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
+def scores_line(scores: EvaluationScores, size: int, name: str) -> str:
+    """Scores of rows with `size` completions each. A share of right completions (pass@1, pass@k) is said of the
+    component `name` where it is 0 or 1 for each; of one that is graded, its mean."""
+    first, best = (f"mean {name or 'reward'}", f"best of {size}") if scores.is_graded else ("pass@1", f"pass@{size}")
+    found = [f"{first} {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
+    found += [f"{best} {scores.best:.4f}"] if size > 1 else []
     return "   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"])
 
 

@@ -105,7 +105,7 @@ class Supervisor:
             on_tick()
             if self._interrupts:
                 if self.learner.process and self.learner.code is None:
-                    self._notify(f"stopping: the learner writes a checkpoint, within {self._grace_s:g} s")
+                    self._notify(f"stopping: the learner saves what has no checkpoint, within {self._grace_s:g} s")
                 self._stop_all()
                 return Outcome(ExitCode.INTERRUPTED)
             if self.learner.code == ExitCode.FINISHED:

@@ -6,19 +6,23 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.inputs import check_inputs, data_notes, gpus_of_run
-from asyncrl.config.explain import method_line, schedule_notes, secret_notes
+from asyncrl.config.explain import method_line, schedule_notes
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.secrets import secret_notes
 from asyncrl.data.dataset import open_train
 from asyncrl.devices.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.database import JournalReader
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
+from asyncrl.journal.run_inputs import check_scoring, scoring_settings
 from asyncrl.launch.display import (
     LEARNS_NOTHING,
     MISSING,
@@ -50,6 +54,8 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
     refuse_busy(config.run_path)
     check_run_dir(config.run_path, resume=resume)
+    if resume and not accept_changes:
+        _check_scoring(config.run_path / JOURNAL_FILE, scoring_settings(config.reward, config.environment))
     check_inputs(config, "learner", "rollout_server")
     try:
         with reserve_ports(config, _note) as resolved, holding(config.run_path, LAUNCHER_LOCK):
@@ -66,6 +72,12 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
         if lost := describe_lost(config.run_path):
             raise BadStateError(f"{lost} ({error})") from None
         raise
+
+
+def _check_scoring(file: Path, scoring: Mapping[str, Any]) -> None:
+    """Refuse other rewards than the run had, before a service loads a model. A damaged journal is the learner's."""
+    with suppress(BadStateError), closing(JournalReader(file, untouched=True)) as journal:
+        check_scoring(journal, scoring)
 
 
 def _note(text: str) -> None:

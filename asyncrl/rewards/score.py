@@ -67,10 +67,12 @@ class EvaluationScores:
     """Means over the completions that could be scored; NaN if none could."""
 
     accuracy: float
-    """pass@1: mean of the accuracy component."""
+    """Mean of the accuracy component: pass@1, unless it is graded."""
     accuracy_error: float
     best: float
-    """pass@k of a 0/1 component: a row's largest accuracy among its k completions, mean over rows."""
+    """A row's largest accuracy among its k completions, mean over rows: pass@k, unless it is graded."""
+    is_graded: bool
+    """True where some completion has an accuracy that is neither 0 nor 1."""
     reward: float
     reward_error: float
     rows: int
@@ -88,7 +90,7 @@ def evaluation_scores(rows: Sequence[Sequence[tuple[float, float] | None]]) -> E
     scored = [np.array(known) for row in rows if (known := [score for score in row if score is not None])]
     if not scored:
         nothing = float("nan")
-        return EvaluationScores(nothing, nothing, nothing, nothing, nothing, len(rows), sum(map(len, rows)))
+        return EvaluationScores(nothing, nothing, nothing, False, nothing, nothing, len(rows), sum(map(len, rows)))
     accuracy, reward = np.concatenate(scored).mean(axis=0)
     means = np.array([row.mean(axis=0) for row in scored])
     errors = means.std(axis=0, ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.full(2, np.nan)
@@ -96,6 +98,7 @@ def evaluation_scores(rows: Sequence[Sequence[tuple[float, float] | None]]) -> E
         accuracy=float(accuracy),
         accuracy_error=float(errors[0]),
         best=float(np.mean([row[:, 0].max() for row in scored])),
+        is_graded=bool(((each := np.concatenate(scored)[:, 0]) * (1 - each)).any()),
         reward=float(reward),
         reward_error=float(errors[1]),
         rows=len(rows),

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +14,11 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.scoring import EvaluatedRow, score_held_out, scores_line, summarise
 from asyncrl.environments.recording import describe_conversations
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.database import JournalReader
+from asyncrl.journal.run_inputs import describe_changes, scoring_at, scoring_settings
+from asyncrl.run_folder.contents import checkpoint_folders
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.values import as_json
 
@@ -33,7 +38,29 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.out:
         write_scored(scored, arguments.out)
     print(describe_scores(config, scored))
+    if other := scored_otherwise(config, arguments.model):
+        print(f"note: {other}")
     return 0
+
+
+def scored_otherwise(config: RunConfig, model: Path) -> str:
+    """A sentence where the model is of a run that was scored by something else than these rewards and environment, up
+    to the step of a checkpoint; empty for any other model."""
+    above = model.absolute().parents[:3]
+    run = next((folder for folder in above if (folder / JOURNAL_FILE).is_file()), None)
+    if run is None:
+        return ""
+    step = next(
+        (number for folder in above for number, path in checkpoint_folders(run).items() if path == folder), None
+    )
+    try:
+        with closing(JournalReader(run / JOURNAL_FILE)) as journal:
+            before = scoring_at(journal, step)
+    except BadStateError as problem:
+        return f"whether the run was scored by the same is not known: {problem}"
+    changed = describe_changes(before, scoring_settings(config.reward, config.environment)) if before else {}
+    said = f"these scores do not compare with the evaluations of {run}: {'; '.join(changed.values())}"
+    return said if changed else ""
 
 
 def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
@@ -42,6 +69,7 @@ def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
         scores_line(
             summarise(scored, config.evaluation.group_size, config.reward.accuracy_component),
             config.evaluation.group_size,
+            config.reward.accuracy_component,
         )
     ]
     if means := _component_means(scored):

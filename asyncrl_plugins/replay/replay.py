@@ -26,6 +26,7 @@ from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
+from asyncrl.journal.run_inputs import recorded_updates
 from asyncrl.launch.command import command
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import read_adapter
@@ -38,7 +39,7 @@ from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl_plugins.replay.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
 from learner.groups.recorded_batch import batch_again, read_batch
 from learner.loop.checkpoint import complete_checkpoints, read_state
-from learner.loop.resume import TOOLS, check_initial_model, recorded_updates, update_settings
+from learner.loop.resume import TOOLS, check_initial_model, update_settings
 from learner.loop.trainer import Trainer
 from learner.tickets.ticket_writer import TicketWriter
 

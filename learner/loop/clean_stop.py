@@ -85,13 +85,17 @@ class CleanStop:
         """Write a checkpoint of the last step, unless it has one. An evaluation of an earlier step comes before it,
         where servers are there to end it: a restart could not make its version again."""
         step, began = schedule.progress.step, time.monotonic()
-        logger.info(
-            "stopping after step %d: its checkpoint is written within %.0f s (trainer.stop_grace_s=%g). Another signal "
-            "ends the learner at once",
-            *(step, self.left_s, self.grace_s),
-        )
-        schedule.status("stopping", f"the checkpoint of step {step}")
-        if step > saver.saved_step:
+        if step <= saver.saved_step:
+            has = "its checkpoint is there, or being written" if step else "there is nothing to save"
+            logger.info("stopping after step %d: %s", step, has)
+            schedule.status("stopping", "")
+        else:
+            logger.info(
+                "stopping after step %d: its checkpoint is written within %.0f s (trainer.stop_grace_s=%g). Another "
+                "signal ends the learner at once",
+                *(step, self.left_s, self.grace_s),
+            )
+            schedule.status("stopping", f"the checkpoint of step {step}")
             latest = began + EVALUATION_SHARE * self.left_s
             schedule.finish_evaluation(
                 before_step=step, gives_up=lambda: not network.servers.connected or time.monotonic() > latest

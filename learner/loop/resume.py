@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -23,19 +22,25 @@ from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import Durability, TrainerConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import PARTS, DataConfig, ModelConfig, RewardConfig, component_name
+from asyncrl.config.sections import PARTS, DataConfig, ModelConfig, RewardConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
+from asyncrl.journal.run_inputs import (
+    ACCEPT,
+    RecordedUpdate,
+    changed_inputs,
+    check_scoring,
+    describe_changes,
+    recorded_updates,
+    scoring_settings,
+)
 from asyncrl.journal.writer import Journal
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.published import tensor_bytes
-from asyncrl.plugins import installed
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.spec import locate
 from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders, export_advice
-from asyncrl.user_functions import locate as user_function
-from asyncrl.user_functions import own_functions, read_source, source_fingerprint
+from asyncrl.user_functions import own_functions, source_fingerprint
 from learner.loop.checkpoint import DamagedCheckpoint, LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import ANSWERS, PROMPTS, USABLE, TicketWriter
 from protocol.messages import AdapterSpec
@@ -56,9 +61,10 @@ TOOLS = "tools that prompts tell of"
 """The recorded setting that has them as JSON, for a replay, which runs no environment."""
 LENGTH = "data.max_response_length"
 """An input of the loss: it may change where no step has to be made again."""
-ACCEPT = "--accept-changes"
-COMPONENT, FILE = "reward component ", "file of "
-"""Beginnings of the names of a reward component, and of a file that its arguments name, among the inputs."""
+ROW_DIGESTS = "row_digests.bin"
+"""File of a run with those of its usable training rows (`RowSurvey.digests`)."""
+LOADED = ("model.lora.target_modules", "base weights")
+"""Lasting settings that are known when the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,11 @@ class StartingPoint:
     state: LearnerState | None = None
 
     @property
+    def saved_step(self) -> int:
+        """Step of the checkpoint; 0 without one."""
+        return self.state.step if self.state else 0
+
+    @property
     def model_path(self) -> Path | None:
         """The checkpoint's model folder; None also where it holds an adapter, for the model of `model.path`."""
         if self.checkpoint is None or (self.state and self.state.adapter):
@@ -77,8 +88,8 @@ class StartingPoint:
         return self.checkpoint / MODEL_FOLDER
 
 
-def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
-    """Check that `resume` fits the run directory and its journal, before anything large is loaded.
+def find_start(config: RunConfig, *, resume: bool, resources: ExitStack, accept_changes: bool = False) -> StartingPoint:
+    """Check that `resume` fits the run directory and its journal, before rows and models are looked at.
 
     The journal of a resumed run is open then, and goes to `resources`.
     """
@@ -115,7 +126,14 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
             *(damages[0].folder, damages[0].problem, checkpoint, saved_step + 1, journal.last_step()),
         )
     if recorded := recorded_updates(journal):  # else its learner died before it had begun
+        if state and state.run_id != journal.meta("run_id"):
+            raise UserError(
+                f"{checkpoint} is a checkpoint of run {state.run_id}, {journal.path} is the journal of run "
+                f"{journal.meta('run_id')}. Put the run's own checkpoints back, or remove that folder"
+            )
         _check_update(journal, recorded[-1], update_settings(config), saved_step)
+        if not accept_changes:
+            check_scoring(journal, scoring_settings(config.reward, config.environment))
     return StartingPoint(journal, checkpoint, state)
 
 
@@ -167,7 +185,7 @@ def sign_journal(
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
     checkpoint, the same initial `model`. `find_start` has compared `update`, and `check_input_changes` the `inputs`; a
-    change is recorded, with the step after which it holds.
+    change is recorded, with the step after which it holds: rewards of steps that are made again stay as they were.
     """
     run_id = journal.meta("run_id")
     if run_id is None:
@@ -177,45 +195,53 @@ def sign_journal(
             run_id=run_id, model=_digest(model), **{name: json.dumps(dict(one)) for name, one in recorded.items()}
         )
         return run_id
-    if start.state and start.state.run_id != run_id:
-        raise UserError(
-            f"{start.checkpoint} is a checkpoint of run {start.state.run_id}, {journal.path} is the journal of run "
-            f"{run_id}. Put the run's own checkpoints back, or remove that folder"
-        )
-    if changed := _changes(json.loads(journal.meta("settings") or "{}"), settings):
-        raise UserError(
-            f"--resume of {journal.path}: {'; '.join(changed.values())}. All groups of a run are handed out and "
-            f"sampled by the same settings. {_same_or_new(journal)}"
-        )
+    check_lasting(journal, settings)
     if start.checkpoint is None:
         check_initial_model(journal, model)
-    step = start.state.step if start.state else 0
+    step = journal.last_step()
     for name, now in (("update", update), ("inputs", inputs)):
         recorded = recorded_updates(journal, name)
-        if recorded and (changed := _changes(recorded[-1].settings, now)):
+        if recorded and (changed := describe_changes(recorded[-1].settings, now)):
             journal.set_meta(**{f"{name}.{len(recorded)}": json.dumps([step, dict(now)])})
             if name == "update":
                 logger.warning("steps after %d are made by other settings: %s", step, "; ".join(changed.values()))
     return run_id
 
 
-def check_input_changes(start: StartingPoint, inputs: Mapping[str, Any], *, accept: bool) -> str:
+def check_lasting(journal: Journal | None, settings: Mapping[str, float | str]) -> None:
+    """Raise UserError where a resumed run has other lasting settings than it had. Before the model is loaded some are
+    not known yet, and are not compared."""
+    recorded = json.loads((journal and journal.meta("settings")) or "{}")
+    changed = describe_changes(recorded, settings) if recorded else {}
+    if journal and (said := [text for key, text in changed.items() if key in settings or key not in LOADED]):
+        raise UserError(
+            f"--resume of {journal.path}: {'; '.join(said)}. All groups of a run are handed out and sampled by the "
+            f"same settings. {_same_or_new(journal)}"
+        )
+
+
+def check_input_changes(
+    start: StartingPoint, inputs: Mapping[str, Any], *, accept: bool, name_rows: Callable[[bytes], str] = lambda _: ""
+) -> str:
     """Raise UserError where a resumed run would get other rows or rewards than it had, unless `accept`. Returns a
-    warning that describes the change; empty without one."""
-    journal, saved_step = start.journal, start.state.step if start.state else 0
+    warning that describes the change; empty without one. `name_rows` names training rows by their digests before."""
+    journal = start.journal
     recorded = recorded_updates(journal, "inputs") if journal else []
-    if journal is None or not recorded or not (changed := _changes(recorded[-1].settings, inputs)):
+    if journal is None or not recorded or not (changed := describe_changes(recorded[-1].settings, inputs)):
         return ""
-    where = f"--resume of {journal.path}: {'; '.join(changed.values())}"
+    file = journal.path.with_name(ROW_DIGESTS)
+    if (of_rows := changed.keys() & {PROMPTS, ANSWERS}) and file.is_file() and (rows := name_rows(file.read_bytes())):
+        changed |= {name: f"{changed[name]} ({rows})" for name in of_rows}
     if not accept:
-        raise UserError(f"{where}. The run so far did not have this change. Undo it, or add {ACCEPT} to go on with it")
-    last = journal.last_step()
+        raise changed_inputs(journal, changed)
+    last, saved_step = journal.last_step(), start.saved_step
     if last > saved_step and LENGTH in changed:
         raise UserError(
-            f"{where}. {ACCEPT} cannot take {LENGTH}: steps {saved_step + 1} to {last} have no checkpoint, and are "
-            f"made again as they were. Put it back until a checkpoint holds the last step. {_same_or_new(journal)}"
+            f"--resume of {journal.path}: {changed[LENGTH]}. {ACCEPT} cannot take {LENGTH}: steps {saved_step + 1} to "
+            f"{last} have no checkpoint, and are made again as they were. Put it back until a checkpoint holds the "
+            f"last step. {_same_or_new(journal)}"
         )
-    return f"steps after {saved_step} are of other inputs: {'; '.join(changed.values())}"
+    return f"steps after {last} are of other inputs: {'; '.join(changed.values())}"
 
 
 def scoring_changes(journal: JournalView) -> int:
@@ -228,49 +254,11 @@ def scoring_changes(journal: JournalView) -> int:
 
 
 def input_settings(writer: TicketWriter, reward: RewardConfig) -> dict[str, Any]:
-    """Rows and rewards of a run, which change under it only where the user says so.
-
-    A file that is not on this machine, where only rollout servers need it, has no fingerprint.
-    """
+    """Rows and rewards of a run, which change under it only where the user says so."""
     settings = writer.settings
-    inputs: dict[str, Any] = {LENGTH: settings.data.max_response_length}
     lasting = {USABLE, ANSWERS} if _tickets_need_answers(settings.algorithm, settings.data) else {USABLE}
-    inputs |= {name: value for name, value in writer.fingerprints().items() if name not in lasting}
-    inputs["reward.accuracy"] = reward.accuracy_component
-    for component in reward.functions:
-        described = component.model_dump(mode="json", exclude_defaults=True) | {"weight": component.weight}
-        files = ((key, value) for key, value in component.kwargs.items() if isinstance(value, str))
-        described |= {f"{FILE}{key}": _hash_of(Path(value)) for key, value in files if os.path.isfile(value)}
-        with suppress(UserError):
-            if located := locate(component.function):
-                described |= {
-                    "function": f"{located.path.name}:{located.name}",
-                    "source": source_fingerprint(located),
-                }
-        inputs[f"{COMPONENT}{component_name(component)}"] = described
-    if (name := settings.environment.name) and name not in installed("environments"):
-        with suppress(UserError):
-            if located := user_function(name, (), "environment.name"):
-                inputs["environment's source"] = source_fingerprint(located)
-    return inputs
-
-
-@dataclass(frozen=True)
-class RecordedUpdate:
-    """Settings of the update, and the step after which they hold."""
-
-    after_step: int
-    settings: Mapping[str, Any]
-
-
-def recorded_updates(journal: JournalView, name: str = "update") -> list[RecordedUpdate]:
-    """Settings (`update`) or rows and rewards (`inputs`) that the run began with, and each change since. Of two after
-    the same step, the later one holds."""
-    first = journal.meta(name)
-    found = [] if first is None else [RecordedUpdate(0, json.loads(first))]
-    while found and (text := journal.meta(f"{name}.{len(found)}")):
-        found.append(RecordedUpdate(*json.loads(text)))
-    return found
+    rows = {name: value for name, value in writer.fingerprints().items() if name not in lasting}
+    return {LENGTH: settings.data.max_response_length, **rows, **scoring_settings(reward, settings.environment)}
 
 
 def _check_update(journal: Journal, recorded: RecordedUpdate, now: Mapping[str, Any], saved_step: int) -> None:
@@ -282,7 +270,7 @@ def _check_update(journal: Journal, recorded: RecordedUpdate, now: Mapping[str, 
             f"{saved_step}: the steps between cannot be made again. Restore the checkpoint of step "
             f"{recorded.after_step} from a backup"
         )
-    changed = _changes(recorded.settings, now)
+    changed = describe_changes(recorded.settings, now)
     fixed = [said for key, said in changed.items() if not key.startswith(MAY_CHANGE) or key in FIXED]
     if fixed:
         said = "; ".join(fixed)
@@ -295,27 +283,6 @@ def _check_update(journal: Journal, recorded: RecordedUpdate, now: Mapping[str, 
         )
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the settings that differ, by key."""
-    return {
-        key: _change(key, before.get(key), now.get(key)) for key in {**now, **before} if before.get(key) != now.get(key)
-    }
-
-
-def _change(key: str, before: Any, now: Any) -> str:
-    """Describe one that differs; of a reward component only the entries that differ, and no fingerprint of a file."""
-    if not key.startswith(COMPONENT):
-        return f"{key} was {before}, is {now}"
-    if before is None or now is None:
-        return f"{key} is {'new' if before is None else 'gone'}"
-    differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
-    files = {name: f"the file of its argument {name.removeprefix(FILE)}" for name in differ if name.startswith(FILE)}
-    if "source" in differ and "function" not in differ:
-        files["source"] = f"{str(now['function']).rpartition(':')[0]}, or a file that it imports,"
-    said = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in differ if name not in {*files, "source"}]
-    return f"{key}: {', '.join(said + [f'{file} is not what it was' for file in files.values()])}"
-
-
 def _same_or_new(journal: Journal) -> str:
     return (
         "Resume with the same values, or start a new run from the checkpoint's model: "
@@ -323,10 +290,10 @@ def _same_or_new(journal: Journal) -> str:
     )
 
 
-def check_steps_ahead(journal: Journal, trainer: TrainerConfig, saved_step: int, total_steps: int) -> None:
+def check_steps_ahead(start: StartingPoint, trainer: TrainerConfig, total_steps: int) -> None:
     """Raise UserError if the run is past its last step. It may be at it: an end that was cut short is repeated."""
-    step = max(saved_step, journal.state().last_step)
-    if step > total_steps:
+    journal = start.journal
+    if journal and (step := max(start.saved_step, journal.last_step())) > total_steps:
         key = "trainer.max_steps" if trainer.max_steps else "trainer.total_epochs"
         raise UserError(
             f"--resume of {journal.path}: the run is at step {step}, and is to end at step {total_steps}. "
@@ -343,9 +310,12 @@ def check_initial_model(journal: JournalView, model: Iterable[tuple[str, torch.T
         )
 
 
-def lasting_settings(
-    config: RunConfig, writer: TicketWriter, processor: PromptProcessor, adapter: AdapterSpec | None, base: str
-) -> dict[str, float | str]:
+def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, str]:
+    """The lasting settings that are known when the model is loaded."""
+    return {} if adapter is None else dict(zip(LOADED, (", ".join(adapter.target_modules), base), strict=True))
+
+
+def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:
     """Settings that must not change on resume: they decide which ticket is which, and the journal's log-probs."""
     fingerprints = writer.fingerprints()
     settings: dict[str, float | str] = {
@@ -380,13 +350,8 @@ def lasting_settings(
         settings["environment"] = json.dumps(asked | rewriting, sort_keys=True)
         if processor.shown_tools:
             settings[TOOLS] = processor.shown_tools.as_json
-    if adapter is not None:
-        settings |= {
-            "model.lora.rank": adapter.rank,
-            "model.lora.alpha": adapter.alpha,
-            "model.lora.target_modules": ", ".join(adapter.target_modules),
-            "base weights": base,
-        }
+    if config.model.lora.rank:
+        settings |= {"model.lora.rank": config.model.lora.rank, "model.lora.alpha": config.model.lora.effective_alpha}
     return settings
 
 
@@ -416,10 +381,6 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
         if setting == "reference.path" or model.path != config.model.path:  # a checkpoint holds no frozen weights
             settings[f"fingerprint of {setting.partition('.')[0]} weights"] = base_fingerprint(model)
     return settings
-
-
-def _hash_of(file: Path) -> str:
-    return xxhash.xxh3_64_hexdigest(read_source(file))
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -54,6 +54,8 @@ class ModelFacts:
     vocabulary: int
     base_fingerprint: str = ""
     """Fingerprint of the base weights' content where only adapters travel."""
+    scoring: tuple[tuple[str, str], ...] = ()
+    """Fingerprints of whatever scores completions (`scoring_fingerprints`)."""
     template_date: str = ""
     """Day of the run's prompts where its chat template writes one. Servers take it over."""
 
@@ -115,6 +117,8 @@ class Servers:
         self._sockets = sockets
         self._ledger = ledger
         self._facts = facts
+        self._first_scoring: dict[str, str] = {}
+        """Fingerprints of the first server's files, for those that this machine has not."""
         self._beat_at = 0.0
         self._encoded: tuple[WeightManifest, Encoded] | None = None
         """The manifest that was sent last, for the next server."""
@@ -149,6 +153,7 @@ class Servers:
             processor_fingerprint=self._facts.processor_fingerprint,
             base_fingerprint=self._facts.base_fingerprint,
             quantization=self._quantization,
+            scoring={**self._first_scoring, **dict(self._facts.scoring)},
             live_server_ids={i: s.hello.session for i, s in self.connected.items()},
         )
         if refusal:
@@ -159,6 +164,7 @@ class Servers:
         known = self.connected.get(hello.server_id)
         if known is not None and known.identity == identity:
             return
+        self._first_scoring = self._first_scoring or dict(hello.scoring)
         brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
         weights = f", {hello.quantization} weights" if hello.quantization else ""

@@ -71,7 +71,7 @@ class Reporter:
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
         self._held_out_trained = 0
-        self._inputs_changed, self._scoring_changes = "", 0
+        self._inputs_changed, self._scoring_changes, self._changed_after = "", 0, list[int]()
         self._unscored = ""
         """Error of the newest trajectory without a score."""
         counts = ledger.counts()
@@ -131,10 +131,11 @@ class Reporter:
             logger.warning("%d held-out prompts are trained on, too: hold other rows out", held_out_trained)
         self.exporter.bad_rows(self._bad_rows)
 
-    def inputs(self, changed: str, *, scoring_changes: int) -> None:
+    def inputs(self, changed: str, *, scoring_changes: int, after: list[int]) -> None:
         """Record what `--accept-changes` has `changed` in this start; empty for nothing. Evaluations from now on are
-        marked with `scoring_changes`, which counts the changes of rewards and held-out rows in the whole run."""
-        self._inputs_changed, self._scoring_changes = changed, scoring_changes
+        marked with `scoring_changes`, which counts the changes of rewards and held-out rows in the whole run; steps
+        with the number of changes, rows' too, `after` an earlier step."""
+        self._inputs_changed, self._scoring_changes, self._changed_after = changed, scoring_changes, after
         if changed:
             logger.warning("%s", changed)
 
@@ -190,6 +191,8 @@ class Reporter:
         uptime_s = time.monotonic() - self._began
         record = {"step": step, "version": version + 1, "time": time.time(), "uptime_s": uptime_s, **values}
         record |= self._rollout_usage()
+        if self._changed_after:
+            record["input_changes"] = sum(earlier < step for earlier in self._changed_after)
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
         record |= self._dropped(counts)

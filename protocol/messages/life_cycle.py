@@ -42,6 +42,8 @@ class Hello(Wire):
     """Fingerprint of processor, tokenizer and chat template."""
     base_fingerprint: Fingerprint = ""
     """Fingerprint of the base weights' content; empty when whole models travel, not adapters."""
+    scoring: Many[tuple[Text, Fingerprint]] = ()
+    """Fingerprints of whatever scores completions, by name: the settings of all rewards first, then their files."""
     quantization: Fingerprint = ""
     """Grid that its engine rounds every version to: the policy that samples is then that one."""
     max_groups: int = Field(gt=0)

@@ -151,15 +151,26 @@ def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[...
     assert_every_prompt_trained_once(run)
 
 
-def test_a_server_whose_learner_makes_another_run_stops_with_the_reason(
+def test_a_server_of_another_reward_is_refused_and_one_whose_learner_makes_another_run_stops(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    run, other_run = tmp_path / "run", tmp_path / "other"
-    config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=IMPATIENT))
+    run, other_run, reward = tmp_path / "run", tmp_path / "other", tmp_path / "rw.py"
+    source = "def score(sample): return len(sample.completion) % 2"
+    reward.write_text(source)
+    rewards = {"functions": [{"function": f"{reward}:score"}]}
+    config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=IMPATIENT, reward=rewards))
     file = write_config(config, run)
     learner, server = start("learner", file), start("rollout_server", file, "network.reconnect_timeout_s=60")
     with running(learner, server):
         wait_until(lambda: steps_of(run) >= 1, "a step", run)
+        reward.write_text("def score(sample): return 1.0")
+        at = [f"network.{key}={getattr(config.network, key)}" for key in ("control_port", "weights_port")]
+        later = start("rollout_server", write_config(with_ports(config), tmp_path / "later"), *at)
+        with running(later):
+            assert later.wait(timeout=90) == 2, logs(run) + logs(tmp_path / "later")
+        reason = (tmp_path / "later" / "rollout_server.log").read_text().splitlines()[-1]
+        assert "component score: rw.py, or a file that it imports, is not what the run has. Put back" in reason
+        reward.write_text(source)
         learner.kill()
         other = start("learner", write_config(config.model_copy(update={"run_dir": str(other_run)}), other_run))
         with running(other):

@@ -95,6 +95,19 @@ class RowSurvey:
             hashed.update(repr([index if part == "index" else getattr(facts, part) for part in parts]).encode())
         return hashed.hexdigest()
 
+    def digests(self) -> bytes:
+        """Hash of 8 bytes of each usable row, in their order: of its prompt, answer and other columns."""
+        known = (self.facts[index] for index in self.usable)
+        return b"".join(xxhash.xxh3_64_digest(f"{facts.prompt} {facts.rest}".encode()) for facts in known if facts)
+
+    def changed_since(self, before: bytes) -> str:
+        """Name the first rows whose digests differ; empty where that cannot be told, as with another number of rows."""
+        now, usable = self.digests(), self.usable
+        places = range(0, len(now), 8) if len(now) == len(before) else range(0)
+        changed = [usable[at // 8] for at in places if now[at : at + 8] != before[at : at + 8]]
+        more = f" and {len(changed) - MOST_NAMED:,} more" if len(changed) > MOST_NAMED else ""
+        return f"{', '.join(map(self.row_ids, changed[:MOST_NAMED]))}{more}"
+
     def shared_with(self, other: RowSurvey) -> list[tuple[int, int]]:
         """Index of each prompt that the other source has, too, and its index there."""
         theirs = {facts.prompt: index for index, facts in enumerate(other.facts) if facts}

@@ -1,8 +1,8 @@
 """The answer to the first question about a run: did it learn? Start against end, with standard errors.
 
 Held-out accuracy and reward are compared between the first evaluation and the last that are scored alike, reward in
-training between the first and the last tenth of the steps. A difference of less than STANDARD_ERRORS standard errors
-is noise.
+training between the first and the last tenth of the steps since rows or rewards changed. A difference of less than
+STANDARD_ERRORS standard errors is noise.
 """
 
 from __future__ import annotations
@@ -83,10 +83,12 @@ def _estimate(evaluation: Record, key: str) -> Estimate | None:
 
 
 def _in_training(run: RecordedRun) -> Iterator[Course]:
-    rewards = [value for _, value in run.rewards if value is not None]
+    since = max(run.changed_at, default=0.0)
+    rewards = [value for step, value in run.rewards if value is not None and step >= since]
     window = max(LEAST_STEPS, len(rewards) // 10)
     if len(rewards) >= 2 * window:
-        where = f"the first and the last {window} steps"
+        after = f" since step {since:.0f}" if since else ""
+        where = f"the first and the last {window} steps{after}"
         yield Course(TRAINING, _mean(rewards[:window]), _mean(rewards[-window:]), where)
 
 

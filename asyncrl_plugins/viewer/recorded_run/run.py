@@ -94,6 +94,12 @@ class RecordedRun:
     def held_out(self) -> Points:
         return [(float(e["step"]), number(e.get("accuracy"))) for e in self.evaluations]
 
+    @cached_property
+    def changed_at(self) -> list[float]:
+        """The first step after each accepted change of rows or rewards, as far as the steps before it are known."""
+        counts = [(float(step["step"]), number(step.get("input_changes")) or 0.0) for step in self.steps]
+        return [step for (_, before), (step, now) in pairwise(counts) if now != before]
+
     @property
     def ending(self) -> str:
         """The last phase in status.json, such as finished, failed, interrupted; empty if there is none."""

@@ -67,8 +67,10 @@ def line_chart(
     limit: float | None = None,
     show: Show = figure,
     x_name: str = "step",
+    changes: Sequence[float] = (),
 ) -> Drawing | None:
-    """Draw curves; None if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line."""
+    """Draw curves; None if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line, and
+    those of `changes`, where a new part of the run begins, are upright."""
     drawn = [
         replace(curve, points=thin(curve.points))
         for curve in _coloured([curve for curve in curves if any(y is not None for _, y in curve.points)])
@@ -82,7 +84,7 @@ def line_chart(
     axes = Axes((min(xs), max(xs)), _padded(low, high, floor))
     marks = [mark for curve in drawn for mark in _marks(axes, curve)]
     limit = limit if limit is not None and axes.y[0] < limit < axes.y[1] else None
-    return _drawing(title, unit, drawn, marks, axes, show, x_name, limit)
+    return _drawing(title, unit, drawn, marks, axes, show, x_name, limit, changes)
 
 
 def stack_chart(title: str, parts: Sequence[Curve], *, unit: str = "", show: Show = figure) -> Drawing | None:
@@ -160,6 +162,7 @@ def _drawing(
     show: Show,
     x_name: str = "step",
     limit: float | None = None,
+    changes: Sequence[float] = (),
 ) -> Drawing:
     """Add axes, a legend that tells the last values, and the numbers for the tooltips."""
     named = [curve for curve in curves if curve.style != "faint"]
@@ -171,6 +174,7 @@ def _drawing(
         "unit": unit,
         "frame": FRAME,
         "limit": None if limit is None else axes.py(limit),
+        "changes": [axes.px(x) for x in changes],
         "keys": list(zip(named, last, strict=True)),
         "data": json.dumps(data, separators=(",", ":")),
         "marks": marks,

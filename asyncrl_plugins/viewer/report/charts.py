@@ -167,7 +167,7 @@ def _lines(run: RecordedRun, chart: Chart) -> Drawing | None:
         curves += [Curve(name, points, "bound")] if name == "bound" else _with_mean(name, points, len(named) < 3)
     if chart.title == "Accuracy":
         curves.append(Curve("held out", run.held_out, "dots"))
-    return line_chart(chart.title, curves, unit=chart.unit, **_axes(chart, run))
+    return line_chart(chart.title, curves, unit=chart.unit, changes=run.changed_at, **_axes(chart, run))
 
 
 def _stack(run: RecordedRun, chart: Chart) -> Drawing | None:

@@ -87,6 +87,13 @@ def _scored_otherwise(run: RecordedRun) -> Iterator[RunFinding]:
         yield RunFinding("info", "Rewards or held-out rows changed", value, advice)
 
 
+def _inputs_changed(run: RecordedRun) -> Iterator[RunFinding]:
+    if run.changed_at:
+        advice = "Steps before and after do not compare. A dashed line marks them in the charts."
+        value = f"from step {', '.join(f'{step:.0f}' for step in run.changed_at)} on"
+        yield RunFinding("info", "Rows or rewards changed (--accept-changes)", value, advice)
+
+
 def _zero_variance(run: RecordedRun) -> Iterator[RunFinding]:
     per_step = number(run.setting("batch.prompts_per_step"))
     groups = run.values("zero_variance_groups")
@@ -139,5 +146,6 @@ ALL_CHECKS: Mapping[str, Check] = {
     "groups that teach nothing": _zero_variance,
     "evaluation": _not_evaluated,
     "what scored held-out rows": _scored_otherwise,
+    "changes of rows and rewards": _inputs_changed,
 }
 """Checks by the name of their subject."""

@@ -141,7 +141,7 @@ def test_a_resumed_run_must_make_the_same_requests(make_config: MakeConfig) -> N
         config = make_config(algorithm=algorithm)
         processor = PromptProcessor(config.model)
         writer = TicketWriter(config.ticket_settings, processor, (1,))
-        recorded.append(lasting_settings(config, writer, processor, None, ""))
+        recorded.append(lasting_settings(config, writer, processor))
     plain, luffy, uft = recorded
     assert not any("demonstrations" in name for name in plain)
     assert (luffy["algorithm.demonstrations.rows"], uft["algorithm.demonstrations.rows"]) == (1, 0)

@@ -24,7 +24,8 @@ def test_a_finished_run_is_scored_as_it_scored_itself(
     assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(rows)]) == 0
     evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     printed = capsys.readouterr().out
-    assert f"pass@1 {evaluation['accuracy']:.4f} ±" in printed, "the same as the run's own"
+    assert f"mean short {evaluation['accuracy']:.4f} ±" in printed, "the same as the run's own, of a graded reward"
+    assert "do not compare" not in printed
     assert f"components   short {evaluation['accuracy']:.4f}" in printed
     found = [json.loads(line)["components"]["short"] for line in rows.read_text().splitlines()]
     assert sum(found) / len(found) == pytest.approx(evaluation["accuracy"])
@@ -68,7 +69,7 @@ def check_played_again(tmp_path: Path) -> None:
     evaluate = ("eval", str(run / "config.yaml"), "--model", str(run / "export"), "--out", str(out))
     assert start_command(*evaluate, log=log).wait(timeout=120) == 0, log.read_text()
     said = log.read_text()
-    assert "pass@1 0.7500" in said, "the same rows, played as in the run"
+    assert "mean reward 0.7500" in said, "the same rows, played as in the run"
     assert "conversations   turns 3.0000" in said
     assert "ends   done 6\n" in said
     scored = [json.loads(line) for line in out.read_text().splitlines()]

@@ -17,9 +17,9 @@ import torch
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.run_inputs import recorded_updates
 from asyncrl.journal.writer import Journal
 from asyncrl_plugins.replay import replay
-from learner.loop.resume import recorded_updates
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.system.test_end_to_end import lines

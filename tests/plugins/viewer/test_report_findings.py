@@ -24,6 +24,7 @@ from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     USUAL_STEPS,
 )
 from asyncrl_plugins.viewer.recorded_run.run import RecordedRun
+from asyncrl_plugins.viewer.report.charts import charts_of_run
 from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.verdict import all_findings, learned, verdict
 from tests.rigs import made_up_run as made
@@ -180,6 +181,21 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path: Path) -> None:
     assert found(after)["Rewards or held-out rows changed"] == ("info", "after the evaluation of step 0")
     assert not any("held-out accuracy fell" in name for name in found(after))
     assert "held-out accuracy is within noise: 0.500" in learned(after)
+
+
+def test_steps_by_another_reward_are_not_compared(tmp_path: Path) -> None:
+    """One that gives less: from step 21 on 0.1 in place of 0.9."""
+
+    def changed(number: int, **more: float) -> dict[str, float]:
+        return {"reward/mean": (0.9 if number <= 20 else 0.1) + 0.001 * number, **more}
+
+    assert "The reward in training fell" in found(run_with(tmp_path / "a", changed))
+    marked = run_with(tmp_path / "b", lambda n: changed(n, **({"input_changes": 1.0} if n > 20 else {})))
+    assert found(marked)["Rows or rewards changed (--accept-changes)"] == ("info", "from step 21 on")
+    assert "The reward in training fell" not in found(marked)
+    assert "since step 21" in learned(marked)
+    (reward,) = [drawn for drawn in charts_of_run(marked)[0][1] if drawn["title"] == "Reward"]
+    assert len(reward["changes"]) == 1
 
 
 def test_the_panel_of_a_resumed_run_is_not_warned_of_what_was_before_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import RewardConfig
 from asyncrl.demo import scoring as module
-from asyncrl.demo.scoring import evaluate
+from asyncrl.demo.scoring import evaluate, scores_line
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import evaluation_scores
 
@@ -26,6 +26,14 @@ def test_completions_of_a_row_are_one_observation_and_those_without_a_score_are_
     assert scores.reward == pytest.approx(9 / 5)
     assert scores.accuracy_error == pytest.approx(0.5 / math.sqrt(3)), "standard deviation of 0.5, 0, 1 over three rows"
     assert (scores.rows, scores.errors) == (4, 3)
+    assert scores_line(scores, 2, "right").startswith(
+        "pass@1 0.6000 ± 0.2887 (standard error)   pass@2 0.6667   reward"
+    )
+    graded = evaluation_scores([[(1.0, 2.0), (0.5, 1.0)], [(0.0, 0.0), None]])
+    assert scores_line(graded, 2, "close").startswith(
+        "mean close 0.5000 ± 0.3750 (standard error)   best of 2 0.5000  "
+    )
+    assert scores_line(graded, 1, "").startswith("mean reward 0.5000 ± 0.3750 (standard error)   reward 1.0000")
     assert math.isnan(evaluation_scores([[None]]).accuracy)
     assert math.isnan(evaluation_scores([[(1.0, 1.0)], [None]]).accuracy_error), "one row has no spread"
 

@@ -371,6 +371,21 @@ def test_a_row_that_changes_under_a_run_stops_it(
             write()
 
 
+def test_rows_that_have_changed_between_two_starts_are_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    def survey(answers: list[str]) -> RowSurvey:
+        rows = [{"prompt": f"q {number}", "answer": answer} for number, answer in enumerate(answers)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        config = make_config(data={"train_files": [f"{tmp_path}/rows.parquet"], "val_files": []})
+        return PromptRows(open_train(config.data), config.data, PromptProcessor(config.model), 16).usable()
+
+    before = survey(["1"] * 9).digests()
+    assert survey(["1"] * 9).changed_since(before) == ""
+    assert survey([*["1"] * 3, "2", *["1"] * 4, "3"]).changed_since(before) == "rows.parquet:3, rows.parquet:8"
+    named = ", ".join(f"rows.parquet:{number}" for number in range(5))
+    assert survey(["2"] * 9).changed_since(before) == f"{named} and 4 more"
+    assert survey(["1"] * 8).changed_since(before) == "", "another number of rows: no row is the one before"
+
+
 def write_table(folder: Path, **changes: Any) -> None:
     """Rows that all have one image."""
     row = {"prompt": "q", "answer": "4", "level": 3, "images": ["0.png"], **changes}

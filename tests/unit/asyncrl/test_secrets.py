@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.explain import secret_notes
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.secrets import plain_secrets, with_secrets
+from asyncrl.config.secrets import secret_notes, with_secrets
+from asyncrl.config.sections import RewardConfig
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.loading import load, source_of
 from asyncrl.errors import UserError
@@ -100,11 +100,13 @@ def test_an_error_of_a_setting_does_not_tell_its_value(make_config: Callable[...
 
 def test_what_looks_like_a_secret_is_noted(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     given = {"env": {"API_KEY": "sk-1", "AUTH_TOKEN": "env:SEARCH_KEY"}, "tools": [{"db_password": "x"}]}
-    assert plain_secrets(given, "c") == ["c.env.API_KEY", "c.tools.0.db_password"]
-    assert plain_secrets({"eos_token": "</s>", "max_tokens": "5", "key": "row", "api_key": ""}, "c") == []
-    config = made(make_config, tmp_path, {"env": {"API_KEY": "sk-1"}})
-    (note,) = secret_notes(config.environment, config.reward)
+    other = {"eos_token": "</s>", "max_tokens": "5", "key": "row", "api_key": ""}
+    config = made(make_config, tmp_path, given | other)
+    reward = RewardConfig.model_validate({"functions": [{"function": "exact_match", "kwargs": {"api_key": "sk-2"}}]})
+    note, *others = secret_notes(config.environment, reward)
     assert "environment.config.env.API_KEY looks like a secret" in note
+    named = [one.partition(" ")[0] for one in others]
+    assert named == ["environment.config.tools.0.db_password", "reward.functions.0.kwargs.api_key"]
     assert "env:API_KEY" in note
     assert "sk-1" not in note
 

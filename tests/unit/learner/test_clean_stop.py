@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from types import SimpleNamespace
@@ -59,6 +60,28 @@ def test_a_checkpoint_that_is_written_ends_the_deadline() -> None:
         stop.over()
         time.sleep(0.4)
     assert not stop.hurries
+
+
+@pytest.mark.parametrize(("step", "saved"), [(0, 0), (3, 3), (3, 2)])
+def test_a_checkpoint_is_announced_where_one_is_written(
+    caplog: pytest.LogCaptureFixture, step: int, saved: int
+) -> None:
+    written: list[bool] = []
+    saver: Any = SimpleNamespace(saved_step=saved, save=lambda: written.append(True), finish=lambda: None)
+    said: list[str] = []
+    schedule: Any = SimpleNamespace(
+        progress=SimpleNamespace(step=step),
+        status=lambda *words: said.extend(words),
+        finish_evaluation=lambda **_: None,
+    )
+    caplog.set_level(logging.INFO)
+    parts: Any = SimpleNamespace(is_lent=False)
+    CleanStop(30.0).save(saver, schedule, parts, parts)
+    is_due = step > saved
+    assert bool(written) == is_due
+    assert ("checkpoint is written within" in caplog.text) == is_due
+    assert said == ["stopping", f"the checkpoint of step {step}" if is_due else ""]
+    assert step or f"stopping after step {step}: there is nothing to save" in caplog.text
 
 
 @pytest.mark.parametrize("arrived", [3, 8])

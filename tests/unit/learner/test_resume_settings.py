@@ -16,18 +16,20 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.run_inputs import RecordedUpdate, recorded_updates, scoring_fingerprints, scoring_settings
 from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.launch.train import train
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import checkpoint_folder
 from learner.loop.checkpoint import STATE_FILE, LearnerState, newest_checkpoint, read_state, write_checksums
 from learner.loop.resume import (
-    RecordedUpdate,
+    ROW_DIGESTS,
     StartingPoint,
     check_input_changes,
+    check_lasting,
     find_start,
     input_settings,
     lasting_settings,
-    recorded_updates,
     scoring_changes,
     sign_journal,
     update_settings,
@@ -179,7 +181,8 @@ def rewarded(make_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig
     config = make_config(reward={"functions": [entry]})
     config.run_path.mkdir(parents=True)
     with closing(Journal(config.run_path / JOURNAL_FILE)) as journal:
-        sign_journal(StartingPoint(), journal, {}, {}, input_settings(Rows().of(config), config.reward), [])
+        inputs = input_settings(Rows().of(config), config.reward)
+        sign_journal(StartingPoint(), journal, {}, update_settings(config), inputs, [])
     return config
 
 
@@ -195,7 +198,7 @@ def go_on(
         start = StartingPoint(journal, saved, read_state(saved) if saved else None)
         inputs = input_settings(rows.of(changed), changed.reward)
         warning = check_input_changes(start, inputs, accept=accept)
-        sign_journal(start, journal, {}, {}, inputs, [])
+        sign_journal(start, journal, {}, update_settings(changed), inputs, [])
         return recorded_updates(journal, "inputs"), warning, scoring_changes(journal)
 
 
@@ -274,11 +277,64 @@ def test_steps_that_are_made_again_are_of_the_rows_that_they_were_made_of(
         go_on(rewarded, rows, *filter(None, [override]), accept=True)
 
 
+def test_other_rewards_are_refused_before_rows_are_looked_at(rewarded: RunConfig, tmp_path: Path) -> None:
+    """By the launcher, too, before a service starts: neither has a processor, a survey or a model."""
+    make_step(rewarded, 1)
+    (tmp_path / "judge.txt").write_text("How bad?")
+    said = "length: the file of its argument prompt is not what it was.* or add --accept-changes"
+    with ExitStack() as resources, pytest.raises(UserError, match=said):
+        find_start(rewarded, resume=True, resources=resources)
+    with pytest.raises(UserError, match=said):
+        train(rewarded, resume=True)
+    with ExitStack() as resources:
+        assert find_start(rewarded, resume=True, resources=resources, accept_changes=True).journal
+
+
+def test_changed_rows_are_named_where_their_digests_are_kept(rewarded: RunConfig) -> None:
+    asked = {**input_settings(Rows().of(rewarded), rewarded.reward), ANSWERS: "x"}
+    with closing(Journal(rewarded.run_path / JOURNAL_FILE)) as journal:
+        start, name_rows = StartingPoint(journal), lambda before: f"rows.parquet:{before[0]}"
+        with pytest.raises(UserError, match=rf"{ANSWERS} was a, is x\."):
+            check_input_changes(start, asked, accept=False, name_rows=name_rows)
+        (rewarded.run_path / ROW_DIGESTS).write_bytes(b"\x07")
+        with pytest.raises(UserError, match=rf"{ANSWERS} was a, is x \(rows.parquet:7\)\."):
+            check_input_changes(start, asked, accept=False, name_rows=name_rows)
+
+
+def test_lasting_settings_are_compared_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    """Those of an adapter come with the model; all others are refused without it."""
+    whole = {"trainer.seed": 1, "model.lora.target_modules": "q", "base weights": "b"}
+    with closing(Journal(tmp_path / JOURNAL_FILE)) as journal:
+        journal.set_meta(settings=json.dumps(whole))
+        check_lasting(journal, {"trainer.seed": 1})
+        with pytest.raises(UserError, match=r"trainer.seed was 1, is 2\. All groups"):
+            check_lasting(journal, {"trainer.seed": 2})
+        with pytest.raises(UserError, match="base weights was b, is c"):
+            check_lasting(journal, {**whole, "base weights": "c"})
+
+
+@pytest.mark.parametrize("name", ["source", "an imported file", "a file of its kwargs", "weight", "kwargs"])
+def test_a_server_that_would_score_by_something_else_is_told_apart(
+    rewarded: RunConfig, tmp_path: Path, name: str
+) -> None:
+    """As one that starts again in the middle of a run, and reads its files anew. Files lie where they like."""
+    mine = dict(scoring_fingerprints(scoring_settings(rewarded.reward, rewarded.environment)))
+    change, _, override, said = CHANGES[name]
+    change(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(rewarded))
+    reward = load_config(file, [override] if override else []).reward
+    its = scoring_fingerprints(scoring_settings(reward, rewarded.environment))
+    differ = [part for part, fingerprint in its if mine.get(part, fingerprint) != fingerprint]
+    assert len(differ) == 1
+    assert differ[0].removeprefix("reward component ") in said or differ == ["reward.functions"]
+
+
 def test_answers_that_decide_the_tickets_never_change(make_config: Callable[..., RunConfig]) -> None:
     """They order the rows here; with demonstrations they are in the completions (tests/plugins/demonstrations)."""
     plain, ordered = make_config(), make_config(data={"curriculum": {"order_by": "level"}})
     processor = PromptProcessor(plain.model)
-    lasting = [set(lasting_settings(one, Ordered().of(one), processor, None, "")) for one in (plain, ordered)]
+    lasting = [set(lasting_settings(one, Ordered().of(one), processor)) for one in (plain, ordered)]
     asked = [set(input_settings(Ordered().of(one), one.reward)) for one in (plain, ordered)]
     assert lasting[1] - lasting[0] == asked[0] - asked[1] == {ANSWERS}
 

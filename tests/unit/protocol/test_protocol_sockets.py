@@ -122,10 +122,13 @@ def test_check_hello():
             model_fingerprint=HELLO.model_fingerprint,
             processor_fingerprint=HELLO.processor_fingerprint,
             base_fingerprint="b1",
+            scoring={"reward.functions": "r1", "rw.py": "s1", "learner.py": "l1"},
             live_server_ids=live or {},
         )
 
-    fitting = HELLO.model_copy(update={"base_fingerprint": "b1"})
+    scoring = (("reward.functions", "r1"), ("rw.py", "s1"), ("server.py", "v1"))
+    fitting = HELLO.model_copy(update={"base_fingerprint": "b1", "scoring": scoring})
+    edited, other_weights = (*scoring[:1], ("rw.py", "s2")), (("reward.functions", "r2"), *scoring[1:])
     versions = (f"1.{PROTOCOL_MINOR}", f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
     assert check(fitting) is None
     assert check(fitting.model_copy(update={"protocol_minor": 7})) is None
@@ -138,6 +141,8 @@ def test_check_hello():
         ({"base_fingerprint": ""}, {}, ErrorCode.MODEL_MISMATCH, ("unknown", "b1"), "*.safetensors"),
         ({"quantization": "fp8"}, {}, ErrorCode.MODEL_MISMATCH, ("'fp8'", "expects ''"), "same rollout.quantization"),
         ({"processor_fingerprint": "pb"}, {}, ErrorCode.PROCESSOR_MISMATCH, ("pb", content.PROCESSOR), "model files"),
+        ({"scoring": edited}, {}, ErrorCode.REWARD_MISMATCH, (": rw.py is not what the run has",), "--accept-changes"),
+        ({"scoring": other_weights}, {}, ErrorCode.REWARD_MISMATCH, (": reward.functions is not",), "Put back what"),
         ({}, {"server-0": "untold"}, ErrorCode.DUPLICATE_SERVER, (HELLO.session, "pid 1"), "an id of its own"),
     ):
         refusal = check(fitting.model_copy(update=changes), live)
