@@ -34,9 +34,10 @@ from asyncrl.demo import data as demo_data
 from asyncrl.demo import model as demo_model
 from asyncrl.devices.device import keep_freed_memory
 from asyncrl.models import output_head
-from learner import service
+from learner import training_loop
 from learner.loop import trainer
 from learner.reporting.reporter import Reporter
+from learner.service import Learner
 from learner.tickets.ledger import TicketLedger
 from learner.training import step
 from learner.training.engine import TorchEngine
@@ -55,10 +56,10 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "credit and selections": [(step.LearnerStep, "_decide")],
     "loss of a micro-batch, but for the model": [(step.Objective, "__call__")],
     "columns and metrics of the step": [(step.LearnerStep, "__call__"), (trainer, "describe_batch")],
-    "publication": [(service, "publish")],
+    "publication": [(training_loop, "publish")],
     "metrics, samples and status in files": [(Reporter, "step"), (Reporter, "status")],
     "ledger": [(TicketLedger, name) for name in ("take", "advance", "counts", "length_bias")],
-    "everything else": [(service.Learner, "_one_step")],
+    "everything else": [(training_loop, "_one_step")],
 }
 
 
@@ -141,9 +142,9 @@ def run(folder: Path, length: int, steps: int, overrides: list[str]) -> Meter:
         command = [sys.executable, "-m", "rollout_server", "--config", str(file)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            learner = service.Learner(config)
+            learner = Learner(config)
             gc.freeze()  # as `python -m learner` does
-            learner.run()
+            training_loop.train(learner)
         finally:
             server.terminate()
             server.wait()

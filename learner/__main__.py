@@ -19,8 +19,10 @@ def main(config: RunConfig, start: StartMode) -> None:
         _follow(config)
         return
     learner = prepare(config, start)
+    from learner.training_loop import train
+
     gc.freeze()  # objects of imports and model stay: no collection need look at them again
-    learner.run()
+    train(learner)
 
 
 def prepare(config: RunConfig, start: StartMode) -> Learner:

@@ -1,14 +1,13 @@
-"""The life of a rollout server: load, say hello, work tickets until the learner says goodbye."""
+"""The life of a rollout server: load, say hello, obey the learner until it says goodbye."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 from asyncrl.config.parts import ROLLOUT_ENGINES, device_channels
 from asyncrl.config.schema import RunConfig
@@ -19,18 +18,14 @@ from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.faults import crash_point
+from protocol.errors import ErrorCode
 from protocol.messages import (
     Channel,
     Error,
     Goodbye,
-    Group,
     LeaseGrant,
     LeaseRecall,
     ServerHeartbeat,
-    Ticket,
-    TicketFailed,
     Tickets,
     WeightManifest,
     Welcome,
@@ -40,21 +35,14 @@ from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.exporter import create_exporter
 from rollout_server.link import LearnerLink
 from rollout_server.production.environments import environment_workers, environments_of
-from rollout_server.production.group_producer import (
-    Answer,
-    GroupProducer,
-    check_sampling,
-    ticket_as_it_came,
-    ticket_failed,
-)
+from rollout_server.production.group_producer import GroupProducer
 from rollout_server.shared_device import SharedDevice
+from rollout_server.tickets_in_work import TicketsInWork
 from rollout_server.weights.channels import choose_channel, open_puller, open_receiver
 from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
-DRAINING_S = 10.0
-"""Longest time in which a server that is asked to end gives its tickets back: a spot machine has 30 s."""
 
 
 class RolloutServer:
@@ -69,11 +57,6 @@ class RolloutServer:
             engine_prefix=ROLLOUT_ENGINES[config.rollout.engine].metric_prefix,
         )
         self._started = time.monotonic()
-        self._held: dict[int, Ticket] = {}
-        self._not_begun: set[int] = set()
-        """Tickets that wait for weights."""
-        self._drains = False
-        """True once it was asked to end: it begins nothing any more."""
         self.device: SharedDevice | None = None
         """Lease of a device that is shared with the learner; None: this server has a device of its own."""
 
@@ -100,32 +83,13 @@ class RolloutServer:
             self.exporter.close()
 
     async def drain(self) -> None:
-        """Give back all that is in work, as it is, for others to go on with; what is complete is scored and sent.
+        """Give back all that is in work, where it can go on elsewhere.
 
         A device that is shared is returned at each recall, and an on-policy step is sampled whole: their tickets are
-        simply issued again, and so are conversations, whose environments stay here.
+        simply issued again.
         """
-        self._drains = True
-        if self.device or not hasattr(self, "producer"):
-            return
-        movable = {ticket_id for ticket_id, ticket in self._held.items() if not ticket.conversation}
-        if not movable:
-            return
-        logger.info("ending: %d tickets go back to the learner as they are", len(movable))
-        try:
-            async with asyncio.timeout(DRAINING_S):
-                await self._interrupt(movable)
-                while movable & self._held.keys():
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            logger.warning("%d tickets did not come to an end in %g s", len(movable & self._held.keys()), DRAINING_S)
-
-    async def _interrupt(self, movable: set[int]) -> None:
-        """Give these tickets back: what has not begun as it came, the rest as it is by now."""
-        while waiting := self._not_begun.intersection(movable):  # each answer takes time, in which others may begin
-            ticket = self._held[waiting.pop()]
-            await self._answer(ticket, ticket_as_it_came(ticket))
-        await self.producer.interrupt(movable)
+        if not self.device and hasattr(self, "tickets"):
+            await self.tickets.drain()
 
     async def _fingerprint(self) -> str:
         """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first lease."""
@@ -139,7 +103,7 @@ class RolloutServer:
             self.config.link_settings,
             engine=self.engine.name,
             fingerprints=(fingerprint, self.processor.fingerprint),
-            in_work=lambda: self._held,
+            in_work=lambda: self.tickets.held if hasattr(self, "tickets") else (),
             is_over=self._is_over,
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
             scoring=self._scoring,
@@ -192,17 +156,20 @@ class RolloutServer:
                 if self.environments
                 else None
             )
-            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
-            async with asyncio.TaskGroup() as self._tasks:
+            producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
+            async with asyncio.TaskGroup() as tasks:
+                self.tickets = TicketsInWork(
+                    self.config.rollout, self.link, self.exporter, self.policy_versions, producer, tasks
+                )
                 background = [
-                    self._tasks.create_task(self._heartbeats()),
-                    self._tasks.create_task(self.policy_versions.follow()),
+                    tasks.create_task(self._heartbeats()),
+                    tasks.create_task(self.policy_versions.follow()),
                 ]
                 if self.device:
-                    background.append(self._tasks.create_task(self.device.follow_grants()))
+                    background.append(tasks.create_task(self.device.follow_grants()))
                 farewell = await self._receive()
                 reason, ended = farewell.reason, "finished" if farewell.expected else "learner_left"
-                for task in [*background, *self._work]:
+                for task in [*background, *self.tickets.tasks]:
                     task.cancel()
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
@@ -239,11 +206,10 @@ class RolloutServer:
 
     async def _receive(self) -> Goodbye:
         """Handle messages until the learner says goodbye."""
-        self._work: set[asyncio.Task[None]] = set()
         while True:
             message = await self.link.next_message()
             if isinstance(message, Tickets):
-                self._begin(message)
+                self.tickets.begin(message)
             elif isinstance(message, WeightManifest):
                 self.policy_versions.announce(message)
             elif isinstance(message, Welcome):
@@ -270,64 +236,6 @@ class RolloutServer:
             logger.warning("refused: %s", refusal.reason)
             await self.link.send(refusal)
 
-    def _begin(self, message: Tickets) -> None:
-        """Start what is new; after a reconnection the learner may send tickets that are in work or sent already."""
-        new = tuple(
-            ticket
-            for ticket in message.tickets
-            if ticket.ticket_id not in self._held and ticket.ticket_id not in self.link.unacknowledged
-        )
-        if not new or self._drains:
-            return
-        self._held |= {ticket.ticket_id: ticket for ticket in new}
-        self._in_background(self._work_tickets(message.model_copy(update={"tickets": new})))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background until the learner says goodbye."""
-        task = self._tasks.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    async def _work_tickets(self, message: Tickets) -> None:
-        """Produce the groups of one message. A fault that is no single ticket's fails all that are unanswered."""
-
-        def unanswered() -> list[Ticket]:  # one that was given back may be here again, by another message
-            return [ticket for ticket in message.tickets if self._held.get(ticket.ticket_id) is ticket]
-
-        self._not_begun |= {ticket.ticket_id for ticket in message.tickets}
-        try:
-            check_sampling(message.tickets, self.config.rollout)
-            async with self.policy_versions.at_least(max(ticket.begins_at for ticket in message.tickets)):
-                crash_point("ticket.started")
-                begins = {ticket.ticket_id: ticket for ticket in unanswered()}
-                self._not_begun -= begins.keys()
-                async for answer in self.producer.produce(tuple(begins.values()), message.blobs):
-                    await self._answer(begins[answer.ticket_id], answer)
-        except EngineDied:
-            raise  # they stay in work: our goodbye gives them back, and it is not counted against them
-        except Exception as error:
-            failed = unanswered()
-            logger.exception("tickets %s failed", sorted(ticket.ticket_id for ticket in failed))
-            for ticket in failed:
-                await self._answer(ticket, ticket_failed(ticket, error))
-
-    async def _answer(self, ticket: Ticket, answer: Answer) -> None:
-        """Send the group of a ticket, or what there is of it, or say why there is none."""
-        if isinstance(answer, Group):
-            try:
-                await self.link.send_group(answer)
-                self.exporter.produced(answer)
-            except ProtocolError as error:  # it is too large to travel, or has odd values
-                logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
-                answer = ticket_failed(ticket, error)
-        self._held.pop(ticket.ticket_id, None)
-        self._not_begun.discard(ticket.ticket_id)
-        if isinstance(answer, TicketFailed):
-            self.exporter.ticket_failed(answer.error_kind)
-        if not isinstance(answer, Group):
-            crash_point("ticket.returning")
-            await self.link.send(answer)
-
     def _on_device(self) -> AbstractAsyncContextManager[None]:
         return self.device.in_use() if self.device else nullcontext()
 
@@ -336,10 +244,10 @@ class RolloutServer:
             if self._is_started:
                 self.engine.check_alive()
             usage = self.engine.usage if self._is_started else EngineUsage(0, 0.0, 0)
-            running = min(len(self._held), -(-usage.sequences_running // self.config.trajectories_per_group))
+            running = min(len(self.tickets.held), -(-usage.sequences_running // self.config.trajectories_per_group))
             beat = ServerHeartbeat(
                 version=self.engine.version if self._is_started else 0,
-                groups_queued=len(self._held) - running,
+                groups_queued=len(self.tickets.held) - running,
                 groups_running=running,
                 groups_unacknowledged=len(self.link.unacknowledged),
                 tokens_generated=usage.tokens_generated,
@@ -366,4 +274,4 @@ class RolloutServer:
             return "learner"
         if asleep:
             return "device"
-        return "weights" if self._held and self.policy_versions.is_behind else "tickets"
+        return "weights" if self.tickets.held and self.policy_versions.is_behind else "tickets"

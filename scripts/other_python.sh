@@ -5,7 +5,8 @@
 #     scripts/other_python.sh FOLDER COMMAND  a command in it instead, in the clone /project
 #     scripts/other_python.sh --remove FOLDER
 #
-# It downloads a Debian of 500 MB and the packages of scripts/install.sh. Last results: docs/lab-log/tools.md.
+# It downloads a Debian of 500 MB and the packages of scripts/install.sh; DEVICE=cuda takes torch from PyPI (2.5 GB more)
+# where the index of CPU builds cannot be reached. Last results: docs/lab-log/tools.md.
 set -euo pipefail
 REMOVE=0
 if [ "${1:-}" = --remove ]; then REMOVE=1 && shift; fi
@@ -32,5 +33,5 @@ if [ ! -d "$ROOT/project" ]; then
 fi
 for each in proc dev dev/shm; do mountpoint -q "$ROOT/$each" || mount --bind "/$each" "$ROOT/$each"; done
 mapfile -t settings < <(env | grep -E '^(PIP_|SSL_|REQUESTS_CA|CURL_CA|https?_proxy)' | grep -v FIND_LINKS)
-exec chroot "$ROOT" /usr/bin/env -i HOME="$HOME" PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 DEVICE=cpu JOBS="${JOBS:-2}" \
+exec chroot "$ROOT" /usr/bin/env -i HOME="$HOME" PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 DEVICE="${DEVICE:-cpu}" JOBS="${JOBS:-2}" \
   "${settings[@]}" bash -c "cd /project && python3 -V && bash scripts/install.sh && $COMMAND"

@@ -51,6 +51,7 @@ from protocol.messages import (
 )
 from rollout_server.production.group_producer import GroupProducer
 from rollout_server.service import RolloutServer
+from rollout_server.tickets_in_work import TicketsInWork
 from rollout_server.weights.policy_versions import PolicyVersions
 
 LONGEST_WAIT_S = 600.0
@@ -126,8 +127,11 @@ class SimulatedServer(RolloutServer):
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self.policy_versions.follow())
+        async with asyncio.TaskGroup() as tasks:
+            self.tickets = TicketsInWork(
+                self.config.rollout, self.link, self.exporter, self.policy_versions, self.producer, tasks
+            )
+            following = tasks.create_task(self.policy_versions.follow())
             await self._receive()
             following.cancel()
 
@@ -223,7 +227,7 @@ class SimulatedNetwork:
 
 
 async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNetwork, seen: Observation) -> None:
-    """learner/service.py without a model."""
+    """learner/training_loop.py without a model."""
     loop = asyncio.get_running_loop()
     moves = random.Random(f"bound {workload.seed}")
     network.announce(0)

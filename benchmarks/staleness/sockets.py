@@ -105,7 +105,7 @@ def _serve(servers: list[ModelFreeServer]) -> None:
 def _learn(
     workload: Workload, ledger: TicketLedger, network: NetworkThread, publication: Publication, seen: Observation
 ) -> None:
-    """learner/service.py without a model."""
+    """learner/training_loop.py without a model."""
 
     def wait(satisfied: Any, what: str) -> None:
         network.wait_until(satisfied, timeout_s=LONGEST_WAIT_S, what=lambda: f"{what}: {ledger.blockers()[:5]}")

@@ -12,7 +12,7 @@ with contextlib.suppress(ImportError):  # installed with vLLM
     import_module("transformers.tokenization_mistral_common")
 for module in (
     "asyncrl.launch.train",
-    "learner.service",
+    "learner.training_loop",
     "learner.training.engine",
     "PIL.PngImagePlugin",
     "pyarrow.parquet",

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.recorder import read_status
 from learner.loop.checkpoint import newest_checkpoint, read_state
-from learner.service import FEW_STEPS
+from learner.training_loop import FEW_STEPS
 from protocol.device_lock import read_tenure
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small

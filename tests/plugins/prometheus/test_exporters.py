@@ -28,11 +28,11 @@ from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
 from asyncrl_plugins.prometheus.metric_set import Metric
 from asyncrl_plugins.prometheus.server import PrometheusServer
 from asyncrl_plugins.prometheus.server_metrics import METRICS as ROLLOUT
+from learner import training_loop
 from learner.groups.ticket import ReceivedGroup
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.reporting.reporter import Reporter
-from learner.service import Learner
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from learner.training.step import NotFiniteError
@@ -287,7 +287,7 @@ def test_a_step_that_gives_up_is_counted_and_its_number_is_no_longer_the_last_fi
         progress=SimpleNamespace(version=1), training=SimpleNamespace(learn=learn), exporter=rig.exporter
     )
     with pytest.raises(BadStateError, match="it is nan"):
-        Learner._learn(learner, [], 0.0, publish=True)
+        training_loop._learn(learner, [], 0.0, publish=True)
     values = rig.scrape()
     assert by_label(values, "not_finite_total") == counted | {"number=loss": 1.0}
     assert math.isnan(values["loss", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.production.group_producer import check_sampling
-from rollout_server.service import RolloutServer
+from rollout_server.tickets_in_work import TicketsInWork
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -198,17 +199,15 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(make_config
     writer = TicketWriter(learner.ticket_settings, PromptProcessor(learner.model), (1,))
     ticket = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket
     check_sampling([ticket], learner.rollout)
-    sent: list[Any] = []
+    link = AsyncMock(unacknowledged={})
 
-    class Link:
-        async def send(self, message: Any) -> None:
-            sent.append(message)
+    async def receive() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            in_work = TicketsInWork(mine.rollout, link, Mock(), Mock(), Mock(), tasks)
+            in_work.begin(Tickets(tickets=(ticket,)))
 
-    server = RolloutServer(mine)
-    server.link = Link()  # type: ignore[assignment]
-    server._held[ticket.ticket_id] = ticket  # as it came with a message
-    asyncio.run(server._work_tickets(Tickets(tickets=(ticket,))))
-    (failed,) = sent
+    asyncio.run(receive())
+    failed = link.send.await_args.args[0]
     assert isinstance(failed, TicketFailed)
     assert "rollout.top_p is 1 here and 0.9 at the learner" in failed.error_message
     assert "Start both services with the same configuration" in failed.error_message

@@ -325,7 +325,7 @@ def make_schedule(rig: Rig, tmp_path: Path) -> Callable[[RunConfig, int], StepSc
 
 
 def steps(schedule: StepSchedule, rig: Rig, number: int) -> None:
-    """Learner steps, as learner/service.py makes them."""
+    """Learner steps, as learner/training_loop.py makes them."""
     progress: Any = schedule.progress
     for _ in range(number):
         schedule.wait_for_batch()

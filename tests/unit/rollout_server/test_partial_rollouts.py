@@ -20,7 +20,7 @@ from protocol.messages import Group, PartialRollout, Ticket, TicketReturned, Tra
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production.group_producer import GroupProducer, partial_rollout
-from rollout_server.service import DRAINING_S, RolloutServer
+from rollout_server.tickets_in_work import DRAINING_S, TicketsInWork
 from rollout_server.weights.policy_versions import PolicyVersions
 from tests.rigs.policies import (
     MakeConfig,
@@ -169,26 +169,24 @@ def test_a_ticket_that_the_engine_has_not_seen_is_given_back_as_it_came(
     monkeypatch.setattr(PromptProcessor, "measure", slow)
 
     async def scenario() -> list[TicketReturned]:
-        server: Any = RolloutServer(config)
-        server.link, server.exporter, server._work = AsyncMock(unacknowledged={}), Mock(), set()
-        server.policy_versions = PolicyVersions(
-            config.learner.wait_timeout_s, Mock(), server.link, Mock(), "first", nullcontext
-        )
-        server.policy_versions._version = 0
+        link = AsyncMock(unacknowledged={})
+        versions = PolicyVersions(config.learner.wait_timeout_s, Mock(), link, Mock(), "first", nullcontext)
+        versions._version = 0
         engine = ScriptedEngine(config, processor)
-        server.producer = GroupProducer(engine, OneForAll(), processor, "server")  # type: ignore[arg-type]
-        async with asyncio.TaskGroup() as server._tasks:
+        producer = GroupProducer(engine, OneForAll(), processor, "server")  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as tasks:
+            in_work = TicketsInWork(config.rollout, link, Mock(), versions, producer, tasks)
             for ticket in (first, second, third):
-                server._begin(tickets.model_copy(update={"tickets": (ticket,)}))
+                in_work.begin(tickets.model_copy(update={"tickets": (ticket,)}))
             await asyncio.to_thread(encoding.wait, 30)
-            leaving = asyncio.create_task(server.drain())
+            leaving = asyncio.create_task(in_work.drain())
             await asyncio.sleep(0.1)
             goes_on.set()
             await asyncio.wait_for(leaving, DRAINING_S / 2)
-            assert not server._held
-            for task in server._work:
+            assert not in_work.held
+            for task in in_work.tasks:
                 task.cancel()
-        return [call.args[0] for call in server.link.send.await_args_list]
+        return [call.args[0] for call in link.send.await_args_list]
 
     answers = {answer.ticket_id: answer.partial for answer in asyncio.run(asyncio.wait_for(scenario(), 60))}
     assert [answers[ticket.ticket_id].lengths.tolist() for ticket in (first, second, third)] == [
