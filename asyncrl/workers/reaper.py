@@ -20,6 +20,9 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+PIDFD_OPEN = 434
+"""Number of the system call on every architecture. `os.pidfd_open` is missing in a Python that was built for older
+systems, such as uv's (astral-sh/python-build-standalone#193)."""
 COLLECT_EVERY_MS = 1000
 """Time between looks at orphans of the worker that have ended."""
 
@@ -35,6 +38,14 @@ def memory_limit_mib() -> int:
     return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
 
 
+def pidfd_open(pid: int) -> int:
+    """Return a descriptor that is readable once the process has ended. Raises ProcessLookupError if it has gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (descriptor := libc.syscall(PIDFD_OPEN, pid, 0)) < 0:
+        raise OSError(ctypes.get_errno(), f"pidfd_open({pid}) failed")
+    return descriptor
+
+
 def fork_guarded() -> None:
     """Return in a child process with a session of its own; the calling process becomes its reaper.
 
@@ -44,7 +55,7 @@ def fork_guarded() -> None:
     reaper = os.getpid()
     ends = select.poll()
     ends.register(0, 0)  # POLLHUP is always reported
-    ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    ends.register(pidfd_open(os.getppid()), select.POLLIN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker == 0:
@@ -55,7 +66,7 @@ def fork_guarded() -> None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(2, 1)  # give up the reply pipe: its end must mean the worker's end
-    ends.register(os.pidfd_open(worker), select.POLLIN)
+    ends.register(pidfd_open(worker), select.POLLIN)
     status = None
     while status is None and not ends.poll(COLLECT_EVERY_MS):
         status = _collect_ended(worker)

@@ -3,6 +3,7 @@
 The process group ends with the rollout server, also where that is killed.
 """
 
+import ctypes
 import os
 import runpy
 import select
@@ -14,10 +15,23 @@ OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Process id of the rollout server."""
 
 
+PIDFD_OPEN = 434
+"""Number of the system call on every architecture. `os.pidfd_open` is missing in a Python that was built for older
+systems, such as uv's (astral-sh/python-build-standalone#193)."""
+
+
+def pidfd_open(pid: int) -> int:
+    """Return a descriptor that is readable once the process has ended. Raises ProcessLookupError if it has gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (descriptor := libc.syscall(PIDFD_OPEN, pid, 0)) < 0:
+        raise OSError(ctypes.get_errno(), f"pidfd_open({pid}) failed")
+    return descriptor
+
+
 def end_with(owner: int) -> None:
     """Kill this process group when the rollout server ends, in whatever way."""
     try:
-        fd = os.pidfd_open(owner)
+        fd = pidfd_open(owner)
     except ProcessLookupError:
         os.killpg(os.getpgrp(), signal.SIGKILL)
         return
@@ -30,7 +44,7 @@ def end_with(owner: int) -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(os, "pidfd_open"):
+    if sys.platform == "linux":
         end_with(int(os.environ[OWNER_VARIABLE]))
     sys.path.pop(0)  # this folder: no module of ours is to be found under a name of SGLang's
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

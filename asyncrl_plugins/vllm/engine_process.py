@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 from importlib import import_module
 from pathlib import Path
+
+from asyncrl.workers.reaper import pidfd_open
 
 BACKEND = "asyncrl"
 """Name of `worker.WeightTransfer` in vLLM's table of weight-transfer backends."""
@@ -47,11 +50,11 @@ def die_with_owner() -> None:
     A worker of several has vLLM's core between itself and the server, and kills it, too.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
-    if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
+    if owner in (0, os.getpid()) or sys.platform != "linux":
         return
     between = os.getppid()
     try:
-        fd = os.pidfd_open(owner)
+        fd = pidfd_open(owner)
     except ProcessLookupError:
         _die(owner, between)
         return
