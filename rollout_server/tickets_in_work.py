@@ -29,7 +29,7 @@ DRAINING_S = 10.0
 
 @dataclass
 class TicketsInWork:
-    """Its tasks run in `task_group` until the learner says goodbye."""
+    """Tickets by id. Tasks that produce their groups run in `task_group` until the learner says goodbye."""
 
     rollout: RolloutConfig
     link: LearnerLink
