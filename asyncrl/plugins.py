@@ -39,6 +39,7 @@ Group = Literal[
     "models",
     "environments",
     "rewards",
+    "sample_writers",
     "methods",
     "tasks",
     "trackers",
@@ -52,7 +53,8 @@ def no_problems(config: Any) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One value of a configuration key: an engine, a channel, a tracker, an environment, a display."""
+    """One value of a configuration key: an engine, a channel, a tracker, an environment; or a part that is
+    in use where it is installed: a display, a writer of samples."""
 
     implementation: str
     """`module:name`, imported when the part is used."""

@@ -27,11 +27,12 @@ from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepa
 
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import TicketSlot
-from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.journal.writer import Journal
 from asyncrl_plugins.viewer.samples.model import Order, Page, SampleQuery
+from asyncrl_plugins.viewer.samples.sample_index import SampleIndex
 from asyncrl_plugins.viewer.samples.store import SampleStore
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
+from learner.training.batch import TrainedBatch
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, TextPart, TrajectoryRecord, TrajectoryStatus, Turn
 

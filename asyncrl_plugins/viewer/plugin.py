@@ -1,4 +1,4 @@
-"""Descriptions of the commands `inspect`, `report` and `watch`, and of the live panel of `asyncrl train`."""
+"""Descriptions of the commands `inspect`, `report` and `watch`, of the panel of `asyncrl train`, and of the index."""
 
 from __future__ import annotations
 
@@ -33,3 +33,4 @@ WATCH = Command(
     add_arguments=_add_watch_arguments,
 )
 PANEL = Part(implementation="asyncrl_plugins.viewer.panel.display:open_panel")
+INDEX = Part(implementation="asyncrl_plugins.viewer.samples.sample_index:SampleIndex")

@@ -18,7 +18,7 @@ from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.data.survey.row_survey import BadRow
 from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.recording import describe_conversations
-from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
+from asyncrl.plugins import descriptions, implementation
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import evaluation_scores
 from asyncrl.telemetry.host_versions import record_start
@@ -26,10 +26,10 @@ from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.exporter import LearnerExporter
-from learner.reporting.samples import sample_of_group
+from learner.reporting.samples import SampleWriter, sample_of_group
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import LedgerCounts, TicketLedger
-from learner.training.batch import Batch
+from learner.training.batch import Batch, TrainedBatch
 from protocol.device_lock import read_tenure
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class Reporter:
         self.recorder = recorder
         self._trainer = trainer
         self._accuracy, self._group_size, self._has_turns = accuracy, group_size, has_turns
-        self._samples = SampleIndex(recorder.run_path)  # used by the background thread
+        parts = descriptions("sample_writers").values()
+        self._samples: list[SampleWriter] = [implementation(part.implementation)(recorder.run_path) for part in parts]
         self._behind = BackgroundWriter("samples")
         self._network = network
         self._ledger = ledger
@@ -83,7 +84,8 @@ class Reporter:
 
     def close(self) -> None:
         try:
-            self._behind.do(self._samples.close)
+            for samples in self._samples:
+                self._behind.do(samples.close)
             self._behind.close()
         finally:
             self.recorder.close()
@@ -96,7 +98,8 @@ class Reporter:
         self.recorder.truncate_after(step, evaluations_after=made_again)
         for evaluation in self.recorder.evaluations():
             self.exporter.evaluated(evaluation)
-        self._behind.do(self._samples.truncate_after, made_again)
+        for samples in self._samples:
+            self._behind.do(samples.truncate_after, made_again)
         self._behind.wait()
 
     def ends_at(self, step: int) -> None:
@@ -110,7 +113,8 @@ class Reporter:
 
     def forget_tokens(self, before_step: int) -> None:
         """Remove token values of earlier steps: the journal keeps no groups of them."""
-        self._behind.do(self._samples.forget_tokens, before_step)
+        for samples in self._samples:
+            self._behind.do(samples.forget_tokens, before_step)
 
     @property
     def evaluated_steps(self) -> set[int]:
@@ -212,7 +216,8 @@ class Reporter:
         for item in new[: self._trainer.samples_per_step]:
             self._behind.do(self._sample, step, item)
         groups = [(item.ticket.prompt, item.group) for item in new]
-        self._behind.do(self._samples.write, step, version, groups, trained)
+        for samples in self._samples:
+            self._behind.do(samples.write, step, version, groups, trained)
         self._write_timeline()
 
     def _dropped(self, counts: LedgerCounts) -> dict[str, float]:

@@ -50,6 +50,23 @@ class TurnColumns(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TrainedBatch:
+    """Results of a step for its batch: `B` rows are trajectories, `M` runs over their tokens."""
+
+    advantages: np.ndarray
+    """[B] fp32"""
+    logprobs: np.ndarray
+    """[M] fp32 of the learner's policy, as in the step's metrics; NaN where nothing was trained."""
+    masked: np.ndarray
+    """[M] bool: the correction dropped the token."""
+
+    def part(self, first_row: int, rows: int, first_token: int, tokens: int) -> TrainedBatch:
+        """Cut out `rows` consecutive trajectories with their tokens."""
+        part = slice(first_token, first_token + tokens)
+        return TrainedBatch(self.advantages[first_row : first_row + rows], self.logprobs[part], self.masked[part])
+
+
+@dataclass(frozen=True)
 class Batch:
     """`B` rows are the trajectories of all groups in order; `M` runs over all their completion tokens.
 

@@ -27,8 +27,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.part_settings import StepSettings
 from asyncrl.errors import BadStateError
-from asyncrl.journal.sample_index import TrainedBatch
-from learner.training.batch import Batch
+from learner.training.batch import Batch, TrainedBatch
 from learner.training.controllers import Coefficients
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective

@@ -6,8 +6,8 @@ import sqlite3
 from typing import Any, get_args
 
 from asyncrl.errors import UserError
-from asyncrl.journal.sample_index import call_name
 from asyncrl_plugins.viewer.samples.model import SampleQuery, SampleRow
+from asyncrl_plugins.viewer.samples.sample_index import call_name
 from protocol.messages.groups import CallErrorKind
 
 PROMPT_SHOWN = 200

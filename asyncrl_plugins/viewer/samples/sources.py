@@ -15,11 +15,11 @@ from tokenizers.decoders import DecodeStream
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
-from asyncrl.journal.sample_index import PromptText
 from asyncrl.run_folder.contents import MODEL_FOLDER, checkpoint_folders
 from asyncrl.run_folder.failure import is_there
 from asyncrl.telemetry.recorder import CONFIG_FILE, IMAGES_FOLDER
 from asyncrl_plugins.viewer.samples.model import SampleImage
+from asyncrl_plugins.viewer.samples.sample_index import PromptText
 from protocol.messages import Group
 
 if TYPE_CHECKING:

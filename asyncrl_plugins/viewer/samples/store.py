@@ -20,7 +20,6 @@ import numpy as np
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader, read_only_uri
-from asyncrl.journal.sample_index import INDEX_FILE, SCHEMA, TABLES, PromptText, insert_group, read_trained_tokens
 from asyncrl.run_folder.failure import is_there
 from asyncrl_plugins.viewer.samples import query as queries
 from asyncrl_plugins.viewer.samples.model import (
@@ -32,6 +31,14 @@ from asyncrl_plugins.viewer.samples.model import (
     SampleTurn,
     ShownMessage,
     TrajectoryDetail,
+)
+from asyncrl_plugins.viewer.samples.sample_index import (
+    INDEX_FILE,
+    SCHEMA,
+    TABLES,
+    PromptText,
+    insert_group,
+    read_trained_tokens,
 )
 from asyncrl_plugins.viewer.samples.sources import RunRows, TokenTexts, prompt_of_tokens, read_run_config
 from protocol.messages import Group, ObservedImage, ObservedMessage, TextPart, TrajectoryRecord

@@ -23,15 +23,15 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.full_disk import is_disk_full
-from asyncrl.journal.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, TrainedBatch, insert_group
 from asyncrl.journal.writer import Journal
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.viewer.inspect.__main__ import main as inspect
 from asyncrl_plugins.viewer.inspect.filters import read_query
 from asyncrl_plugins.viewer.samples import query as queries
 from asyncrl_plugins.viewer.samples.model import Order, SampleQuery, SampleRow
+from asyncrl_plugins.viewer.samples.sample_index import INDEX_FILE, TABLES, PromptText, SampleIndex, insert_group
 from asyncrl_plugins.viewer.samples.store import SampleStore
-from learner.training.batch import Batch
+from learner.training.batch import Batch, TrainedBatch
 from learner.training.roles import Roles
 from learner.training.step import LearnerStep
 from protocol.codec import encode

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -25,6 +25,9 @@ from asyncrl.rewards.sample import plain_message
 from asyncrl.user_functions import storable
 from protocol.messages import Group, Prompt, TrajectoryRecord
 from protocol.values import as_json
+
+if TYPE_CHECKING:  # imports torch
+    from learner.training.batch import TrainedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +55,6 @@ CREATE INDEX stalest ON trajectories (staleness DESC, step DESC, ticket_id DESC,
 CREATE INDEX longest ON trajectories (length DESC, step DESC, ticket_id DESC, trajectory);
 PRAGMA user_version = {SCHEMA};
 """
-
-
-@dataclass(frozen=True)
-class TrainedBatch:
-    """Results of a step for its batch: `B` rows are trajectories, `M` runs over their tokens."""
-
-    advantages: np.ndarray
-    """[B] fp32"""
-    logprobs: np.ndarray
-    """[M] fp32 of the learner's policy, as in the step's metrics; NaN where nothing was trained."""
-    masked: np.ndarray
-    """[M] bool: the correction dropped the token."""
-
-    def part(self, first_row: int, rows: int, first_token: int, tokens: int) -> TrainedBatch:
-        """Cut out `rows` consecutive trajectories with their tokens."""
-        part = slice(first_token, first_token + tokens)
-        return TrainedBatch(self.advantages[first_row : first_row + rows], self.logprobs[part], self.masked[part])
 
 
 @dataclass(frozen=True)
@@ -221,7 +207,8 @@ def _or_none(values: np.ndarray) -> list[float | None]:
 
 
 class SampleIndex:
-    """The learner writes, one transaction per step; any number of readers look on. The first write makes the file."""
+    """The learner's SampleWriter (learner/reporting/samples.py): one transaction per step, while any number of readers
+    look on. The first write makes the file."""
 
     def __init__(self, run_dir: Path):
         self._path = Path(run_dir) / INDEX_FILE
