@@ -36,12 +36,11 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
-is computed: nothing is clipped, `ppo`, `gspo`, `gmpo`, `gpg`, `cispo` and `sapo` have the same gradient under the same
-aggregation, and `algorithm.correction` alone weighs stale tokens (under `gmpo` each by the mean weight of its
-trajectory). To have what their formulas say, take several updates of each batch (`algorithm.updates_per_batch=4`), or
-let the ratio be that to the policy that sampled (`algorithm.proximal=behaviour algorithm.correction.kind=none`). With
-`rollout.quantization` the policy that sampled has other weights than the learner, and the correction weighs all tokens,
-stale or not; it may then not be switched off."""
+is computed: nothing is clipped, `ppo`, `gspo`, `gpg` and `cispo` have the same gradient under the same aggregation, and
+`algorithm.correction` alone weighs stale tokens. To have what their formulas say, take several updates of each batch
+(`algorithm.updates_per_batch=4`), or let the ratio be that to the policy that sampled (`algorithm.proximal=behaviour
+algorithm.correction.kind=none`). With `rollout.quantization` the policy that sampled has other weights than the
+learner, and the correction weighs all tokens, stale or not; it may then not be switched off."""
 ALGORITHMS = """# Algorithms
 
 One line of configuration is another method: `algorithm.policy_loss=gspo`. A method brings its paper's defaults for keys
@@ -49,7 +48,7 @@ that you leave out, in the file or, where an override names the method, on the c
 aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off-policy corrections
 (`algorithm.correction.*`); what does not fit together is refused at the start, with the reason. Formulas: `s` is the
 score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
-to the proximal policy. A method's own settings stand in a section of its name, `algorithm.sapo.tau_positive=2`, which
+to the proximal policy. A method's own settings stand in a section of its name, `algorithm.dppo.kl_tau=0.01`, which
 exists only where the method is chosen.
 
 These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
@@ -64,8 +63,9 @@ PLUGINS = {
 
 Estimators, losses and selections beside those of the core ([algorithms](../../docs/algorithms.md), where the letters of
 the formulas are explained). They are chosen in the same way, by name or by the word of an overlay. With one update of
-each batch and the defaults `luspo` and `aspo` have the gradient of `ppo` under the same aggregation. Written by
-`scripts/make_docs.py` from the rows in `plugin.py`.""",
+each batch and the defaults `luspo`, `aspo`, `gmpo` and `sapo` have the gradient of `ppo` under the same aggregation;
+under `gmpo` each stale token has the mean weight of its trajectory. Written by `scripts/make_docs.py` from the rows in
+`plugin.py`.""",
     "demonstrations": """# Learning from demonstrations
 
 Policy losses that learn from `data.target_key` beside what the policy samples ([algorithms](../../docs/algorithms.md)

@@ -15,7 +15,7 @@ from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, bound, ratio, row_mean
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.methods import DppoConfig, SapoConfig
+from asyncrl.config.methods import DppoConfig
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
@@ -65,21 +65,6 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     return clipped(tokens.advantages, (of_row + own).clamp(max=LARGEST_LOG_RATIO).exp(), config)
 
 
-def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """Geometric mean of a trajectory's ratios, each token's clipped in log space on its optimistic side (GMPO).
-
-    Every token of a trajectory has the trajectory's loss, so that its mean is that loss.
-    """
-    x, sign = tokens.logprobs - tokens.proximal_logprobs, tokens.advantages.sign()
-    bounded = x.clamp(-config.clip_ratio_low, config.clip_ratio_high)
-    used = sign * torch.minimum(sign * x, sign * bounded)
-    used = torch.where(sign == 0, x, used)
-    of_row = bound(row_mean(used, tokens.row)).exp()
-    return PolicyLoss(
-        -row_mean(tokens.advantages, tokens.row) * of_row, {"clip_fraction": (used != x) & (tokens.advantages != 0)}
-    )
-
-
 def gpg(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Policy gradient without ratio or clip (GPG; REINFORCE). The correction's weight is outside."""
     return PolicyLoss(-tokens.advantages * tokens.logprobs, {})
@@ -91,14 +76,6 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     outside = {"clip_fraction_high": r > high, "clip_fraction_low": r < low}
     return PolicyLoss(-r.clamp(low, high) * tokens.advantages * tokens.logprobs, outside)
-
-
-def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """A soft gate in place of PPO's clip: the gradient's weight is 1 at r = 1 and falls to both sides (SAPO)."""
-    r = ratio(tokens.logprobs, tokens.proximal_logprobs)
-    settings = config.settings_of(SapoConfig)
-    tau = torch.where(tokens.advantages > 0, settings.tau_positive, settings.tau_negative)
-    return PolicyLoss(-tokens.advantages * 4 / tau * torch.sigmoid(tau * (r - 1)), {})
 
 
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:

@@ -29,13 +29,6 @@ class GaeConfig(Section):
     """Give the advantages of a batch mean 0 and variance 1."""
 
 
-class GigpoConfig(Section):
-    """`adv_estimator: gigpo` (arXiv 2505.10978)."""
-
-    turn_weight: float = Field(default=1.0, ge=0)
-    """Weight of a turn's own advantage beside the trajectory's."""
-
-
 class DppoConfig(Section):
     """`policy_loss: dppo` (arXiv 2602.04879)."""
 
@@ -48,15 +41,6 @@ class DppoConfig(Section):
     millions, as its probability hardly moves."""
     kl_tau: float = Field(default=1e-3, ge=0)
     """Weight of the squared log-ratio of target and behaviour."""
-
-
-class SapoConfig(Section):
-    """`policy_loss: sapo` (arXiv 2511.20347)."""
-
-    tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of the gate where the advantage is positive."""
-    tau_negative: float = Field(default=1.05, gt=0)
-    """Steepness of the gate elsewhere."""
 
 
 class M2poConfig(Section):
@@ -181,16 +165,6 @@ ADVANTAGES = {
         needs={"greedy_row"},
     ),
     "reinforce": Method("asyncrl.algorithms.token_advantages:reinforce", formula="sum_k gamma^k r_(t+k)"),
-    "gigpo": Method(
-        "asyncrl.algorithms.turn_advantages:gigpo",
-        formula="grpo + w (G - mean) / (std + 1e-6) over the group's turns from the same state, "
-        "G = sum_k gamma^k R_(turn+k)",
-        paper="2505.10978",
-        needs={"turns"},
-        settings=GigpoConfig,
-        defaults={"gamma": 0.95},
-        compares_rows=True,
-    ),
 }
 POLICY_LOSSES = {
     "ppo": Method(
@@ -205,13 +179,6 @@ POLICY_LOSSES = {
         weighs_trajectories=True,
         defaults={"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
     ),
-    "gmpo": Method(
-        "asyncrl.algorithms.losses:gmpo",
-        formula="-A exp(mean of log r, each clipped to [-low, high] where that lowers the objective)",
-        paper="2507.20673",
-        weighs_trajectories=True,
-        defaults={"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "loss_agg_mode": "seq-mean-token-mean"},
-    ),
     "gpg": Method(
         "asyncrl.algorithms.losses:gpg", formula="-A log p", paper="2504.02546", defaults={"proximal": "target"}
     ),
@@ -220,13 +187,6 @@ POLICY_LOSSES = {
         formula="-sg[clip(r, 1 - low, 1 + high)] A log p",
         paper="2506.13585",
         defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 0.28},
-    ),
-    "sapo": Method(
-        "asyncrl.algorithms.losses:sapo",
-        formula="-A 4/tau sigmoid(tau (r - 1)), tau by the sign of A",
-        paper="2511.20347",
-        settings=SapoConfig,
-        defaults={"loss_agg_mode": "seq-mean-token-mean"},
     ),
     "dppo": Method(
         "asyncrl.algorithms.losses:dppo",

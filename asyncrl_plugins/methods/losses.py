@@ -5,9 +5,32 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms.losses import PolicyLoss, gspo, ppo
-from asyncrl.algorithms.ratios import PolicyTokens, ratio, sequence_ratio
+from asyncrl.algorithms.ratios import PolicyTokens, bound, ratio, row_mean, sequence_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl_plugins.methods.settings import KimiConfig, KlCovConfig
+from asyncrl_plugins.methods.settings import KimiConfig, KlCovConfig, SapoConfig
+
+
+def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """Geometric mean of a trajectory's ratios, each token's clipped in log space on its optimistic side (GMPO).
+
+    Every token of a trajectory has the trajectory's loss, so that its mean is that loss.
+    """
+    x, sign = tokens.logprobs - tokens.proximal_logprobs, tokens.advantages.sign()
+    bounded = x.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    used = sign * torch.minimum(sign * x, sign * bounded)
+    used = torch.where(sign == 0, x, used)
+    of_row = bound(row_mean(used, tokens.row)).exp()
+    return PolicyLoss(
+        -row_mean(tokens.advantages, tokens.row) * of_row, {"clip_fraction": (used != x) & (tokens.advantages != 0)}
+    )
+
+
+def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """A soft gate in place of PPO's clip: the gradient's weight is 1 at r = 1 and falls to both sides (SAPO)."""
+    r = ratio(tokens.logprobs, tokens.proximal_logprobs)
+    settings = config.settings_of(SapoConfig)
+    tau = torch.where(tokens.advantages > 0, settings.tau_positive, settings.tau_negative)
+    return PolicyLoss(-tokens.advantages * 4 / tau * torch.sigmoid(tau * (r - 1)), {})
 
 
 def luspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:

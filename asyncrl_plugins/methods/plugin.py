@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from asyncrl.config.method import Method, MethodSet
 from asyncrl_plugins.methods.settings import (
     CppoConfig,
+    GigpoConfig,
     GpgConfig,
     KimiConfig,
     KlCovConfig,
     MtGrpoConfig,
     PassKConfig,
     RandomCovarianceConfig,
+    SapoConfig,
     SsbConfig,
     TopCovarianceConfig,
 )
@@ -97,6 +99,16 @@ ADVANTAGES = {
         needs={"turns"},
         compares_rows=True,
     ),
+    "gigpo": Method(
+        "asyncrl_plugins.methods.turn_advantages:gigpo",
+        formula="grpo + w (G - mean) / (std + 1e-6) over the group's turns from the same state, "
+        "G = sum_k gamma^k R_(turn+k)",
+        paper="2505.10978",
+        needs={"turns"},
+        settings=GigpoConfig,
+        defaults={"gamma": 0.95},
+        compares_rows=True,
+    ),
     "mt_grpo": Method(
         "asyncrl_plugins.methods.turn_advantages:mt_grpo",
         formula="grpo of the outcomes + w (R - mean) / (std + 1e-6) over the turns of that number in the group",
@@ -108,6 +120,20 @@ ADVANTAGES = {
     ),
 }
 POLICY_LOSSES = {
+    "gmpo": Method(
+        "asyncrl_plugins.methods.losses:gmpo",
+        formula="-A exp(mean of log r, each clipped to [-low, high] where that lowers the objective)",
+        paper="2507.20673",
+        weighs_trajectories=True,
+        defaults={"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    "sapo": Method(
+        "asyncrl_plugins.methods.losses:sapo",
+        formula="-A 4/tau sigmoid(tau (r - 1)), tau by the sign of A",
+        paper="2511.20347",
+        settings=SapoConfig,
+        defaults={"loss_agg_mode": "seq-mean-token-mean"},
+    ),
     "luspo": Method(
         "asyncrl_plugins.methods.losses:luspo",
         formula="gspo, summed over a trajectory's tokens: times its length",

@@ -26,11 +26,27 @@ class PassKConfig(Section):
     """Score from which a trajectory is taken for right."""
 
 
+class GigpoConfig(Section):
+    """`adv_estimator: gigpo` (arXiv 2505.10978)."""
+
+    turn_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's own advantage beside the trajectory's."""
+
+
 class MtGrpoConfig(Section):
     """`adv_estimator: mt_grpo` (arXiv 2505.11821)."""
 
     turn_weight: float = Field(default=1.0, ge=0)
     """Weight of a turn's own advantage beside the trajectory's."""
+
+
+class SapoConfig(Section):
+    """`policy_loss: sapo` (arXiv 2511.20347)."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate elsewhere."""
 
 
 class KimiConfig(Section):

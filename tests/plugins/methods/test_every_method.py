@@ -107,7 +107,7 @@ def test_weights_of_aspo_act_on_the_right_side(advantage: float, log_ratio: floa
         assert gradient_by_ratio("aspo", advantage, log_ratio) == pytest.approx(-advantage * expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["luspo", "vespo"])
+@pytest.mark.parametrize("loss", ["luspo", "vespo", "gmpo"])
 def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(loss: str) -> None:
     with pytest.raises(UserError, match=f"computed from all of them: algorithm.policy_loss {loss}. Set learner"):
         load_config(GRPO, ["learner.on_stale=mask", f"algorithm.policy_loss={loss}"])

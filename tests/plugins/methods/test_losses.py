@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.ratios import row_mean
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -16,15 +18,47 @@ from tests.unit.asyncrl.test_policy_losses import test_a_single_update_is_the_co
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def test_gmpo() -> None:
+    given = VECTORS["gmpo"]
+    loss, config = loss_of("gmpo", tokens())
+    close(loss.token_loss, (-torch.tensor([1.0, -1.0]) * torch.tensor(given["seq_ratio"]))[ROW])
+    close(total(loss, config.loss_agg_mode), given["loss"])
+
+
+def test_sapo() -> None:
+    loss, config = loss_of("sapo", tokens())
+    close(loss.token_loss, -flat(GIVEN["adv"]) * flat(VECTORS["sapo"]["gate"]))
+    close(total(loss, config.loss_agg_mode), VECTORS["sapo"]["seq_mean_token_mean"])
+    close(gradient("sapo"), -flat(GIVEN["adv"]) * flat(VECTORS["sapo_grad"]["d_gate_d_logp"]))
+
+
+def test_gmpo_moves_every_token_of_a_row_whose_mean_ratio_has_a_size() -> None:
+    """The bound is of the row's ratio, exp(mean log r): a token of log r = 30 has its share of the gradient."""
+    for advantage, distances in ((-1.0, [30.0, 5.0, 3.0]), (-2.0, [24.0, 1.0]), (1.0, [-40.0, -0.1, 0.2])):
+        found = gradient("gmpo", far_tokens(distances, advantage))
+        mean = torch.tensor(distances).mean().exp()
+        close(found / mean, torch.full_like(found, -advantage), 1e-4)
+
+
 def test_luspo_is_gspo_times_the_length() -> None:
     given = VECTORS["gspo"]
     length_weighted, config = loss_of("luspo", tokens(), clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     close(total(length_weighted, config.loss_agg_mode), (4 * given["seq_loss"][0] + 3 * given["seq_loss"][1]) / 2)
 
 
-@pytest.mark.parametrize("name", ["luspo", "aspo"])
+@pytest.mark.parametrize("name", ["luspo", "aspo", "sapo"])
 def test_a_single_update_is_the_corrected_policy_gradient(name: str) -> None:
     single_update(name)
+
+
+def test_a_single_update_of_gmpo_gives_each_token_the_mean_weight_of_its_trajectory() -> None:
+    """A trajectory's loss is that of each of its tokens, so that its weights are shared, too."""
+    logprobs = flat(GIVEN["logp"]).requires_grad_()
+    of = tokens(logprobs, proximal_logprobs=logprobs.detach())
+    loss, config = loss_of("gmpo", of)
+    weights = correct(of, config.correction).weights
+    found = torch.autograd.grad((weights * loss.token_loss).sum(), logprobs)[0]
+    close(found, -flat(GIVEN["adv"]) * row_mean(weights, ROW), 1e-6)
 
 
 def test_aspo_flips_the_weight_of_good_tokens() -> None:

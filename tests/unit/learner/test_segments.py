@@ -320,7 +320,7 @@ def test_turns_are_those_of_the_records_and_every_sampled_token_learns_once(
     assert turns.turn_rewards.nonzero()[:, 0].tolist() == ends.tolist()
     assert turns.turn_rewards[ends].tolist() == [turn.reward for record in records for turn in record.turns]
 
-    for estimator in ("grpo", "gigpo"):
+    for estimator in ("grpo", "reinforce"):
         algorithm = AlgorithmConfig.model_validate(config.algorithm.model_dump() | {"adv_estimator": estimator})
         engine = KeepTokenGradients(config.model_settings, config.learner.optim, 1)
         engine.prepare()
