@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -61,6 +61,16 @@ def similar(lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
+class Saved(NamedTuple):
+    """Tensors that the backward pass takes from the forward one: [T, H, D], the log-sum-exp [H, T]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Kernel(Protocol):
     """Flash attention of both parts. Tensors are packed: [T, H, D], log-sum-exps [H, T]."""
 
@@ -72,16 +82,7 @@ class Kernel(Protocol):
         """Merged output and log-sum-exp."""
         ...
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> Three:
+    def backward(self, grad: torch.Tensor, saved: Saved, scale: float) -> Three:
         """Gradients of q, k and v."""
         ...
 
@@ -120,7 +121,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.kernel.backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
+        return None, None, *ctx.kernel.backward(grad_outputs[0], Saved(*ctx.saved_tensors), ctx.scale)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
@@ -192,16 +193,8 @@ class CpuFlash:
             _merge(out[queries], lse[:, queries], attended[0].transpose(0, 1), found[0])
         return out, lse
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> Three:
+    def backward(self, grad: torch.Tensor, saved: Saved, scale: float) -> Three:
+        q, k, v, out, lse = saved
         grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         for batch in self._own:
             if batch.span is not None:
@@ -281,16 +274,8 @@ class VarlenFlash:
             lse.index_copy_(1, self._queries, mine_lse)
         return out, lse
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> Three:
+    def backward(self, grad: torch.Tensor, saved: Saved, scale: float) -> Three:
+        q, k, v, out, lse = saved
         grad = grad.contiguous()
         dq, dk, dv = self._back((grad, q, k, v, out, lse), self._own, scale, causal=True)
         if self._behind is not None:
