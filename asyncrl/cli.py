@@ -61,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_runs(commands)
     _add_models(commands)
-    _add_tools(commands)
     _add_plugins(commands)
     return parser
 
@@ -140,14 +139,6 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
     form.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone: default on 16-bit bases")
     form.add_argument("--merged", action="store_true", help="it merged into its base, in float32: default on float32")
     export.set_defaults(handler=_export)
-
-
-def _add_tools(commands: argparse._SubParsersAction) -> None:
-    """Add the commands that look at a run, or at what one needs."""
-    keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
-    keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
-    keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
-    keys.set_defaults(handler=_keys)
 
 
 def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser:
@@ -243,17 +234,4 @@ def _export(arguments: argparse.Namespace) -> int:
 
     merged = True if arguments.merged else False if arguments.adapter else None
     print(export_policy(arguments.run_dir, source, arguments.target, merged=merged))
-    return 0
-
-
-def _keys(arguments: argparse.Namespace) -> int:
-    from protocol.curve import KeyFileError, copying_advice, make_keys
-
-    folder, server = arguments.folder, arguments.server
-    try:
-        written = make_keys(folder, server)
-    except KeyFileError as error:
-        raise UserError(str(error)) from error
-    print("\n".join(f"wrote {path}" for path in written))
-    print(copying_advice(folder, server))
     return 0

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.devices.device import free_caches, peak_flops
+from asyncrl.devices.device import free_caches
 from asyncrl.memory_plan import GIB, size
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.prometheus.peak_flops import peak_flops
 from benchmarks.gpu_cycle import (
     FULL,
     QUESTION,

@@ -1,4 +1,4 @@
-"""Devices by their configured name, and what they have: memory by state, room for more, peak of operations."""
+"""Devices by their configured name, and what they have: memory by state, room for more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
-from math import inf, nan
+from math import inf
 
 import psutil
 import torch
@@ -23,18 +23,6 @@ from asyncrl.config.service_sections import LearnerConfig, RolloutConfig, meant_
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.errors import UserError
 
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-}
-"""Dense bf16 FLOP/s by part of the device's name, longest first where one contains another (NVIDIA's data sheets)."""
 OLDEST_DRIVER = {12: 525, 13: 580}
 """First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
 Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
@@ -177,14 +165,6 @@ def memory_by_state(device: torch.device) -> dict[str, int]:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def peak_flops(device: torch.device) -> float:
-    """NaN for a device that is not in the table."""
-    if device.type != "cuda":
-        return nan
-    name = torch.cuda.get_device_name(device)
-    return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), nan)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.run_sections import TelemetryConfig
-from asyncrl.devices.device import memory_by_state, peak_flops
+from asyncrl.devices.device import memory_by_state
 from asyncrl.telemetry.timeline import WaitClock
 from asyncrl_plugins.prometheus.learner_metrics import (
     GAUGE_OF_RANK_RECORD,
@@ -25,6 +25,7 @@ from asyncrl_plugins.prometheus.learner_metrics import (
     PERCENTILE_OF_RECORD,
 )
 from asyncrl_plugins.prometheus.metric_set import MetricSet
+from asyncrl_plugins.prometheus.peak_flops import peak_flops
 from learner.network.thread import NetworkThread
 from learner.reporting.exporter import LearnerExporter
 from learner.tickets.ledger import TicketLedger

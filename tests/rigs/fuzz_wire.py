@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from protocol.curve import make_keys
+from tests.rigs.curve_keys import make_keys
 from tests.rigs.fuzz.hostile_learner import fuzz_server_side
 from tests.rigs.fuzz.peers import good_server, hostile_servers
 from tests.rigs.fuzz.rig import LearnerRig, memory_mib, small_config

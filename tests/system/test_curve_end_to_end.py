@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from protocol.curve import make_keys
+from tests.rigs.curve_keys import make_keys
 from tests.rigs.two_processes import run_both
 
 

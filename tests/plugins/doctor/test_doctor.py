@@ -28,7 +28,8 @@ from asyncrl_plugins.doctor.host_memory import PIXELS, host_items
 from asyncrl_plugins.doctor.machine import Device
 from asyncrl_plugins.doctor.memory import find_memory
 from asyncrl_plugins.doctor.network import find_network, find_ports, is_local
-from protocol.curve import LEARNER_SECRET, make_keys
+from protocol.curve import LEARNER_SECRET
+from tests.rigs.curve_keys import make_keys
 from tests.rigs.small_runs import small
 from tests.rigs.two_processes import write_config
 

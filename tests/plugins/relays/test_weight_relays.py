@@ -13,7 +13,7 @@ import zmq
 from asyncrl.config.schema import RunConfig
 from asyncrl_plugins.relays import relay as relay_module
 from asyncrl_plugins.relays.relay import Relay
-from protocol.curve import make_keys, read_server_keys
+from protocol.curve import read_server_keys
 from protocol.download import CHUNK_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -24,6 +24,7 @@ from protocol.messages import (
 )
 from protocol.sockets import ServerSocket
 from tests.plugins.relays.weight_fleet import Learner, Server, contents, fleet
+from tests.rigs.curve_keys import make_keys
 
 MakeConfig = Callable[..., RunConfig]
 

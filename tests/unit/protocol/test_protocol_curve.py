@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +13,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from learner.network.sockets import LearnerSockets, open_sockets
-from protocol.curve import KeyFileError, make_keys, read_learner_keys, read_server_keys
+from protocol.curve import KeyFileError, read_learner_keys, read_server_keys
 from protocol.endpoints import InsecureBindError, check_dial
 from protocol.errors import ErrorCode
 from protocol.messages import Error
 from rollout_server.link import LearnerLink, dial
+from tests.rigs.curve_keys import make_keys
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import small_config
 
@@ -90,34 +89,6 @@ def other_keys(keys: Path, tmp_path: Path) -> None:
     """Keys of an unknown server that accepts the right learner."""
     make_keys(tmp_path / "other")
     (tmp_path / "other" / "learner.public").write_bytes((keys / "learner.public").read_bytes())
-
-
-def test_keys_are_made_private_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = tmp_path / "a" / "keys"
-    before_umask = os.umask(0)
-    try:
-        assert main(["keys", str(folder)]) == 0
-    finally:
-        os.umask(before_umask)
-    printed = capsys.readouterr().out
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert files == ["learner.public", "learner.secret", "server.secret", "servers/server.public"]
-    for name in files:
-        assert str(folder / name) in printed
-        assert (folder / name).read_text().strip() not in printed, "only names of files, never a key"
-        mode = stat.S_IMODE((folder / name).stat().st_mode)
-        assert mode == (0o600 if name.endswith(".secret") else 0o644)
-    assert "network.keys_dir" in printed
-    before = {name: (folder / name).read_bytes() for name in files}
-    assert main(["keys", str(folder)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert before == {name: (folder / name).read_bytes() for name in files}
-
-    assert main(["keys", str(folder), "--server", "gpu7"]) == 0
-    assert "gpu7.secret as server.secret" in capsys.readouterr().out
-    assert set(read_learner_keys(folder).authorised().values()) == {"server", "gpu7"}
-    assert main(["keys", str(folder), "--server", "../x"]) == 2
-    assert main(["keys", str(tmp_path / "none"), "--server", "gpu8"]) == 2
 
 
 def test_unusable_key_files_are_named_with_the_fix(keys: Path):
