@@ -35,8 +35,9 @@ def scoring_settings(reward: RewardConfig, environment: EnvironmentConfig) -> di
     for component in reward.functions:
         described = component.model_dump(mode="json", exclude_defaults=True) | {"weight": component.weight}
         described["function"] = component.function.rpartition("/")[2]
-        files = ((key, value) for key, value in component.kwargs.items() if isinstance(value, str))
-        described |= {f"{FILE}{key}": _hash_of(Path(value)) for key, value in files if os.path.isfile(value)}
+        texts = ((key, text) for key, text in component.kwargs.items() if isinstance(text, str))
+        files = {f"{FILE}{key}": read_source(Path(text)) for key, text in texts if os.path.isfile(text)}
+        described |= {name: xxhash.xxh3_64_hexdigest(content) for name, content in files.items()}
         with suppress(UserError):
             if located := locate(component.function):
                 described[SOURCE] = source_fingerprint(located)
@@ -46,11 +47,6 @@ def scoring_settings(reward: RewardConfig, environment: EnvironmentConfig) -> di
             if located := user_function(name, (), "environment.name"):
                 scoring[ENVIRONMENT] = source_fingerprint(located)
     return scoring
-
-
-def is_scoring(name: str) -> bool:
-    """Whether a recorded input is one of `scoring_settings`."""
-    return name in ("reward.accuracy", ENVIRONMENT) or name.startswith(COMPONENT)
 
 
 def scoring_fingerprints(scoring: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -97,10 +93,6 @@ def _said(entry: str, component: Mapping[str, Any]) -> str:
     return f"the file of its argument {entry.removeprefix(FILE)}"
 
 
-def _hash_of(file: Path) -> str:
-    return xxhash.xxh3_64_hexdigest(read_source(file))
-
-
 @dataclass(frozen=True)
 class RecordedUpdate:
     """Settings of the update, and the step after which they hold."""
@@ -122,7 +114,9 @@ def recorded_updates(journal: JournalView, name: Literal["update", "inputs"] = "
 def scoring_at(journal: JournalView, step: int | None = None) -> dict[str, Any]:
     """Rewards and environment, as `scoring_settings` has them, that scored the run at a step, or that score it now."""
     recorded = [one for one in recorded_updates(journal, "inputs") if step is None or one.after_step < max(step, 1)]
-    return {name: value for name, value in recorded[-1].settings.items() if is_scoring(name)} if recorded else {}
+    settings = recorded[-1].settings if recorded else {}
+    scoring = ("reward.accuracy", ENVIRONMENT, COMPONENT)
+    return {name: value for name, value in settings.items() if name.startswith(scoring)}
 
 
 def check_scoring(journal: JournalView, now: Mapping[str, Any]) -> None:
