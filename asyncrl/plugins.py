@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
@@ -158,9 +158,15 @@ P = TypeVar("P", bound=Part)
 
 
 @cache
+def _entries() -> EntryPoints:
+    """All entry points of the environment: to find them reads a file of each installed package."""
+    return entry_points()
+
+
+@cache
 def installed(group: Group) -> Mapping[str, EntryPoint]:
     """Entry points of a group by name. Loads none."""
-    found = sorted(entry_points(group=f"asyncrl.{group}"), key=lambda entry: entry.name)
+    found = sorted(_entries().select(group=f"asyncrl.{group}"), key=lambda entry: entry.name)
     return {entry.name: entry for entry in found}
 
 

@@ -7,16 +7,25 @@ import io
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
-with contextlib.suppress(ImportError):  # installed with vLLM
-    import_module("transformers.tokenization_mistral_common")
+for module in (
+    "transformers.tokenization_mistral_common",  # installed with vLLM
+    "asyncrl_plugins.device_channels.obstacles",
+    "asyncrl_plugins.device_channels.sender",
+    "asyncrl_plugins.prometheus.learner",
+    "asyncrl_plugins.prometheus.server",
+):
+    with contextlib.suppress(ImportError):  # not in each tree
+        import_module(module)
 for module in (
     "asyncrl.launch.train",
     "learner.training_loop",
+    "asyncrl.telemetry.logs",
     "learner.training.engine",
-    "PIL.PngImagePlugin",
     "pyarrow.parquet",
     "rollout_server.service",
+    "torch.utils.serialization",
     "rollout_server.engines.hf.engine",
     "scripted_engine.engine",
     "transformers.models.auto.modeling_auto",
@@ -27,6 +36,12 @@ for module in (
     "transformers.models.qwen2_vl.video_processing_qwen2_vl",
 ):
     import_module(module)
+import_module("PIL.Image").preinit()
+# The first configuration imports the descriptions of all plug-ins; each of their sections looks through all modules.
+plugins = import_module("asyncrl.plugins")
+for group in get_args(plugins.Group):
+    plugins.descriptions(group)
+import_module("asyncrl.config.load").load_config(import_module("tests.rigs.tiny").GRPO)
 # The first processor imports the video processors of all models, the first model compiles the names of all models.
 list(import_module("transformers.models.auto.video_processing_auto").VIDEO_PROCESSOR_MAPPING.values())
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
@@ -35,7 +50,8 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.Stri
     import_module("transformers.utils.logging").disable_progress_bar()  # its thread would be forked
     model = import_module("tests.rigs.tiny").make_tiny_model(Path(folder) / "model")
     import_module("transformers").AutoModelForImageTextToText.from_pretrained(model)
-    import_module("transformers").AutoProcessor.from_pretrained(model)
+    parts = import_module("asyncrl.config.sections")
+    import_module("asyncrl.processing.processor").PromptProcessor(parts.ModelConfig(path=str(model)))
     import_module("transformers.utils.logging").enable_progress_bar()
 # Each loaded configuration is formatted, for a log that is off: half of what loading one costs.
 import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__
