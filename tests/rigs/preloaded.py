@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
+from tests.rigs.zero import HAS_ZERO
+
 for module in (
     "transformers.tokenization_mistral_common",  # installed with vLLM
     "asyncrl_plugins.device_channels.obstacles",
@@ -37,6 +39,10 @@ for module in (
 ):
     import_module(module)
 import_module("PIL.Image").preinit()
+import_module("asyncrl.processing.lean_imports").import_peft()
+if HAS_ZERO:
+    import_module("asyncrl_plugins.deepspeed.placement")
+    import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # torch's compiler, which each engine's start imports
 # The first configuration imports the descriptions of all plug-ins; each of their sections looks through all modules.
 plugins = import_module("asyncrl.plugins")
 for group in get_args(plugins.Group):
