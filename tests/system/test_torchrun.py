@@ -43,7 +43,7 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
     )
     run, log, file = Path(config.run_dir), tmp_path / "torchrun.log", write_config(config, tmp_path)
     server = start("rollout_server", file)
-    learner = start_ranks(file, log, restarts, crash_at=crash_at, anew=bool(restarts))
+    learner = start_ranks(file, log, restarts, crash_at=crash_at)
     try:
         if crash_at:
             assert learner.wait(timeout=240) == 1
@@ -57,7 +57,7 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
             assert learner.wait(timeout=120) == 1
             assert "rank      : 1 (local_rank: 1)" in log.read_text(), "torchrun names the first that failed"
             assert "rank 1 has gone: the learner ends" in log.read_text()
-            learner = start_ranks(file, log, restarts)
+            learner = start_ranks(file, log, restarts, anew=True)
         assert learner.wait(timeout=240) == 0, log.read_text()[-6000:]
         assert server.wait(timeout=60) == 0
     finally:
