@@ -17,7 +17,7 @@ from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import describe_model, model_folder, open_weights, weight_files
+from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.generation_settings import generation_config
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.run_folder.export_record import read_record
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PARTS = ("text_config", "vision_config", "connector_config")
 """Parts of a model's configuration that describe what is loaded."""
-_IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names of dtypes in safetensors."""
 ALIGNMENT_BYTES = 64
 """Alignment of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$|jitter)")
@@ -67,18 +65,6 @@ def load_model(
     if config.float32_head:
         compute_head_in_float32(model)
     return model
-
-
-def can_stay_mapped(config: ModelConfig, model: Any) -> bool:
-    """Whether its files have the parameters as the model, a skeleton, has them: in `config.dtype`, in safetensors, and
-    none that are put together, as transformers does with experts."""
-    found: list[str] = []
-    for file in weight_files(model_folder(config)):
-        if file.suffix != ".safetensors":
-            return False
-        with open_weights(file) as opened:
-            found += [opened.get_slice(name).get_dtype() for name in opened.keys()]  # noqa: SIM118
-    return set(found) == {_IN_FILES[torch_dtype(config)]} and len(found) <= len(model.state_dict())
 
 
 def skeleton(config: ModelConfig, *, text_attention: str | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,10 +22,13 @@ from asyncrl.memory_plan.lines import (
 from asyncrl.memory_plan.live_bytes import nbytes
 from asyncrl.memory_plan.plan import MemoryPlan
 from asyncrl.memory_plan.rehearsal import META, ModelBytes, image_features
-from asyncrl.models.loading import can_stay_mapped, has_vision, skeleton
+from asyncrl.model_files.folder import model_folder, open_weights, weight_files
+from asyncrl.models.loading import has_vision, skeleton, torch_dtype
 
 PIXELS = "pixels of prompts"
 """Name of a line of host memory that is reached where all prompts are images."""
+_IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of dtypes in safetensors."""
 
 
 def _pulled_line(config: RunConfig, model: ModelBytes) -> MemoryItem:
@@ -55,6 +59,18 @@ def _loading(config: ModelConfig) -> int:
     """Bytes that a process of several ranks has of its own while it loads the weights, before it keeps its part."""
     model = skeleton(config)
     return 0 if can_stay_mapped(config, model) else nbytes([*model.parameters(), *model.buffers()])
+
+
+def can_stay_mapped(config: ModelConfig, model: Any) -> bool:
+    """Whether its files have the parameters as the model, a skeleton, has them: in `config.dtype`, in safetensors, and
+    none that are put together, as transformers does with experts."""
+    found: list[str] = []
+    for file in weight_files(model_folder(config)):
+        if file.suffix != ".safetensors":
+            return False
+        with open_weights(file) as opened:
+            found += [opened.get_slice(name).get_dtype() for name in opened.keys()]  # noqa: SIM118
+    return set(found) == {_IN_FILES[torch_dtype(config)]} and len(found) <= len(model.state_dict())
 
 
 def host_items(plan: MemoryPlan) -> list[MemoryItem]:

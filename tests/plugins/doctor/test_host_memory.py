@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.config.sections import ModelConfig
 from asyncrl.memory_plan.plan import MemoryPlan, make_plan
-from asyncrl.models.loading import load_model
+from asyncrl.models.loading import load_model, skeleton
 from asyncrl.plugins import installed
-from asyncrl_plugins.doctor.host_memory import PIXELS, host_items, prompt_pixels
+from asyncrl_plugins.doctor.host_memory import PIXELS, can_stay_mapped, host_items, prompt_pixels
 from benchmarks.random_models import make_model
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.full_micro_batch import image_prompt
@@ -55,6 +56,13 @@ def test_an_offloaded_reference_is_on_the_host(make_config: MakeConfig, small: P
     config = changed(config, {"learner.device": "cuda"})
     there, offloaded = make_plan(config), make_plan(changed(config, {"reference.offload": True}))
     assert sum(host(offloaded).values()) - sum(host(there).values()) == there.model.reference
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [("float32", True), ("bfloat16", False)])
+def test_parameters_stay_in_a_file_of_their_dtype(tiny_model: Path, dtype: str, stays: bool) -> None:
+    """As tests/unit/asyncrl/test_weight_addresses.py finds them."""
+    config = ModelConfig(path=str(tiny_model), dtype=dtype)
+    assert can_stay_mapped(config, skeleton(config)) == stays
 
 
 @pytest.mark.parametrize(("rank", "level"), [(0, 1), (0, 2), (4, 2)])
