@@ -39,8 +39,9 @@ X86_64 = (
         # semtimedop msgget msgsnd msgrcv msgctl mq_open add_key request_key keyctl
         *(319, 447, 29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 248, 249, 250),
         # rights and times of files, which Landlock lets be: chmod fchmod fchmodat fchmodat2 chown fchown lchown
-        # fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr utime utimes futimesat utimensat
-        *(90, 91, 268, 452, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280),
+        # fchownat setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat
+        # file_setattr utime utimes futimesat utimensat
+        *(90, 91, 268, 452, 92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 469, 132, 235, 261, 280),
         # the machine: unshare setns mount umount2 pivot_root chroot open_by_handle_at swapon swapoff reboot
         # settimeofday clock_settime sethostname
         *(272, 308, 165, 166, 155, 161, 304, 167, 168, 169, 164, 227, 170),
@@ -56,7 +57,7 @@ AARCH64 = (
         *(221, 281, 117, 270, 271, 434, 424, 438, 138, 240, 130, 272, 238, 239, 440, 448, 140, 30, 241, 282),
         *(198, 199, 425, 280),
         *(279, 447, 194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 217, 218, 219),
-        *(52, 53, 452, 55, 54, 5, 6, 7, 14, 15, 16, 88),
+        *(52, 53, 452, 55, 54, 5, 6, 7, 463, 14, 15, 16, 466, 469, 88),
         *(97, 268, 40, 39, 41, 51, 265, 224, 225, 142, 170, 112, 161),
     ),
     (220, 435),
@@ -176,7 +177,18 @@ def _filter_system_calls() -> None:
     tables = {"x86_64": X86_64, "aarch64": AARCH64}
     if platform.machine() not in tables:
         raise OSError(errno.ENOSYS, f"no filter of system calls is written for {platform.machine()}")
-    architecture, denied, (clone, clone3), fcntl, own_only = tables[platform.machine()]
+    program = filter_program(tables[platform.machine()], os.getpid())
+    packed = b"".join(struct.pack("HBBI", *step) for step in program)
+    buffer = ctypes.create_string_buffer(packed, len(packed))
+    filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _checked(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter, 0, 0))
+
+
+def filter_program(table: tuple, process: int) -> list[tuple[int, int, int, int]]:  # type: ignore[type-arg]
+    """Steps of classic BPF (code, jump if true, jump if false, operand) for a process of one of the tables above."""
+    architecture, denied, (clone, clone3), fcntl, own_only = table
     refuse = (RETURN, 0, 0, DENY | errno.EPERM)
     program = [(LOAD, 0, 0, ARCHITECTURE_AT), (JUMP_EQUAL, 1, 0, architecture), refuse, (LOAD, 0, 0, NUMBER_AT)]
     program += [(JUMP_AT_LEAST, 0, 1, 0x40000000), refuse]  # x32
@@ -191,14 +203,8 @@ def _filter_system_calls() -> None:
     program += [(RETURN, 0, 0, ALLOW), refuse]
     for number in own_only:  # 0 is this process, too
         program += [(JUMP_EQUAL, 0, 5, number), (LOAD, 0, 0, ARGUMENT_AT), (JUMP_EQUAL, 2, 0, 0)]
-        program += [(JUMP_EQUAL, 1, 0, os.getpid()), refuse, (RETURN, 0, 0, ALLOW)]
-    program += [(RETURN, 0, 0, ALLOW)]
-    packed = b"".join(struct.pack("HBBI", *step) for step in program)
-    buffer = ctypes.create_string_buffer(packed, len(packed))
-    filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    libc = ctypes.CDLL(None, use_errno=True)
-    _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _checked(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter, 0, 0))
+        program += [(JUMP_EQUAL, 1, 0, process), refuse, (RETURN, 0, 0, ALLOW)]
+    return [*program, (RETURN, 0, 0, ALLOW)]
 
 
 def _checked(result: int) -> int:
