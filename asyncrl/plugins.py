@@ -211,7 +211,7 @@ class Parts(Generic[P]):
         part = self.find(name)
         if part is None:
             names = list(self.all())
-            there = f"there are {', '.join(names)}" if names else "there are none"
+            there = f"there {'is only' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
             near, install = did_you_mean(name, names), what_to_install(self.group)
             raise ValueError(f"{self.key} is {name!r}, and {there}.{near} {install}")
         return part

@@ -72,8 +72,8 @@ class EnvironmentConfig(Section):
     over_limit: OverLimit = "mask"
     """A trajectory that reaches a limit: `score` trains it as it is, `zero` with a score of 0, `mask` counts its score
     in the group and its tokens in the loss's denominators, and does not train it (Mini-o3)."""
-    workers: int = Field(default=4, gt=0)
-    """Processes."""
+    workers: int = Field(default=8, gt=0)
+    """Processes: all trajectories of a group are live at the same time."""
     instances_per_worker: int = Field(default=1, gt=0)
     """Episodes in one process. Async ones run side by side; of plain ones a slow step delays its neighbours."""
     memory_limit_mib: int = Field(default=2048, gt=0)

@@ -72,7 +72,7 @@ def test_another_packages_engine_has_its_settings_rules_and_implementation(
 @pytest.mark.parametrize(
     ("section", "key", "value", "there"),
     [
-        ("rollout", "engine", "sglang", "there are hf."),
+        ("rollout", "engine", "sglang", "there is only hf."),
         ("rollout", "weights_channel", "nccl", "auto, shm, zmq"),
         ("learner", "engine", "deepspeed", "torch, fsdp2"),
         ("rollout", "quantization", "fp8", ""),

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from asyncrl.checks.inputs import check_inputs
 from asyncrl.config.installed_methods import methods
+from asyncrl.config.run_sections import BatchConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.survey.held_out import conversation_limits, evaluation_ticket
 from asyncrl.errors import UserError
@@ -53,6 +54,13 @@ def test_a_name_that_nothing_has_is_refused_before_rules_of_environments(make_co
             data={"max_response_length": 600},
             batch={"group_size": 8, "tokens_per_microbatch": 1024},
         )
+
+
+def test_defaults_of_an_environment_and_of_groups_go_together(make_config: MakeConfig) -> None:
+    group_size = BatchConfig.model_fields["group_size"].default
+    batch = {"group_size": group_size, "tokens_per_microbatch": 4096}
+    config = make_config(environment=LAMP, batch=batch, data={"max_response_length": 600})
+    assert config.environment.capacity >= group_size
 
 
 def test_messages_have_room_for_images(make_config: MakeConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,24 @@ def test_an_environment_sees_the_column_answer_whatever_answer_key_is() -> None:
     assert start_of(prompt, [], 0).row == {"answer": 3, "map": "S.G"}
     assert start_of(prompt.model_copy(update={"answer": 4}), [], 0).row["answer"] == 4
     assert start_of(prompt.model_copy(update={"columns": {}}), [], 0).row == {"answer": None}
+
+
+@pytest.mark.parametrize(
+    "last", ["The answer is", [{"type": "text", "text": "The"}, {"type": "text", "text": " answer is"}]]
+)
+def test_a_prompt_that_ends_with_an_assistants_turn_is_a_counted_bad_row(
+    make_config: MakeConfig, tmp_path: Path, last: Any
+) -> None:
+    """Left out with its reason and the fix, beside rows that are trained."""
+    asked = {"role": "user", "content": "q"}
+    prompts = [[asked], [asked, {"role": "assistant", "content": last}], [asked]]
+    write_rows(tmp_path, [{"prompt": prompt, "answer": "x"} for prompt in prompts])
+    config = make_config(data={"train_files": [f"{tmp_path}/rows.jsonl"], "val_files": []})
+    writer = TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
+    assert writer.num_train_rows == 2
+    (bad,) = writer.bad_rows
+    assert bad.row_id == "rows.jsonl:1"
+    assert re.search(r"ends with the assistant's turn 'The answer is', .* Leave it out; .*data\.target_key", bad.reason)
 
 
 def test_a_survey_that_is_broken_off_goes_on_where_it_was(
