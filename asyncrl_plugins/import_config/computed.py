@@ -6,6 +6,7 @@ or None where there are none of that meaning.
 
 from __future__ import annotations
 
+from math import exp, sqrt
 from typing import Any
 
 Settings = dict[str, Any] | None
@@ -45,6 +46,51 @@ def importance_weights(level: Any, threshold: Any) -> Settings:
         if kind is None
         else {"algorithm.correction.kind": kind} | {f"algorithm.correction.{n}": b for n, b in bounds.items()}
     )
+
+
+def rejections(criteria: Any, thresholds: Any) -> Settings:
+    """Masks of verl's rejection of whole rows, whose bounds are those of the inverse ratio."""
+    names = list(dict.fromkeys(_parts(criteria)))
+    bounds = _parts("" if thresholds is None else thresholds)
+    bounds = bounds * len(names) if len(bounds) == 1 else bounds
+    if not names or len(bounds) != len(names):
+        return None
+    masks = [_mask(*each) for each in zip(names, bounds, strict=True)]
+    kinds = {mask["kind"] for mask in masks if mask}
+    return {"algorithm.correction.masks": masks} if len(kinds) == len(names) else None
+
+
+def _parts(text: Any) -> list[str]:
+    return [part.strip() for part in str(text).split(",") if part.strip()]
+
+
+def _mask(criterion: str, bound: str) -> dict[str, Any] | None:
+    """Bounds of the ratio r of a row's product, its mean or any token. With x = log r, a criterion keeps what has -x
+    within the logarithms of two thresholds (k1), or x^2 / 2 (k2) or e^x - 1 - x (k3) under one."""
+    kind = {"seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "seq_max_k2": "veto", "seq_max_k3": "veto"}
+    low, between, high = bound.rpartition("_")
+    try:
+        most = float(high)
+        if criterion.endswith("k1"):
+            lower, upper = 1 / most, 1 / float(low) if between else most
+        elif criterion.endswith("k2"):
+            lower, upper = exp(-sqrt(2 * most)), exp(sqrt(2 * most))
+        else:
+            lower, upper = (exp(_where_k3_is(most, end)) for end in (-1 - most, sqrt(2 * most)))
+    except (ValueError, ZeroDivisionError):
+        return None
+    if criterion not in kind or not 0 < lower < 1 < upper:
+        return None
+    return {"kind": kind[criterion], "lower": lower, "upper": upper}
+
+
+def _where_k3_is(most: float, beyond: float) -> float:
+    """x between 0 and `beyond` at which e^x - 1 - x is `most`, which it grows to from 0."""
+    within = 0.0
+    for _ in range(60):
+        middle = (within + beyond) / 2
+        within, beyond = (middle, beyond) if exp(middle) - 1 - middle <= most else (within, middle)
+    return within
 
 
 def updates_per_batch(batch: Any, mini_batch: Any) -> Settings:

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config import yaml_text
+from asyncrl_plugins.import_config import computed
 from asyncrl_plugins.import_config.table import FRAMEWORKS, Given, Translation, table_of, translate
 
 SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout.", "M.": "actor_rollout_ref.model."}
@@ -60,6 +62,18 @@ def test_a_setting_means_here_what_it_means_there(framework: str, line: str) -> 
         ours = settings_in(right)
         assert {name: done.settings.get(name) for name in ours} == ours
         assert done.not_translated == []
+
+
+@pytest.mark.parametrize(("criterion", "most"), [("seq_max_k2", 0.021), ("seq_max_k3", 0.021), ("seq_max_k3", 3.0)])
+def test_the_largest_divergence_of_a_row_bounds_its_ratios(criterion: str, most: float) -> None:
+    """A row is kept where (log r)^2 / 2, or r - 1 - log r, is at most the threshold at each token."""
+    settings = computed.rejections(criterion, most)
+    assert settings is not None
+    [mask] = settings["algorithm.correction.masks"]
+    assert mask["kind"] == "veto"
+    for x in (each / 100 for each in range(-500, 500)):
+        divergence = x * x / 2 if criterion.endswith("k2") else math.exp(x) - 1 - x
+        assert (mask["lower"] <= math.exp(x) <= mask["upper"]) == (divergence <= most), x
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
