@@ -181,6 +181,18 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
 def check_rotary(longest: int, model: ModelConfig, described: Mapping[str, Any]) -> None:
     """Refuse rows of `longest` tokens over the length at which a model's rotary frequencies change: a long row would
     change its neighbours in a pass, and a completion its own beginning."""
+    for kind, until in rotary_changes(described):
+        if longest > until:
+            raise UserError(
+                f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), and the "
+                f"rotary frequencies of the model in {model.path} ({kind}) are others in rows of more than {until}: a "
+                f"long row would change the log-probs of others. Lower both to {until} together, or use a model with "
+                "another rope_type"
+            )
+
+
+def rotary_changes(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield types of rotary positions of a config.json whose frequencies change, and the longest row before that."""
     text = text_part(described)
     for rotary in _rotary_parts(text.get("rope_parameters") or text.get("rope_scaling") or {}):
         kind = rotary.get("rope_type") or rotary.get("type")
@@ -188,13 +200,8 @@ def check_rotary(longest: int, model: ModelConfig, described: Mapping[str, Any])
             continue
         before = rotary.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
         until = before if kind != "dynamic" and before else text.get("max_position_embeddings")
-        if isinstance(until, int) and longest > until:
-            raise UserError(
-                f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), and the "
-                f"rotary frequencies of the model in {model.path} ({kind}) are others in rows of more than {until}: a "
-                f"long row would change the log-probs of others. Lower both to {until} together, or use a model with "
-                "another rope_type"
-            )
+        if isinstance(until, int):
+            yield kind, until
 
 
 def _rotary_parts(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:

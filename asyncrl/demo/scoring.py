@@ -1,6 +1,6 @@
-"""Scores of a model folder on the held-out rows, with nothing but transformers.
+"""Scores of a model folder on the held-out rows, without an engine.
 
-Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards.
+Independent of the services on purpose: transformers' own `generate`, the configured rewards.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncrl.checks.inputs import check_lengths
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import RewardConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import held_out_prompts
 from asyncrl.devices.device import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.model_files.folder import describe_model, model_folder
-from asyncrl.models.loading import (
-    attention_of_parts,
-    compute_head_in_float32,
-    has_vision,
-    model_class,
-    model_of_export,
-    torch_dtype,
-)
+from asyncrl.model_files.folder import describe_folder, describe_model, model_folder
+from asyncrl.models.loading import has_vision, model_of_export
 from asyncrl.models.lora import is_adapter_folder, load_policy
-from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import media_arguments
-from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
 from asyncrl.rewards.sample import RewardSample, sample_of
 from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
@@ -131,25 +123,16 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
             "run's. `asyncrl eval` plays the turns"
         )
     check_rewarded(config.reward, config.environment)
-    is_adapter = is_adapter_folder(folder)
-    whole = model_folder(config.model) if is_adapter else folder
-    processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
+    base = config.model
+    if not is_adapter_folder(folder):
+        base = model_of_export(base, folder).model_copy(update={"path": str(folder)})
+    check_lengths(config.model_copy(update={"model": base}), describe_folder(base))
+    processor = PromptProcessor(base)
     rows = list(held_out_prompts(config.data, processor, config.network.max_message_mib)[1])
-    hf_config = describe_model(whole)
+    hf_config = describe_model(model_folder(base), trust_remote_code=base.trust_remote_code)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
-    if is_adapter:
-        model = load_policy(config.model, folder)
-    else:
-        exported = model_of_export(config.model, folder)
-        attention = family_of(config.model.model_copy(update={"path": str(folder)})).attention
-        model = model_class(hf_config).from_pretrained(
-            folder, dtype=torch_dtype(exported), attn_implementation=attention_of_parts(hf_config, attention)
-        )
-        place_text_after_videos(model)
-        if exported.float32_head:
-            compute_head_in_float32(model)
-    model = model.to(device).eval()
+    model = load_policy(base, folder).to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     size, temperature = config.evaluation.group_size, config.evaluation.temperature
     sampling = {

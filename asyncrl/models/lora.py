@@ -25,6 +25,7 @@ from asyncrl.model_files.folder import ADAPTER_CONFIG, base_fingerprint
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
+from asyncrl.models.small_copy import family_of
 from asyncrl.plugins import implementation
 from asyncrl.processing.lean_imports import import_peft
 from protocol.messages import AdapterSpec
@@ -177,7 +178,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> Any:
     """The policy of `folder` as engines sample it: in `config.dtype`, of lower precision where rollout.quantization is,
-    and an adapter in fp32 beside its base, which is the model of `config`.
+    and an adapter in fp32 beside its base, which is the model of `config`. Caps on scores and the like are computed.
 
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
@@ -185,7 +186,7 @@ def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> An
     if is_adapter:
         check_adapter(config, folder)
     whole = config if is_adapter else config.model_copy(update={"path": str(folder)})
-    model = load_model(whole, device=torch.device("cpu"))
+    model = load_model(whole, device=torch.device("cpu"), text_attention=family_of(whole).attention)
     if weights := ROLLOUT_WEIGHTS.find(quantization):
         implementation(weights.implementation)(model)
     if not is_adapter:

@@ -19,7 +19,6 @@ from torch import nn
 
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
 from asyncrl.config.sections import ModelConfig
-from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.loading import attention_of_parts, model_class
 from asyncrl.models.parts import part_of
@@ -33,6 +32,8 @@ SAME_LOGPROB = 1e-3
 """Nats by which log-probs of two ways to compute a row may differ, in float32."""
 MOST_PARAMETERS = 5 * 10**8
 """Limit of a copy: drawing more takes seconds."""
+DRAWN = 65_537
+"""Normal numbers from which all parameters are taken: a prime, so that rows of a matrix begin at other places."""
 WINDOW = 5
 """Tokens that a layer with a window sees in the copy, so that short rows are cut, too."""
 _SIZES = {
@@ -57,7 +58,7 @@ def small_family(path: str, trust_remote_code: bool, described: bytes) -> SmallF
 
 
 def family_of(config: ModelConfig) -> SmallFamily:
-    """Raises UserError where no copy can be computed."""
+    """The family of a model's folder; not each has a copy that can be computed."""
     return small_family(config.path, config.trust_remote_code, (model_folder(config) / "config.json").read_bytes())
 
 
@@ -69,8 +70,10 @@ class SmallFamily:
     temperature: float
     """Temperature of log-probs to compare, at which no token has them all."""
 
+    problem = ""
+    """Reason why no copy can be computed; the model's own pass with eager attention is then all that is known."""
+
     def __init__(self, config: ModelConfig):
-        """Raises UserError where no copy can be computed."""
         self._config = config
         described = describe_model(model_folder(config), trust_remote_code=config.trust_remote_code)
         self.name: str = described.model_type
@@ -85,10 +88,8 @@ class SmallFamily:
                 problem = problem or f"its smallest layers have {parameters:,} parameters"
             except Exception as error:  # of the family's own code: the next copy is larger
                 problem = first_line(error)
-        raise UserError(
-            f"the model in {config.path} is of the family {self.name}, of which no small copy can be computed to check "
-            f"its training ({problem}). Use a model of another family"
-        )
+        self.attention, self.temperature = "eager", 1.0
+        self.problem = f"no small copy of its family {self.name} can be computed to check it ({problem})"
 
     @torch.no_grad()
     def _find_plain_attention(self) -> None:
@@ -133,22 +134,24 @@ def _language(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _draw(model: Any) -> None:
-    """Give each parameter of the language part values of its own, of such a size that states stay about 1."""
-    draw = torch.Generator().manual_seed(0)
+    """Give each parameter of the language part values of its own, of such a size that states stay about 1: stretches of
+    one draw, since normal numbers for all would take most of a check."""
+    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0))
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    place = 0
     for name, parameter in model.named_parameters():
         if part_of(name.split(".")) != "language_model":
             continue
-        if id(parameter) in tables:
-            parameter.normal_(generator=draw)
-        elif parameter.ndim < 2:
-            parameter.normal_(std=0.5, generator=draw)
-            if name.endswith("weight"):  # of a norm
-                parameter.add_(1)
-        else:
-            parameter.normal_(
-                std=1 / math.sqrt(math.prod(parameter.shape[1:]) ** (1 / (parameter.ndim - 1))), generator=draw
-            )
+        std, shift = 1.0, 0.0
+        if parameter.ndim < 2:
+            std, shift = 0.5, float(name.endswith("weight"))  # of a norm
+        elif id(parameter) not in tables:
+            std = 1 / math.sqrt(math.prod(parameter.shape[1:]) ** (1 / (parameter.ndim - 1)))
+        values, flat = (drawn * std + shift).roll(-place), parameter.view(-1)
+        rest = flat.numel() % DRAWN
+        flat[: flat.numel() - rest].view(-1, DRAWN).copy_(values)
+        flat[flat.numel() - rest :].copy_(values[:rest])
+        place = (place + rest) % DRAWN
 
 
 # --- smaller configurations -------------------------------------------------------------------

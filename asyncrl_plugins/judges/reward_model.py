@@ -27,8 +27,11 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from asyncrl.checks.inputs import rotary_changes
         from asyncrl.devices.device import compute_in_full_float32, resolve_device
-        from asyncrl.model_files.folder import model_folder
+        from asyncrl.model_files.folder import describe_model, model_folder
+        from asyncrl.models.loading import attention_of_parts
+        from asyncrl.models.small_copy import family_of
 
         torch.set_num_threads(settings.cpu_threads)
         compute_in_full_float32()
@@ -42,8 +45,11 @@ class RewardModel:
         self._tokenizer.padding_side = "right"
         auto = "float32" if self._device.type == "cpu" else "bfloat16"
         dtype = getattr(torch, auto if settings.dtype == "auto" else settings.dtype)
+        described = describe_model(folder, **code)
+        # PyTorch's attention has no caps on scores, as Gemma 2 has: a classifier's scores would be others.
+        attention = attention_of_parts(described, family_of(settings.model).attention)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, **code
+            folder, dtype=dtype, attn_implementation=attention, output_loading_info=True, **code
         )
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -51,7 +57,9 @@ class RewardModel:
         self._model: Any = model.to(self._device).eval()
         self._model.config.pad_token_id = self._tokenizer.pad_token_id  # where a sequence ends
         text = self._model.config.get_text_config()
-        self._longest: int = settings.max_length or getattr(text, "max_position_embeddings", None) or 1 << 30
+        longest: int = settings.max_length or getattr(text, "max_position_embeddings", None) or 1 << 30
+        # A row over the length at which rotary frequencies change would change the scores of its batch.
+        self._longest = min([longest, *(until for _, until in rotary_changes(described.to_dict()))])
 
     def encode(self, sample: RewardSample) -> list[int]:
         """Token ids of the conversation. Raises ValueError where it is too long, jinja2's errors where the template

@@ -32,7 +32,7 @@ from learner.ranks.group import ALONE, Ranks
 from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
 from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch, unpacked
-from learner.training.packing_check import packing_obstacle
+from learner.training.packing_check import check_outputs, packing_obstacle
 from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
 from learner.training.vision_features import VisionFeatures
@@ -81,6 +81,7 @@ class TorchEngine:
             text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self._settings.model).attention,
             stays_mapped=self.sharding.gathers,  # it is taken apart below
         )
+        check_outputs(model, self._settings.model)
         self._adapted: Any = None
         if self.adapter is not None:
             self._adapted = add_adapter(model, self.adapter, seed=self._settings.seed)

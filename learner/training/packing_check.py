@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_b
 
 ROWS = ((7, (9, 12)), (4, (6,)))
 """Tokens of each group's prompt and of its completions."""
+LARGEST_GAP = 0.01
+"""Nats by which log-probs of one way to compute a row may differ in a model's own dtype: they are the same sums."""
 
 
 def packing_obstacle(config: ModelConfig) -> str:
@@ -41,6 +44,8 @@ def packing_obstacle(config: ModelConfig) -> str:
 @cache
 def _obstacle(family: SmallFamily, path: str) -> str:
     """`packing_obstacle`, once in a process."""
+    if family.problem:
+        return f"{family.problem}, and rows alone are its own forward pass"
     register()
     groups = _groups()
     rows = [[TrainGroup(group.prompt, (completion,))] for group in groups for completion in group.completions]
@@ -54,6 +59,22 @@ def _obstacle(family: SmallFamily, path: str) -> str:
             f"{packed}; one at a time, {problem}. Use a model of another family"
         )
     return packed
+
+
+@torch.no_grad()
+def check_outputs(model: Any, config: ModelConfig) -> None:
+    """Compare log-probs of a short row with the model's own, for a family without a copy. Raises UserError."""
+    family = family_of(config)
+    if not family.problem:
+        return
+    ids = {"input_ids": torch.arange(4, 12, device=model.device)[None]}
+    own = model(**ids, use_cache=False).logits[0].float().log_softmax(-1)
+    ours = scaled_logits(model, hidden_states(model, ids)).float().log_softmax(-1)
+    if (difference := float((own - ours).abs().max())) > LARGEST_GAP:
+        raise UserError(
+            f"the model in {config.path} cannot be trained here: log-probs differ by {difference:.3g} nats from those "
+            f"of its own forward pass, and {family.problem}. Use a model of another family"
+        )
 
 
 def _groups() -> list[TrainGroup]:

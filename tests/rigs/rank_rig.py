@@ -170,7 +170,9 @@ def _count_tower(role: TorchEngine) -> dict[str, int]:
     """Count a role's passes through its vision tower, idle ones included."""
     counted = {"passes": 0}
     inner: Any = role.model.base_model
-    original = inner.get_image_features
+    original = getattr(inner, "get_image_features", None)
+    if original is None:
+        return counted
 
     def call(*args: Any, **kwargs: Any) -> Any:
         counted["passes"] += 1

@@ -14,13 +14,16 @@ from learner.ranks.group import ALONE
 from tests.conftest import small_config
 from tests.rigs.one_process import in_one_process
 from tests.rigs.rank_rig import run_ranks, take_steps
+from tests.rigs.tiny_families import make_recurrent
 from tests.system.test_bad_input import write_rows
 from tests.system.test_ranks import TOLERANCE
 from tests.unit.learner.test_padded_step import FAMILIES, LR, rows_of
 
 pytestmark = pytest.mark.slow
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
-TESTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
+RECURRENT = "qwen3_next"
+"""A text family whose rows are computed alone."""
+TESTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", RECURRENT]
 WHOLE, MANY = "one micro-batch", "many micro-batches, critic and reference"
 FLIPPED = 2e-3
 """Share of the elements that may go the other way in AdamW's first step: gradients that are 0 but for rounding, such as
@@ -28,11 +31,16 @@ those of a key's bias."""
 
 
 def config_of(family: str, case: str, folder: Path, data: Path) -> RunConfig:
-    """Rows of no, one and three images of different sizes, and of videos where the family has them."""
+    """Rows of no, one and three images of different sizes, and of videos where the family has them; rows of text."""
     folder.mkdir()
-    rows, small = rows_of(family, folder), 160 if family.startswith("qwen") else 88
+    if family == RECURRENT:
+        rows = [{"prompt": "1 + 2"}, {"prompt": "a row that is longer than the others"}, {"prompt": "3"}]
+        model, small = make_recurrent(folder / "model"), 160
+    else:
+        rows, small = rows_of(family, folder), 160 if family.startswith("qwen") else 88
+        model = FAMILIES[family](folder / "model")
     return small_config(
-        FAMILIES[family](folder / "model"),
+        model,
         data,
         folder / "run",
         data={**write_rows(folder, rows), "max_prompt_length": small - 8},

@@ -39,6 +39,8 @@ def check_decoding(config: ModelConfig) -> None:
 @cache
 def _problem(family: SmallFamily) -> str:
     """Find out, once in a process, how a family's decoding is wrong; empty where it is right."""
+    if family.problem:
+        return family.problem
     try:
         rows = _decoded(family)
     except Exception as error:  # of the family's own code

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Gemma2Config, Phi3Config
 
 from asyncrl.config.sections import RewardConfig
+from asyncrl.demo.model import build_tokenizer
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewards
+from asyncrl_plugins.judges.reward_model import RewardModel
+from asyncrl_plugins.judges.reward_model_settings import RewardModelSettings
 from tests.rigs.reward_pools import run_pool
 from tests.rigs.tiny import make_tiny_classifier
 
@@ -74,3 +77,41 @@ def test_mistakes_are_found_without_loading_the_model(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             check_rewards(config_of(path, **kwargs))
+
+
+def test_a_classifiers_scores_have_its_caps_and_its_rotary_frequencies(tmp_path: Path) -> None:
+    """Gemma 2 caps scores of attention, which PyTorch's does not; a long row would change frequencies of its batch."""
+    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_labels": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    until = {"original_max_position_embeddings": 40}
+    kinds: dict[str, Any] = {
+        "gemma2": Gemma2Config(head_dim=8, attn_logit_softcapping=0.1, **sizes, **heads),
+        "phi3": Phi3Config(rope_parameters=rotary | until, max_position_embeddings=64, **until, **sizes, **heads),
+    }
+    models: dict[str, RewardModel] = {}
+    for name, config in kinds.items():
+        torch.manual_seed(0)
+        whole = AutoModelForSequenceClassification.from_config(config)
+        for parameter in whole.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        whole.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        models[name] = RewardModel(RewardModelSettings(path=str(tmp_path / name)))
+    ids = models["gemma2"].encode(sample("read 1 3 answer 4"))
+    plain, uncapped = (
+        AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / "gemma2", attn_implementation=attention, dtype=torch.float32
+        )(torch.tensor([ids])).logits.item()
+        for attention in ("eager", "sdpa")
+    )
+    assert models["gemma2"].scores([ids]) == pytest.approx([plain], abs=1e-5)
+    assert abs(uncapped - plain) > 1e-3
+    with pytest.raises(ValueError, match="tokens, and the model takes 40"):
+        models["phi3"].encode(sample("4 " * 45))

@@ -4,6 +4,7 @@ family is refused by what was found."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 import torch
 import transformers
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models import output_head, small_copy
 from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from learner.training import packing_check
+from learner.training.engine import TorchEngine
 from learner.training.packing import PackedTrajectory, Segment, TrainGroup, build_micro_batch, unpacked
 from learner.training.packing_check import packing_obstacle
 from rollout_server.engines.hf.decode_check import check_decoding
@@ -97,6 +101,25 @@ def test_a_family_with_another_head_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(packing_check, "scaled_logits", lambda *given: 2 * scaled(*given))
     with pytest.raises(UserError, match=r"family llama, .*one at a time, log-probs differ by \d"):
         packing_obstacle(config)
+
+
+def test_a_family_without_a_copy_is_computed_row_by_row_as_its_own_pass(
+    make_config: Callable[..., RunConfig], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of its packed groups and of its decoding; what the learner computes is compared with the loaded
+    model itself."""
+    small_copy.small_family.cache_clear()
+    monkeypatch.setattr(small_copy, "MOST_PARAMETERS", 0)
+    config = make_config()
+    engine = TorchEngine(config.model_settings, config.learner.optim, 1)
+    engine.prepare()
+    assert re.search(r"no small copy of its family qwen2_vl .* have [\d,]+ parameters", engine.obstacle)
+    with pytest.raises(UserError, match=r"cannot sample .*no small copy .*Set rollout.engine=vllm"):
+        check_decoding(config.model)
+    monkeypatch.setattr(packing_check, "scaled_logits", lambda *given: 2 * output_head.scaled_logits(*given))
+    with pytest.raises(UserError, match=r"differ by [\d.]+ nats from those of its own forward pass, and no small copy"):
+        engine.prepare()
+    small_copy.small_family.cache_clear()
 
 
 def test_a_routers_noise_is_refused_by_its_key(tmp_path: Path) -> None:
