@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,36 @@ run_service({name!r}, main)
 """
 
 
+FORKS = """
+import json, os, signal, sys
+import asyncrl.config.load, asyncrl.service_entry
+for line in iter(sys.stdin.readline, ""):
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        for number, file in enumerate(order["files"]):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+        sys.argv = ["-c", *order["arguments"]]
+        exec(order["script"], {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Each service is a fork of a Python that has imported what a service begins with. It ends as any Python does."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        _forking.append(process)
+        yield process
+        _forking.clear()
+
+
+_forking: list[subprocess.Popen[str]] = []
+
+
 def run_service(
     tmp_path: Path, body: str, name: str = "rollout_server", *arguments: str
 ) -> subprocess.CompletedProcess[str]:
@@ -37,8 +70,16 @@ def run_service(
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
     script = SERVICE.format(body=body, name=name)
-    command = [sys.executable, "-c", script, "--config", str(file), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    (process,) = _forking
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        command = ["--config", str(file), *arguments]
+        order = {"script": script, "arguments": command, "files": [os.devnull, str(out), str(err)]}
+        print(json.dumps(order), file=process.stdin, flush=True)
+        code = int(process.stdout.readline())
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 def test_bad_state_is_saved_where_the_launcher_looks_with_the_last_known_step(tmp_path: Path) -> None:

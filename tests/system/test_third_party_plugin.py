@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import main
 from asyncrl.config.schema import RunConfig
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
@@ -63,12 +64,15 @@ def test_a_run_uses_its_loss_reward_engine_and_option(acme: Path, make_config: M
     assert "factor: 3.0" in used
 
 
-def test_its_names_are_refused_where_it_is_not_installed(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_its_names_are_refused_where_it_is_not_installed(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not in the environment of this process."""
     file = written(make_config(), tmp_path)
     for setting in (SETTINGS[0], SETTINGS[2], SETTINGS[3]):
-        ran = asyncrl(None, "train", str(file), setting, "--dry-run")
-        assert ran.returncode == 2, ran.stdout
-        assert "acme" in ran.stderr
+        code, said = main(["train", str(file), setting, "--dry-run"]), capsys.readouterr()
+        assert code == 2, said.out
+        assert "acme" in said.err
 
 
 def written(config: RunConfig, folder: Path) -> Path:
