@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,22 +41,37 @@ TORCH_FREE = (
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """Absolute names of imported modules, those inside functions included, and their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             yield node.module or "", node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("__import__", "importlib.import_module"):
             argument = node.args[0]
             if isinstance(argument, ast.Constant):
                 yield str(argument.value), node.lineno
 
 
-def parse(file: Path) -> ast.AST:
-    return ast.parse((ROOT / file).read_text(), str(file))
+def dotted(node: ast.AST) -> str:
+    """A name with those that it is an attribute of; empty parts stand for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@cache
+def parse(file: Path) -> tuple[ast.AST, ...]:
+    """Imports and calls of a file."""
+    tree = ast.parse((ROOT / file).read_text(), str(file))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return import_graph(ROOT)
 
 
 def reads_or_writes_text_of_the_locale(call: ast.Call) -> bool:
@@ -78,7 +94,7 @@ def reads_or_writes_text_of_the_locale(call: ast.Call) -> bool:
 def test_text_is_read_and_written_in_an_encoding_of_its_own() -> None:
     """The locale's is another one on some machines, where templates and journals would be read as other text."""
     files = [*FILES, *(path.relative_to(ROOT) for path in sorted((ROOT / PLUGINS).rglob("*.py")))]
-    calls = [(file, node) for file in files for node in ast.walk(parse(file)) if isinstance(node, ast.Call)]
+    calls = [(file, node) for file in files for node in parse(file) if isinstance(node, ast.Call)]
     wrong = [f"{file}:{call.lineno}" for file, call in calls if reads_or_writes_text_of_the_locale(call)]
     assert not wrong, "\n".join(wrong)
 
@@ -111,19 +127,19 @@ def test_tests_of_the_core_import_no_plug_in() -> None:
         f"{file.relative_to(ROOT)}:{line} imports {name}"
         for folder in ("unit", "system", "gpu")
         for file in sorted((ROOT / "tests" / folder).rglob("*.py"))
-        for name, line in imported(ast.parse(file.read_text()))
+        for name, line in imported(parse(file.relative_to(ROOT)))
         if name.startswith((PLUGINS, "tests.plugins", "tests.together"))
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_imports_itself_through_others() -> None:
-    found = cycles(import_graph(ROOT))
+def test_no_file_imports_itself_through_others(graph: dict[str, set[str]]) -> None:
+    found = cycles(graph)
     assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 
-def test_rooms_form_a_dag() -> None:
-    found = cycles(rooms(import_graph(ROOT), ROOT))
+def test_rooms_form_a_dag(graph: dict[str, set[str]]) -> None:
+    found = cycles(rooms(graph, ROOT))
     assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 
@@ -157,20 +173,20 @@ def unpickling(files: Iterable[Path]) -> list[str]:
     """Lines by which a message, checkpoint or data file would be able to run code."""
     wrong = []
     for file in files:
-        tree = parse(file)
+        nodes = parse(file)
         wrong += [
             f"{file}:{line} imports {name}"
-            for name, line in imported(tree)
+            for name, line in imported(nodes)
             if name.partition(".")[0] in SERIALISERS or name == "multiprocessing.reduction"
         ]
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call) and (problem := unsafe_call(node)):
                 wrong.append(f"{file}:{node.lineno} {problem}")
     return wrong
 
 
 def unsafe_call(node: ast.Call) -> str:
-    name = ast.unparse(node.func)
+    name = dotted(node.func)
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
     if name == "torch.load" and keywords.get("weights_only") != "True":
         return "torch.load without weights_only=True"
