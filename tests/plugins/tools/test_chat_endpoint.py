@@ -28,7 +28,7 @@ WRONG_MESSAGES = {
     '{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}': "`arguments` of a tool call is NoneType",
     '{"role": "user", "content": "\\ud800"}': "surrogates not allowed",
     f'{{"role": "user", "content": {"[" * 100}1{"]" * 100}}}': "nested more than 64 deep",
-    '{"role": "user", "content": %s' % ("[" * 5000): "nested more than 64 deep",
+    '{"role": "user", "content": %s' % ("[" * 100_000): "nested more than 64 deep",
     '{"role": "user", "content": %s' % ("9" * 5000): "Exceeds the limit",
 }
 """Content of `messages`, and words of the answer."""

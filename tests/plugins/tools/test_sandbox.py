@@ -170,7 +170,7 @@ def test_what_becomes_of_each_program(monkeypatch: pytest.MonkeyPatch, tmp_path:
         b'confined\n{"shown": [5], "error": ""}',
         b'confined\n{"shown": ["!"], "error": ""}',
         b'confined\n{"shown": [], "error": 5}',
-        b"confined\n" + b"[" * 5000,
+        b"confined\n" + b"[" * 100_000,
         b'confined\n{"shown": ' + b"[" * 100 + b"]" * 100 + b', "error": ""}',
         b'confined\n{"shown": [], "error": ""}{"shown": [], "error": ""}',
         b"confined\n\xff\xfe",

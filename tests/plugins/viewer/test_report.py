@@ -202,7 +202,7 @@ def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run")
     for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "timeline.jsonl"):
         with (run / name).open("ab") as file:
-            file.write(b'not json\n[1]\n{"step": "x"}\n{"step": true}\n\xff\xfe\n' + b"[" * 20000 + b"\n")
+            file.write(b'not json\n[1]\n{"step": "x"}\n{"step": true}\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
     shown = page(run)
     assert "metrics.jsonl has 6 lines that could not be read" in shown.words
     assert "6 lines could not be read" in shown.words  # of the samples

@@ -202,7 +202,7 @@ MISREAD = {
     "nothing said": ({"role": "assistant", "content": None}, "a content of type NoneType; .* null beside tool_calls"),
     "no name": ({"role": "assistant", "tool_calls": [{"arguments": {}}]}, "has the tool call .*; write"),
     "cut off": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": '}]}, "has the tool call .*"),
-    "no end": ({"role": "assistant", "tool_calls": "[" * 4000}, "tool_calls of type str; they must be a list"),
+    "no end": ({"role": "assistant", "tool_calls": "[" * 100_000}, "tool_calls of type str; they must be a list"),
     "no list": ({"role": "assistant", "tool_calls": {"name": "f"}}, "tool_calls of type dict; they must be a list"),
     "function_call": (
         {"role": "assistant", "content": "", "function_call": CALL},

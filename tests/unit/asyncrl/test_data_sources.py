@@ -407,7 +407,7 @@ def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: p
         ("d.jsonl", '{"a": 1}\n{"a": \n', r"d.jsonl line 2 is not valid JSON"),
         (
             "d.jsonl",
-            '{"a": 1}\n{"a": ' + "[" * 4000,
+            '{"a": 1}\n{"a": ' + "[" * 100_000,
             r"d.jsonl line 2 is not valid JSON: it is nested more than 64 deep",
         ),
         ("d.json", f'[{{"a": {"[" * 100}{"]" * 100}}}]', r"d.json is not valid JSON: it is nested more than 64 deep"),
