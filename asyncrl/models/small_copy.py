@@ -11,7 +11,6 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -49,17 +48,17 @@ _SIZES = {
     "chunk_size": WINDOW,
 }
 """Most that a number of the configuration may be whose name is one of these, or has it within."""
-
-
-@cache
-def small_family(path: str, trust_remote_code: bool, described: bytes) -> SmallFamily:
-    """The family of a folder, found once in a process for each configuration that is `described`."""
-    return SmallFamily(ModelConfig(path=path, trust_remote_code=trust_remote_code))
+_FAMILIES: dict[tuple[str, bytes], SmallFamily] = {}
 
 
 def family_of(config: ModelConfig) -> SmallFamily:
-    """The family of a model's folder; not each has a copy that can be computed."""
-    return small_family(config.path, config.trust_remote_code, (model_folder(config) / "config.json").read_bytes())
+    """The family of a folder, found once in a process for each configuration file, or folder that may have code of its
+    own; not each has a copy that can be computed."""
+    described = (model_folder(config) / "config.json").read_bytes()
+    key = config.path if config.trust_remote_code else "", described
+    if key not in _FAMILIES:
+        _FAMILIES[key] = SmallFamily(config)
+    return _FAMILIES[key]
 
 
 class SmallFamily:

@@ -38,27 +38,27 @@ def packing_obstacle(config: ModelConfig) -> str:
     """
     described = describe_model(model_folder(config), trust_remote_code=config.trust_remote_code)
     refuse_dropout(described, config)
-    return _obstacle(family_of(config), config.path)
+    family = family_of(config)
+    packed, alone = _faults(family)
+    if alone:
+        raise UserError(
+            f"the model in {config.path} is of the family {family.name}, whose rows cannot be trained here: packed, "
+            f"{packed}; one at a time, {alone}. Use a model of another family"
+        )
+    return packed
 
 
 @cache
-def _obstacle(family: SmallFamily, path: str) -> str:
-    """`packing_obstacle`, once in a process."""
+def _faults(family: SmallFamily) -> tuple[str, str]:
+    """Faults of a family's packed groups, and where there is one, of its rows alone; found once in a process."""
     if family.problem:
-        return f"{family.problem}, and rows alone are its own forward pass"
+        return f"{family.problem}, and rows alone are its own forward pass", ""
     register()
     groups = _groups()
     rows = [[TrainGroup(group.prompt, (completion,))] for group in groups for completion in group.completions]
     alone = _plain(family, rows)
     packed = _compare(family, [groups], alone, packs=True)
-    if not packed:
-        return ""
-    if problem := _compare(family, rows, alone, packs=False):
-        raise UserError(
-            f"the model in {path} is of the family {family.name}, whose rows cannot be trained here: packed, "
-            f"{packed}; one at a time, {problem}. Use a model of another family"
-        )
-    return packed
+    return packed, _compare(family, rows, alone, packs=False) if packed else ""
 
 
 @torch.no_grad()

@@ -57,7 +57,11 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.Stri
     model = import_module("tests.rigs.tiny").make_tiny_model(Path(folder) / "model")
     import_module("transformers").AutoModelForImageTextToText.from_pretrained(model)
     parts = import_module("asyncrl.config.sections")
-    import_module("asyncrl.processing.processor").PromptProcessor(parts.ModelConfig(path=str(model)))
+    config = parts.ModelConfig(path=str(model))
+    import_module("asyncrl.processing.processor").PromptProcessor(config)
+    # Learner and server check each family that they meet.
+    import_module("learner.training.packing_check").packing_obstacle(config)
+    import_module("rollout_server.engines.hf.decode_check").check_decoding(config)
     import_module("transformers.utils.logging").enable_progress_bar()
 # Each loaded configuration is formatted, for a log that is off: half of what loading one costs.
 import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__
