@@ -17,10 +17,10 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.run_inputs import recorded_updates
 from asyncrl.journal.writer import Journal
 from asyncrl.launch.ports import free_port
 from asyncrl.telemetry.recorder import read_status
-from learner.loop.resume import recorded_updates
 from learner.tickets.ticket_writer import ANSWERS
 from tests.rigs.prefork import RUN_FIRST, Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
