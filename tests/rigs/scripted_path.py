@@ -11,6 +11,11 @@ FOLDER = str(Path(__file__).with_name("scripted"))
 
 
 def install_scripted_engine() -> None:
+    """Add it to what asyncrl has found installed, too: that is looked for once in a process."""
+    from asyncrl import plugins
+
     if FOLDER not in sys.path:
         sys.path.append(FOLDER)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), FOLDER)))
+    plugins._entries.cache_clear()
+    plugins.installed.cache_clear()
