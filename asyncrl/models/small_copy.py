@@ -237,6 +237,8 @@ def _narrow(text: Any) -> None:
         if key_heads > kept:
             text.num_key_value_heads = kept
         text.hidden_size = text.num_attention_heads * head_width
+    elif getattr(text, "attention_hidden_size", 0) == width:  # RWKV has no heads
+        text.hidden_size = text.attention_hidden_size = 128
     else:
         text.hidden_size = 2 * text.head_dim
     if states := getattr(text, "linear_num_key_heads", 0):
