@@ -11,6 +11,7 @@ import platform
 import socket
 import subprocess
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+@cache
 def installed_version(distribution: str) -> str | None:
     """Version of a distribution; None where it is not installed."""
     try:

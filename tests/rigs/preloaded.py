@@ -65,3 +65,4 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.Stri
     import_module("transformers.utils.logging").enable_progress_bar()
 # Each loaded configuration is formatted, for a log that is off: half of what loading one costs.
 import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__
+import_module("asyncrl.telemetry.host_versions").describe_environment()  # versions of packages are kept

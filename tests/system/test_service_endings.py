@@ -35,7 +35,7 @@ run_service({name!r}, main)
 
 FORKS = """
 import json, os, signal, sys
-import asyncrl.config.load, asyncrl.service_entry
+import asyncrl.config.load, asyncrl.service_entry, torch
 for line in iter(sys.stdin.readline, ""):
     order = json.loads(line)
     child = os.fork()
@@ -51,31 +51,34 @@ for line in iter(sys.stdin.readline, ""):
 """Each service is a fork of a Python that has imported what a service begins with. It ends as any Python does."""
 
 
+_forking: list[subprocess.Popen[str]] = []
+
+
 @pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[subprocess.Popen[str]]:
+def forks() -> Iterator[None]:
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         _forking.append(process)
-        yield process
+        yield
         _forking.clear()
 
 
-_forking: list[subprocess.Popen[str]] = []
+def written(tmp_path: Path, body: str, name: str) -> str:
+    """The service, and its configuration in `tmp_path/config.yaml`."""
+    (tmp_path / "config.yaml").write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    return SERVICE.format(body=body, name=name)
 
 
 def run_service(
     tmp_path: Path, body: str, name: str = "rollout_server", *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """A service whose `main` is `body`, with `tmp_path/run` as its run directory."""
-    file = tmp_path / "config.yaml"
-    file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
-    script = SERVICE.format(body=body, name=name)
+    script, command = written(tmp_path, body, name), ["--config", str(tmp_path / "config.yaml"), *arguments]
     (process,) = _forking
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        command = ["--config", str(file), *arguments]
         order = {"script": script, "arguments": command, "files": [os.devnull, str(out), str(err)]}
         print(json.dumps(order), file=process.stdin, flush=True)
         code = int(process.stdout.readline())
@@ -145,7 +148,10 @@ BARS = """
 
 
 def test_libraries_of_a_service_and_of_its_children_draw_no_progress_bars(tmp_path: Path) -> None:
-    done = run_service(tmp_path, BARS.strip())
+    """Python starts anew: a fork's libraries have been imported before the service."""
+    command = [sys.executable, "-c", written(tmp_path, BARS.strip(), "rollout_server")]
+    command += ["--config", f"{tmp_path}/config.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 1 2\n"
     assert done.stderr == ""
