@@ -24,6 +24,7 @@ OVERRIDES = (
     "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
     "algorithm such as rloo, or a task of a plug-in"
 )
+DEMO = "first the demo's name: digits, or one of a plug-in; without one, the main one of those installed"
 NO_WORD = (
     "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "
     "sides and a mean over trajectories"
@@ -123,10 +124,12 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
 
 def _add_models(commands: argparse._SubParsersAction) -> None:
     """Add the commands around a model: the demo's, and a run's as a folder."""
-    demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
-    demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. {NO_WORD}")
+    demo = commands.add_parser("demo", help="train a small model on this machine, in one new folder")
+    demo.add_argument(
+        "overrides", nargs="*", metavar="DEMO|ALGORITHM|key=value", help=f"{DEMO}. {OVERRIDES}. {NO_WORD}"
+    )
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
-    demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
+    demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/DEMO-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
     demo.add_argument("--from-scratch", action="store_true", help="make the warm start, too: some minutes more")
     demo.add_argument("--quick", action="store_true", help="small and fast, and learns little")
@@ -216,11 +219,17 @@ def _learn(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from asyncrl.demo.command import demo
+    from asyncrl.demo.choice import DemoRequest, chosen, demos
 
+    name, words = chosen(arguments.overrides)
+    others = ", ".join(f"asyncrl demo {other} ({demo.help})" for other, demo in demos().items() if other != name)
+    print(f"{demos()[name].help}{f'. There are others: {others}' if others else ''}")
     steps = [] if arguments.steps is None else [f"trainer.max_steps={arguments.steps}"]
-    changes = [*steps, *arguments.overrides]
-    demo(arguments.folder, arguments.seed, changes, from_scratch=arguments.from_scratch, quick=arguments.quick)
+    request = DemoRequest(
+        changes=[*steps, *words],
+        **{key: getattr(arguments, key) for key in ("folder", "seed", "from_scratch", "quick")},
+    )
+    plugins.implementation(demos()[name].run)(request)
     return 0
 
 

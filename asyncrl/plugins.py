@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Group = Literal[
     "commands",
+    "demos",
     "displays",
     "exporters",
     "options",
@@ -129,6 +130,17 @@ class Command:
     """Begin with the arguments `config` and `overrides`, as `asyncrl train` does."""
     parses_words: bool = False
     """Leave all words of the command line to `run`, as `arguments.words`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """A demo: `asyncrl demo NAME`."""
+
+    help: str
+    run: str
+    """`module:function`, called with an asyncrl.demo.choice.DemoRequest."""
+    is_main: bool = False
+    """True for the one that `asyncrl demo` without a name runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

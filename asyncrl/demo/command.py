@@ -1,6 +1,6 @@
-"""The main job, end to end: data, a warm start, its baselines, asynchronous training, a check of the exported folder.
+"""The demo of handwritten digits, end to end: data, a warm start, its baselines, training, a check of the export.
 
-    asyncrl demo [ALGORITHM] [--seed 1] [--folder runs/demo-1] [--steps 200] [--from-scratch] [--quick] [key=value ...]
+    asyncrl demo digits [ALGORITHM] [--seed 1] [--folder DIR] [--steps 200] [--from-scratch] [--quick] [key=value ...]
 
 ALGORITHM is an overlay such as rloo (docs/algorithms.md); without one it is GRPO with a clip of
 0.2 and 0.28 and a mean over tokens, and not yet the overlay `grpo`. Everything is written to one new
@@ -20,20 +20,20 @@ from typing import Any
 
 from asyncrl.config.load import load_config
 from asyncrl.demo.baselines import BASELINES
+from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.prepare import GRPO, check_parts, prepare, run
 from asyncrl.errors import UserError, pasted
 
 
-def demo(
-    folder: Path | None, seed: int, changes: Sequence[str], *, from_scratch: bool = False, quick: bool = False
-) -> None:
-    """Run all stages in a new folder, by default the next free one of runs. `changes`: of the GRPO run."""
-    check(changes, from_scratch=from_scratch)
-    folder = folder or next_folder()
+def demo(request: DemoRequest) -> None:
+    """Run all stages in a new folder."""
+    changes, seed = request.changes, request.seed
+    check(changes, from_scratch=request.from_scratch)
+    folder = request.new_folder("digits")
     grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    seconds = prepare(folder, seed, from_scratch=from_scratch, quick=quick)
+    seconds = prepare(folder, seed, from_scratch=request.from_scratch, quick=request.quick)
     score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
     seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
@@ -54,14 +54,6 @@ def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
     if not config.evaluation.before_training:
         raise UserError("the demo compares before and after: leave evaluation.before_training as it is")
     check_parts(from_scratch=from_scratch)
-
-
-def next_folder(name: str = "demo") -> Path:
-    """The first of runs/NAME-1, runs/NAME-2, ... that is not there."""
-    number = 1
-    while Path(f"runs/{name}-{number}").exists():
-        number += 1
-    return Path(f"runs/{name}-{number}")
 
 
 def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:

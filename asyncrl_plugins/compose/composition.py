@@ -1,6 +1,6 @@
 """A vision-language model of separate parts: vision tower, connector, language model (`asyncrl compose`).
 
-The parts keep their weights, the connector is new. The result is an ordinary LLaVA folder of transformers
+The parts keep their weights; the connector is new, or one that was trained before. The result is an ordinary LLaVA folder of transformers
 (`LlavaForConditionalGeneration`) where that can hold the parts; two towers, a resampler, a Q-Former and an output layer
 with a bias are a model of `modular_vlm.py`, which goes into the folder.
 """
@@ -30,6 +30,8 @@ MODULAR = "modular_vlm"
 
 HAS_CLASS_TOKEN = {"siglip_vision_model": False, "clip_vision_model": True, "dinov2": True}
 """Vision towers by model type, and whether their features begin with a class token, which is left out."""
+CONNECTOR = "multi_modal_projector."
+"""Prefix of the connector's weights in a composed model's files."""
 SAME_LOGITS = 1e-3
 """Largest difference of a logit of the language model, alone and composed."""
 FLATTEN = (
@@ -180,7 +182,7 @@ def _add_image_token(token: str, language: Any, tokenizer: Any) -> int:
 
 
 def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) -> Any:
-    """The composed model: the parts' own weights, and a connector of the seed's."""
+    """The composed model: the parts' own weights, and a connector of the seed's or of a file."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     wide, narrow = tower.config.hidden_size, language.config.hidden_size
@@ -217,6 +219,8 @@ def _join(parts: Composition, tower: Any, language: Any, image_token_id: int) ->
     model.model.vision_tower = tower
     model.model.language_model = language.base_model
     model.model.multi_modal_projector = _connector(parts, config)
+    if parts.connector_weights:
+        load_connector(model.model.multi_modal_projector, Path(parts.connector_weights))
     model.lm_head.weight = head.weight
     if head.bias is not None:
         model.lm_head.bias = head.bias
@@ -281,6 +285,30 @@ def _connector(parts: Composition, config: Any) -> nn.Module:
         connector.linear_1.bias.zero_()
         connector.linear_2.bias.zero_()
     return connector
+
+
+def load_connector(connector: nn.Module, source: Path) -> None:
+    """Fill the connector from a safetensors file, or from those of a composed model's folder.
+
+    Raises UserError for a file that is not there, and for weights of another form."""
+    from safetensors.torch import load_file
+
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not files or not files[0].is_file():
+        raise UserError(f"connector_weights is {str(source)!r}, where no safetensors file is. Name a file or a folder")
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    if any(CONNECTOR in name for name in found):
+        found = {name.partition(CONNECTOR)[2]: value for name, value in found.items() if CONNECTOR in name}
+    wanted = {name: value.shape for name, value in connector.state_dict().items()}
+    if wanted != {name: value.shape for name, value in found.items()}:
+        odd = min(name for name in wanted | found if name not in found or found[name].shape != wanted.get(name))
+        there = f"{list(found[odd].shape)}" if odd in found else "missing"
+        expected = f"{list(wanted[odd])}" if odd in wanted else "not a weight of the connector"
+        raise UserError(
+            f"connector_weights: {odd} is {there} in {source}, and {expected} in the connector that the parts need. "
+            "Set connector, connector_layers, queries and the parts as they were when it was trained"
+        )
+    connector.load_state_dict(found)
 
 
 def _processor(parts: Composition, tower: Any, image_processor: Any, tokenizer: Any, template: str) -> Any:
@@ -363,7 +391,7 @@ def _describe(model: Any, parts: Composition, target: Path) -> str:
         [
             f"{target}: a {type(model).__name__}; an image is {config.image_seq_length} tokens",
             f"  vision tower    {towers}: {millions(inner.vision_tower)}",
-            f"  connector       {parts.connector}, new: {millions(inner.multi_modal_projector)}",
+            f"  connector       {parts.connector}, {parts.connector_weights or 'new'}: {millions(inner.multi_modal_projector)}",
             f"  language model  {parts.language_model}: {millions(inner.language_model)}",
             f"  rollout.engine  {engines}",
         ]

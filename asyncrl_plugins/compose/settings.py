@@ -33,6 +33,9 @@ class Composition(Section):
     """Tokens of an image, with `resampler` and `qformer`."""
     connector_layers: int = Field(default=3, ge=1)
     """Layers of `resampler` and `qformer`; of a Q-Former every other one attends to the image."""
+    connector_weights: str = ""
+    """Trained connector of the same form: a safetensors file, or a folder of a composed model whose connector is taken.
+    Empty means a new one."""
     feature_layer: int = Field(default=-2, lt=0)
     """Layer of the tower whose features are taken, from its end: -1 is the last one."""
     image_token: str = "<image>"

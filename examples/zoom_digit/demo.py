@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--controls", action="store_true", help="train the controls, too")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns nothing: do all parts work?")
     arguments = parser.parse_args(argv)
-    from asyncrl.demo.command import next_folder
+    from asyncrl.demo.choice import next_folder
 
     demo(arguments.folder or next_folder("zoom"), arguments.seed, controls=arguments.controls, quick=arguments.quick)
 

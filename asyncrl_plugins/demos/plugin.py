@@ -1,0 +1,11 @@
+"""Descriptions of the demos `vqa` and `llm`."""
+
+from __future__ import annotations
+
+from asyncrl.plugins import Demo
+
+VQA = Demo(
+    help="SmolLM2-135M with a small vision tower on the benchmark easy-VQA",
+    run="asyncrl_plugins.demos.vqa:demo",
+    is_main=True,
+)

