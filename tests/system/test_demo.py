@@ -26,7 +26,7 @@ DRAWN_PORTS = (
     "telemetry.learner_port=0",
     "telemetry.rollout_port=0",
 )
-QUICK = ("--quick", "--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0", *DRAWN_PORTS)
+QUICK = ("digits", "--quick", "--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0", *DRAWN_PORTS)
 FEW = 8
 """Held-out rows of the demo whose processes are not forks."""
 
@@ -84,11 +84,11 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     subprocess.run([installed / "python", "-c", absent], cwd=tmp_path, env=outside(), check=True)
     found = subprocess.check_output([installed / "python", "-c", where], cwd=tmp_path, env=outside(), text=True)
     assert all(Path(file).is_relative_to(installed.parent) for file in found.split()), found
-    command = [installed / "asyncrl", "demo", *QUICK, f"data.max_val_rows={FEW}", "batch.group_size=2"]
+    command = [installed / "asyncrl", "demo", *QUICK[1:], f"data.max_val_rows={FEW}", "batch.group_size=2"]
     ran = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
-    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
+    check_demo(tmp_path / "runs" / "digits-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
 
 
 def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:
@@ -137,12 +137,12 @@ def test_a_mistake_is_told_before_anything_is_made(
         ("--from-scratch", "run_dir=elsewhere"): "leave run_dir and model.path as they are",
         ("--from-scratch", "evaluation.before_training=false"): "leave evaluation.before_training as it is",
     }.items():
-        assert main(["demo", "--folder", "demo", *words]) == 2
+        assert main(["demo", "digits", "--folder", "demo", *words]) == 2
         assert message in capsys.readouterr().err
     monkeypatch.setattr("asyncrl.demo.prepare.WARM_START", tmp_path / "nowhere")
-    assert main(["demo"]) == 2
+    assert main(["demo", "digits"]) == 2
     assert "no warm start in " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert main(["demo", "--from-scratch"]) == 2
+    assert main(["demo", "digits", "--from-scratch"]) == 2
     assert "pip install 'asyncrl[demo]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
