@@ -98,6 +98,11 @@ def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> Evaluatio
             )
     if all(score.reward is None for score in scores):
         raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
+    return scores_of_completions(scores, size, name)
+
+
+def scores_of_completions(scores: Sequence[Score], size: int, name: str) -> EvaluationScores:
+    """Means over rows of `size` completions each, NaN where none could be scored."""
     known = [
         None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
         for score in scores

@@ -1,8 +1,8 @@
 """A vision-language model of separate parts: vision tower, connector, language model (`asyncrl compose`).
 
-The parts keep their weights; the connector is new, or one that was trained before. The result is an ordinary LLaVA folder of transformers
-(`LlavaForConditionalGeneration`) where that can hold the parts; two towers, a resampler, a Q-Former and an output layer
-with a bias are a model of `modular_vlm.py`, which goes into the folder.
+The parts keep their weights; the connector is new, or one that was trained before. The result is an ordinary LLaVA
+folder of transformers (`LlavaForConditionalGeneration`) where that can hold the parts; two towers, a resampler, a
+Q-Former and an output layer with a bias are a model of `modular_vlm.py`, which goes into the folder.
 """
 
 from __future__ import annotations
@@ -386,12 +386,12 @@ def _describe(model: Any, parts: Composition, target: Path) -> str:
     missing = vllm.unserved(config.to_dict()) if vllm else ""
     engines = "hf" if vllm is None else f"hf alone: vLLM knows no {missing}" if missing else "hf or vllm"
     second = f" and {parts.second_vision_tower}, their {parts.mix} mixed" if parts.second_vision_tower else ""
-    towers = f"{parts.vision_tower}{second}"
+    towers, weights = f"{parts.vision_tower}{second}", parts.connector_weights or "new"
     return "\n".join(
         [
             f"{target}: a {type(model).__name__}; an image is {config.image_seq_length} tokens",
             f"  vision tower    {towers}: {millions(inner.vision_tower)}",
-            f"  connector       {parts.connector}, {parts.connector_weights or 'new'}: {millions(inner.multi_modal_projector)}",
+            f"  connector       {parts.connector}, {weights}: {millions(inner.multi_modal_projector)}",
             f"  language model  {parts.language_model}: {millions(inner.language_model)}",
             f"  rollout.engine  {engines}",
         ]

@@ -11,6 +11,7 @@ from asyncrl.plugins import Command
 def _add_eval_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write each completion with its scores, as JSON lines")
+    parser.add_argument("--by", default="", metavar="COLUMN", help="scores of each value of a column of the rows, too")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="beginning of every completion")
 
 

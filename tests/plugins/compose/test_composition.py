@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.sections import ModelConfig
@@ -37,6 +38,33 @@ for kind, (ids, pixels, said) in torch.load("said.pt").items():
 
 def composed(parts: Path, target: Path, tower: str, language: str, *more: str) -> int:
     return compose(parts, target, f"vision_tower={tower}", f"language_model={language}", *more)
+
+
+@pytest.mark.parametrize("connector", ["mlp", "qformer"])
+def test_a_trained_connector_is_taken_from_a_file_or_a_composed_folder(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], connector: str
+) -> None:
+    settings = [f"connector={connector}", *(["queries=4"] if connector == "qformer" else [])]
+
+    def weights(target: Path) -> dict[str, torch.Tensor]:
+        loaded = load_file(target / "model.safetensors")
+        return {name: value for name, value in loaded.items() if "multi_modal_projector." in name}
+
+    assert composed(parts, tmp_path / "first", "siglip", "qwen2", *settings, "seed=7") == 0
+    trained = weights(tmp_path / "first")
+    file = tmp_path / "connector.safetensors"
+    save_file({name.partition("multi_modal_projector.")[2]: value for name, value in trained.items()}, file)
+    for number, source in enumerate([tmp_path / "first", file]):
+        target = tmp_path / str(number)
+        assert composed(parts, target, "siglip", "qwen2", *settings, f"connector_weights={source}") == 0
+        torch.testing.assert_close(weights(target), trained, atol=0, rtol=0)
+    capsys.readouterr()
+    assert (
+        composed(parts, tmp_path / "other", "siglip", "qwen2", "connector=resampler", f"connector_weights={file}") == 2
+    )
+    assert "in the connector that the parts need" in capsys.readouterr().err
+    assert composed(parts, tmp_path / "other", "siglip", "qwen2", "connector_weights=nowhere") == 2
+    assert "where no safetensors file is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

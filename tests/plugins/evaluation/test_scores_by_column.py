@@ -1,0 +1,41 @@
+"""`asyncrl eval --by`: scores of each value of a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.demo.scoring import EvaluatedRow
+from asyncrl.errors import UserError
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.score import Score
+from asyncrl_plugins.evaluation.eval_command import describe_by
+
+
+def row(value: object, reward: float | None) -> EvaluatedRow:
+    components = {} if reward is None else {"short": reward}
+    return EvaluatedRow(
+        RewardSample(completion="", columns={"kind": value, "id": id(value)}),
+        Score(reward=reward, components=components),
+    )
+
+
+def test_each_value_has_its_scores_and_one_without_any_says_so(make_config: Callable[..., RunConfig]) -> None:
+    rows = [row("yes", 1.0), row("yes", 0.0), row("no", 1.0), row("no", 1.0), row(None, None)]
+    lines = describe_by(make_config(), rows, "kind").splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["kind=None", "pass@1", "nan"],
+        ["kind=no", "pass@1", "1.0000"],
+        ["kind=yes", "pass@1", "0.5000"],
+    ]
+    assert lines[0].endswith("rows 1   errors 1")
+
+
+def test_a_column_that_is_not_there_or_groups_nothing_is_refused(make_config: Callable[..., RunConfig]) -> None:
+    with pytest.raises(UserError, match="the rows have the columns id, kind"):
+        describe_by(make_config(), [row("yes", 1.0)], "sort")
+    many = [row(f"{number}", 1.0) for number in range(60)]
+    with pytest.raises(UserError, match="has 60 values, over 50"):
+        describe_by(make_config(), many, "kind")
