@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     applied.add_argument("target", type=Path)
     shipped.add_argument("aligned", type=Path)
     shipped.add_argument("trained", type=Path)
-    shipped.add_argument("--rank", type=int, default=4)
+    shipped.add_argument("--rank", type=int, default=8)
     for stage in (applied, shipped):
         stage.add_argument("--start", type=Path, default=START)
     arguments = parser.parse_args(argv)
