@@ -129,7 +129,7 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
         "overrides", nargs="*", metavar="DEMO|ALGORITHM|key=value", help=f"{DEMO}. {OVERRIDES}. {NO_WORD}"
     )
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
-    demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/DEMO-N")
+    demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
     demo.add_argument("--from-scratch", action="store_true", help="make the warm start, too: some minutes more")
     demo.add_argument("--quick", action="store_true", help="small and fast, and learns little")

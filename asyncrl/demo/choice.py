@@ -22,9 +22,10 @@ class DemoRequest:
     from_scratch: bool = False
     quick: bool = False
 
-    def new_folder(self, name: str) -> Path:
-        """The given folder, or the first of runs/NAME-1, runs/NAME-2, ... that is not there."""
-        return self.folder or next_folder(name)
+    @property
+    def new_folder(self) -> Path:
+        """The given folder, or the first of runs/demo-1, runs/demo-2, ... that is not there."""
+        return self.folder or next_folder("demo")
 
 
 def next_folder(name: str) -> Path:

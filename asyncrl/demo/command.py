@@ -29,7 +29,7 @@ def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder."""
     changes, seed = request.changes, request.seed
     check(changes, from_scratch=request.from_scratch)
-    folder = request.new_folder("digits")
+    folder = request.new_folder
     grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

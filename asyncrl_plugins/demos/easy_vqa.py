@@ -143,7 +143,7 @@ def write_rows(folder: Path, seed: int) -> dict[str, int]:
         "captions": list({row["picture"]: row for row in known}.values()),
         "sft": balanced([row for row in known if row["picture"] < DEMONSTRATED], rng),
         "rl": balanced([row for row in known if row["picture"] >= DEMONSTRATED], rng),
-        "test": balanced([row for row in test if row["target"]], random.Random(0))[:HELD_OUT_ROWS],
+        "eval": balanced([row for row in test if row["target"]], random.Random(0))[:HELD_OUT_ROWS],
         "test_all": test,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder. Raises UserError where a package or a part is missing."""
     config = load_config(HERE / "vqa.yaml", request.changes)
     _check(request)
-    folder = request.new_folder("vqa")
+    folder = request.new_folder
     seconds = prepare(folder, request)
     train = [folder / "config.yaml", *(QUICK if request.quick else ()), *request.changes]
     seconds["grpo"] = run(
@@ -68,12 +68,20 @@ def prepare(folder: Path, request: DemoRequest) -> dict[str, float]:
         start = folder / "made"
         seconds |= train_start(folder, start, quick=request.quick)
     seconds["compose"] = _compose(parts, "composed", start / TOWER, f"connector_weights={start / CONNECTOR}")
-    apply = ["-m", f"{MODULE}.start", "apply", str(parts / "composed"), str(folder / "start"), "--start", str(start)]
+    apply = [
+        "-m",
+        f"{MODULE}.start",
+        "apply",
+        str(parts / "composed"),
+        str(folder / "warm_start"),
+        "--start",
+        str(start),
+    ]
     seconds["compose"] += run("what supervised training has changed in the language model", *apply)
     shutil.rmtree(parts)
     changes = [
-        *(f"run_dir={folder}/grpo", f"model.path={folder}/start", f"trainer.seed={request.seed}"),
-        *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/test.parquet]"),
+        *(f"run_dir={folder}/grpo", f"model.path={folder}/warm_start", f"trainer.seed={request.seed}"),
+        *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]"),
     ]
     (folder / "config.yaml").write_text(dump_config(load_config(HERE / "vqa.yaml", changes)), encoding="utf-8")
     return seconds
@@ -91,7 +99,7 @@ def train_start(folder: Path, start: Path, *, quick: bool = False) -> dict[str, 
         "demonstrations of the answer's form (asyncrl sft)",
         *("-m", "asyncrl", "sft", str(HERE / "vqa_sft.yaml")),
         *(f"run_dir={parts}/sft", f"model.path={parts}/aligned"),
-        *(f"data.train_files=[{data}/sft.parquet]", f"data.val_files=[{data}/test.parquet]"),
+        *(f"data.train_files=[{data}/sft.parquet]", f"data.val_files=[{data}/eval.parquet]"),
         *(("sft.steps=2",) if quick else ()),
     )
     ship = [

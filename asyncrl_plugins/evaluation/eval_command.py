@@ -41,6 +41,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.out:
         write_scored(scored, arguments.out)
     print(describe_scores(config, scored))
+    if arguments.by:
+        print(describe_by(config, scored, arguments.by))
     if other := scored_otherwise(config, arguments.model):
         print(f"note: {other}")
     return 0

@@ -88,7 +88,7 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     ran = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
-    check_demo(tmp_path / "runs" / "digits-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
+    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
 
 
 def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:

@@ -39,7 +39,7 @@ def test_no_picture_is_in_two_parts(rows: dict[str, list[dict[str, Any]]]) -> No
     numbers = {name: {row["picture"] for row in rows[name]} for name in ("sft", "rl")}
     assert max(numbers["sft"]) < easy_vqa.DEMONSTRATED <= min(numbers["rl"])
     held_out = {file.read_bytes() for file in _images("test")}
-    assert {row["images"][0] for name in ("test", "test_all") for row in rows[name]} <= held_out
+    assert {row["images"][0] for name in ("eval", "test_all") for row in rows[name]} <= held_out
     assert {row["images"][0] for row in rows["rl"]} <= {file.read_bytes() for file in _images("train")}
 
 
@@ -48,7 +48,7 @@ def _images(split: str) -> list[Path]:
 
 
 def test_demonstrations_earn_the_whole_reward(rows: dict[str, list[dict[str, Any]]]) -> None:
-    for row in [*rows["sft"], *rows["rl"], *rows["test"]]:
+    for row in [*rows["sft"], *rows["rl"], *rows["eval"]]:
         columns = {name: row[name] for name in ("colour", "shape")}
         sample = RewardSample(completion=row["target"], answer=row["answer"], columns=columns)
         assert (reward.right(sample), reward.seen(sample)) == (1.0, 1.0), row
