@@ -27,14 +27,18 @@ def write_language_model(folder: Path) -> None:
     package_folder("gguf")  # which transformers reads the file with
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # A model that was read from GGUF cannot be saved: one of the same weights, whose configuration does not name the
     # file's four bits, can.
     settings = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
     model.config.dtype = torch.float32
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model.save_pretrained(folder)
