@@ -172,7 +172,8 @@ P = TypeVar("P", bound=Part)
 @cache
 def _entries() -> EntryPoints:
     """All entry points of the environment: to find them reads a file of each installed package."""
-    return entry_points()
+    found: Any = entry_points()  # Python 3.11 calls the class SelectableGroups
+    return found
 
 
 @cache

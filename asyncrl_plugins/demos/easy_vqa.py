@@ -120,7 +120,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def balanced(found: Sequence[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """As many yes as no in each kind of question; of the other kinds half as many rows as of one such answer."""
+    """Equally many rows with yes and no in each kind of question; of the other kinds half as many as of one answer."""
     by_answer: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in found:
         by_answer[row["kind"], row["answer"] if row["answer"] in ("yes", "no") else ""].append(row)

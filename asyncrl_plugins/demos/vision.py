@@ -121,7 +121,7 @@ def align(
     from asyncrl.models.loading import load_model
 
     torch.manual_seed(seed)
-    model = load_model(ModelConfig(path=str(composed), dtype="float32"), device=torch.device("cpu"))
+    model: Any = load_model(ModelConfig(path=str(composed), dtype="float32"), device=torch.device("cpu"))
     processor = AutoProcessor.from_pretrained(composed)
     table = pq.read_table(rows)
     targets = WordTargets.of(model, processor.tokenizer, table)
