@@ -71,8 +71,15 @@ class ZeroModel:
         """Gradients of a micro-batch beside their sums: stage 1 sends them before the step alone; stage 2 keeps fp32
         ones of this rank's part to the end of the pass."""
         if self.stage == 1:
-            return 0
-        return self.collective + (self.part if self.stage == 2 and self._computes_in_fp32 else 0)
+            return self.widened
+        kept = self.part if self.stage == 2 and self._computes_in_fp32 else 0
+        return self.collective + kept + self.widened
+
+    @property
+    def widened(self) -> int:
+        """Bytes by which the output layer's gradient and a chunk's piece of it are more in fp32 than in 16 bits."""
+        outside = [p for p in self.model.units[-1].parameters if p.is_trained and p.gathered == 2]
+        return 2 * 2 * max((p.elements for p in outside), default=0)
 
     @property
     def stepping(self) -> int:

@@ -49,7 +49,7 @@ class ZeroWhole(ShardedFiles):
     def run(self, compute: Callable[[], T]) -> T:
         if self._updates is None or not torch.is_grad_enabled():
             return compute()
-        return self._updates.engine.run(compute)
+        return self._updates.run(compute)
 
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
         assert scale is None, "learner.engine=deepspeed refuses float16"
@@ -132,7 +132,7 @@ class ZeroParted(ZeroWhole):
 
     def run(self, compute: Callable[[], T]) -> T:
         if self._updates is not None:
-            return self._updates.engine.run(compute)
+            return self._updates.run(compute) if torch.is_grad_enabled() else self._updates.engine.run(compute)
         if self._engine is None:  # a model that is only read, such as a reference
             self._engine = ZeroEngine(self._model, self._settings)
         return self._engine.run(compute)
