@@ -71,7 +71,7 @@ class Learner:
             start = find_start(config, resume=resume, resources=self.resources, accept_changes=accept_changes)
             self.accepts_changes = accept_changes
             self.was_finished = is_finished(config.run_path)
-            self.processor = prompt_processor(config.model, config.environment)
+            self.processor = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs)
             self.config = config = changed(config, settle_day(config.model, self.processor, start.journal))
             self._lease = self._take_lease(start)
             divided = config.learner.is_divided

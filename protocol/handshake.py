@@ -134,7 +134,8 @@ def check_hello(
             code=ErrorCode.PROCESSOR_MISMATCH,
             reason=f"{server} has a processor with fingerprint {hello.processor_fingerprint}, "
             f"the learner's is {processor_fingerprint}: tokenizer, image processor or chat template differ",
-            fix="Use the same model files, model.min_pixels, model.max_pixels and transformers version on both sides",
+            fix="Use the same model files, model.min_pixels, model.max_pixels, data.chat_template_kwargs and "
+            "transformers version on both sides",
         )
     mine = scoring or {}  # a file that one side alone has on its machine tells nothing
     if other := [f"{name} is not what the run has" for name, its in hello.scoring if mine.get(name, its) != its]:

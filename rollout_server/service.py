@@ -64,7 +64,7 @@ class RolloutServer:
         """Serve until the run is finished; raises LearnerLeftError or the failure."""
         check_device_channel(self.config.rollout, "rollout.device", self.config.rollout.device)
         self.exporter.serve()
-        self.processor = PromptProcessor(self.config.model)
+        self.processor = PromptProcessor(self.config.model, self.config.data.chat_template_kwargs)
         self.engine = create_engine(self.config, self.processor)
         self._scoring = scoring_fingerprints(scoring_settings(self.config.reward, self.config.environment))
         self.rewards = RewardScorer(self.config.reward)  # whose workers hold the files as they are now

@@ -34,7 +34,7 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     the run's environment, and for an environment that does not open.
     """
     generation_config(config.model)
-    processor = prompt_processor(config.model, config.environment)
+    processor = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs)
     bridge: TurnBridge | None = None
     if config.environment.is_used:
         bridge = TurnBridge(processor, processor.ends.stop_token_ids)
@@ -61,8 +61,11 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
             config.environment, rendered, encoded, bridge, seed=config.trainer.seed, limit=limit
         )
     seen = "images and videos" if encoded.video_hashes else "images"
+    text = processor.render(prompt)
+    if inserted := processor.template.described_system_prompt(text):
+        found.append(f"note: {inserted}")
     lines = [
-        *(f"| {line}" for line in processor.render(prompt).splitlines()),
+        *(f"| {line}" for line in text.splitlines()),
         *([told] if told else []),
         f"answer: {rendered.prompt.answer!r}",
         f"tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",

@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     create_model,
@@ -167,6 +168,9 @@ class DataConfig(Section):
     with `<image>` where an image stands, and every column. Empty means the question as it is."""
     system_prompt: str = ""
     """System message before the question, of which a row has none then; empty means none."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Values of names that the model's chat template reads, such as `{enable_thinking: false}` (Qwen3) or
+    `{reasoning_effort: low}` (gpt-oss). A name that it does not read is refused with those that it does."""
     max_prompt_length: int = Field(default=2048, gt=0)
     """Tokens, image tokens included. A row with a longer prompt is a bad row. What an environment opens with
     counts, too: one that makes a prompt longer than this ends the run."""

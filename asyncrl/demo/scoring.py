@@ -132,7 +132,7 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     if not is_adapter_folder(folder):
         base = model_of_export(base, folder).model_copy(update={"path": str(folder)})
     check_lengths(config.model_copy(update={"model": base}), describe_folder(base))
-    processor = PromptProcessor(base)
+    processor = PromptProcessor(base, config.data.chat_template_kwargs)
     rows = list(held_out_prompts(config.data, processor, config.network.max_message_mib)[1])
     hf_config = describe_model(model_folder(base), trust_remote_code=base.trust_remote_code)
     device = resolve_device(config.rollout.device, "rollout.device")

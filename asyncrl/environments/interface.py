@@ -81,9 +81,9 @@ class PromptTools:
     """Schemas in the form that chat templates take."""
     text: str
     """Text that ends the system message where the chat template does not list the tools."""
-    markers: tuple[str, ...] = ()
-    """Strings that a chat template writes beside its list if it asks for calls in the form that the environment reads.
-    Empty: no template does."""
+    markers: tuple[tuple[str, ...], ...] = ()
+    """Strings for each form of a call that the environment reads: a chat template that asks for the form writes them
+    beside its list of tools. Empty: no template does."""
     show: Literal["auto", "template", "text", "off"] = "auto"
     """`template`: listed by the chat template, which must have the markers; `text`: in the system message; `auto`: the
     former where it can be; `off`: prompts tell of no tools."""
@@ -98,7 +98,7 @@ class PromptTools:
     @classmethod
     def from_json(cls, text: str) -> PromptTools:
         values = json.loads(text)
-        return cls(**values | {"schemas": tuple(values["schemas"]), "markers": tuple(values["markers"])})
+        return cls(**values | {"schemas": tuple(values["schemas"]), "markers": tuple(map(tuple, values["markers"]))})
 
 
 class Environment(Protocol):

@@ -45,6 +45,7 @@ from asyncrl.processing.image_grids import (
 )
 from asyncrl.processing.reserved_text import ReservedText
 from asyncrl.processing.tool_prompt import CallForm, ToolPrompt
+from asyncrl.user_functions import shorten
 from protocol.messages import Prompt
 
 PLACEHOLDER_ID_NAMES = (
@@ -68,7 +69,8 @@ torchvision_cpu.install()
 class PromptProcessor:
     """The model folder's processor and tokenizer, with a bounded cache of encoded prompts."""
 
-    def __init__(self, config: ModelConfig, *, cache_mib: int = 256):
+    def __init__(self, config: ModelConfig, settings: Mapping[str, Any] | None = None, *, cache_mib: int = 256):
+        """`settings`: values for the chat template, `data.chat_template_kwargs` of the run. Raises UserError."""
         from transformers import AutoProcessor, AutoTokenizer
 
         described = describe_folder(config)
@@ -86,7 +88,7 @@ class PromptProcessor:
         limit_pixels(self.processor, config)
         self._pixel_limits = config.pixel_limits
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
-        self.template = ChatTemplate(self.processor, config.template_date)
+        self.template = ChatTemplate(self.processor, config.template_date, settings)
         self._folder = folder
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
         self.family: str = hf_config.model_type
@@ -119,7 +121,7 @@ class PromptProcessor:
 
         Of the tools that prompts tell of, every setting of the tokenizer (added and special tokens, normaliser), of the
         image and video processors (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat
-        template. Limits of this configuration can be read in it.
+        template. Limits and template settings of this configuration can be read in it.
         """
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
@@ -128,9 +130,14 @@ class PromptProcessor:
         }
         if self.sees_images:
             described["processor"] = self.processor.to_dict()
+        named = {f"model.{name}": str(pixels) for name, pixels in self._pixel_limits.items()}
+        if settings := self.template.settings:
+            described["template_settings"] = settings
+            named["data.chat_template_kwargs"] = shorten(json.dumps(settings, sort_keys=True), 48)
         digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        limits = (f"model.{name}={pixels}" for name, pixels in self._pixel_limits.items())
-        return " ".join([digest, *limits, *([f"tools={self._tools.digest}"] if self._tools else [])])
+        if self._tools:
+            named["tools"] = self._tools.digest
+        return " ".join([digest, *(f"{name}={value}" for name, value in named.items())])
 
     def show_tools(self, shown: PromptTools | None) -> None:
         """Tell of these tools in every prompt from now on. Raises UserError where the chat template shows none."""
@@ -403,9 +410,11 @@ def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
     return {token_id for token_id in found if isinstance(token_id, int)}
 
 
-def prompt_processor(model: ModelConfig, environment: EnvironmentConfig, *, cache_mib: int = 256) -> PromptProcessor:
+def prompt_processor(
+    model: ModelConfig, environment: EnvironmentConfig, settings: Mapping[str, Any], *, cache_mib: int = 256
+) -> PromptProcessor:
     """The processor of a run's policy, whose prompts tell of the environment's tools. Raises UserError."""
-    processor = PromptProcessor(model, cache_mib=cache_mib)
+    processor = PromptProcessor(model, settings, cache_mib=cache_mib)
     processor.show_tools(prompt_tools(environment))
     return processor
 

@@ -118,7 +118,7 @@ def _in_form(message: dict[str, Any], is_text: bool, is_null: bool) -> dict[str,
     return {**message, "tool_calls": calls} | ({"content": None} if is_null else {})
 
 
-def _missing(template: Callable[..., str], markers: tuple[str, ...]) -> str:
+def _missing(template: Callable[..., str], forms: tuple[tuple[str, ...], ...]) -> str:
     """Reason why a template cannot list tools and ask for their calls; empty where it can."""
     messages = [_message("user", "asyncrl-asks")]
     try:
@@ -127,8 +127,9 @@ def _missing(template: Callable[..., str], markers: tuple[str, ...]) -> str:
         return f"fails on tools ({type(error).__name__}: {error})"
     if not all(word in text for word in ("asyncrl_tool", "asyncrl-describes", "asyncrl_part")):
         return "does not list tools"
-    if not markers or any(marker not in text or marker in without for marker in markers):
-        return f"does not ask for calls as the environment reads them ({' '.join(markers) or 'which no template does'})"
+    if not any(all(marker in text and marker not in without for marker in form) for form in forms):
+        asked = " or ".join(map(" ".join, forms)) or "which no template does"
+        return f"does not ask for calls as the environment reads them ({asked})"
     return ""
 
 

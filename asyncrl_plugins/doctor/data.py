@@ -35,7 +35,7 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
-    processor, data = prompt_processor(config.model, config.environment), config.data
+    processor, data = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs), config.data
     if purpose == "training":
         ends = processor.ends
         yield Finding("stop tokens", ends.described, "ok" if ends.added is None else "note")
@@ -56,6 +56,8 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
     if any(survey.facts):
         yield _judge_lengths(survey, data, counted, left_out=left_out)
     texts, questions = _compare(data, rows, survey.usable[:COMPARED_ROWS], renderer, processor)
+    if purpose == "training" and (own := max(map(processor.template.described_system_prompt, texts), default="")):
+        yield Finding("system prompt", own, "note")
     if len(texts) == 1 and len(questions) > 1:
         number = min(COMPARED_ROWS, len(survey.usable))
         value = f"all of {number} {purpose} rows become one and the same prompt, though they ask different things"

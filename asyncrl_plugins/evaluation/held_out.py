@@ -97,7 +97,7 @@ async def _playing(
     config: RunConfig,
 ) -> AsyncIterator[tuple[InferenceEngine, GroupProducer, PromptProcessor, Environments]]:
     """Parts that play tickets, started but for the engine: what can be refused without a model is refused first."""
-    processor = PromptProcessor(config.model)
+    processor = PromptProcessor(config.model, config.data.chat_template_kwargs)
     workers = environment_workers(config.environment, processor)
     assert workers is not None, "rows of one turn are scored by plain transformers"
     engine, rewards = create_engine(config, processor), RewardScorer(config.reward)

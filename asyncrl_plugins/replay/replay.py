@@ -169,7 +169,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     checkpoint = run.checkpoints.get(start)
     state = read_state(checkpoint) if checkpoint else None
     config = in_one_process(run.config)
-    processor = PromptProcessor(config.model)
+    processor = PromptProcessor(config.model, config.data.chat_template_kwargs)
     if tools := json.loads(run.journal.meta("settings") or "{}").get(TOOLS):  # as recorded: no environment is run
         processor.show_tools(PromptTools.from_json(tools))
     if checkpoint and state and not state.adapter:

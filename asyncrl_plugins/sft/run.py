@@ -144,7 +144,9 @@ class SupervisedRun:
     """A supervised run on rank 0: rows, trainer and recorder, and one optimiser step after the other."""
 
     def __init__(self, config: RunConfig, leader: Leader | None = None):
-        self.processor = prompt_processor(config.model, config.environment, cache_mib=CACHE_MIB)
+        self.processor = prompt_processor(
+            config.model, config.environment, config.data.chat_template_kwargs, cache_mib=CACHE_MIB
+        )
         self.config = config = changed(config, settle_day(config.model, self.processor))
         self.rows = PromptRows(
             open_train(config.data, "sft"),

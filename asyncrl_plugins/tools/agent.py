@@ -93,7 +93,7 @@ class AgentEnvironment:
                 f'environment.config.tools: expected {{"type": "function", "function": {{"name", "parameters"}}}}, '
                 f"and {one_line(error)}"
             ) from error
-        cls.reader = CallReader.of(config, "hermes", tools)
+        cls.reader = CallReader.of(config, "tool_call", tools)
         return prompt_tools(tools, cls.reader, show_wish(config))
 
     async def reset(self, start: Start) -> Observation | None:

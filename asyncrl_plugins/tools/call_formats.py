@@ -3,6 +3,8 @@ nothing is repaired.
 
     hermes      <tool_call>{"name": "crop", "arguments": {"row": 1}}</tool_call>; several blocks are several calls
     qwen_xml    <tool_call><function=crop><parameter=row>1</parameter></function></tool_call>; the schema types values
+    tool_call   either of these two in each block: prompts ask for the one that the model's chat template asks for, else
+                for JSON
     tag:search  <search>text</search>: the only argument, a string, of the tool `search`
     python      a fenced block of python, or <code>...</code>: the argument of the tool `python`
     plain       one line, `crop 1 2`: a tool's name and its arguments in order
@@ -28,7 +30,7 @@ from protocol.nesting import read_json
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of each tool's parameters, by the tool's name."""
-FORMATS = ("hermes", "qwen_xml", "tag:<name>", "python", "plain", "none")
+FORMATS = ("tool_call", "hermes", "qwen_xml", "tag:<name>", "python", "plain", "none")
 PYTHON = "python"
 """Name of the tool that the format `python` calls."""
 
@@ -184,15 +186,29 @@ def _example(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
 Found = tuple[str, dict[str, Any] | _Malformed]
 
 
-def _hermes(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]:
+def _in_blocks(
+    text: str, start: int, schemas: Schemas, read: Callable[[int, str, Schemas], tuple[str, dict[str, Any]]]
+) -> Iterator[Found]:
     for position, inner in _blocks(text, start):
         try:
-            yield _hermes_call(position, inner)
+            yield read(position, inner, schemas)
         except _Malformed as error:
             yield error.name, error
 
 
-def _hermes_call(position: int, inner: str) -> tuple[str, dict[str, Any]]:
+def _tool_call(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]:
+    def read(position: int, inner: str, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+        is_xml = inner.lstrip().startswith("<function")
+        return (_qwen_xml_call if is_xml else _hermes_call)(position, inner, schemas)
+
+    return _in_blocks(text, start, schemas, read)
+
+
+def _hermes(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]:
+    return _in_blocks(text, start, schemas, _hermes_call)
+
+
+def _hermes_call(position: int, inner: str, schemas: Schemas) -> tuple[str, dict[str, Any]]:
     indent = len(inner) - len(inner.lstrip())
     called = _json(inner.strip(), position + indent)
     if not isinstance(called, dict) or not isinstance(called.get("name"), str):
@@ -207,26 +223,25 @@ def _hermes_call(position: int, inner: str) -> tuple[str, dict[str, Any]]:
 
 
 def _qwen_xml(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]:
-    for position, inner in _blocks(text, start):
-        function = _FUNCTION.fullmatch(inner)
-        if function is None:
-            yield "", _Malformed(position, "expected <function=NAME>...</function> and nothing else")
-            continue
-        tool, body, at = function[1], function[2], 0
-        arguments: dict[str, Any] = {}
-        problem = None
-        while body[at:].strip():
-            match = _PARAMETER.match(body, at)
-            if match is None:
-                where = position + function.start(2) + at
-                problem = _Malformed(where, "expected <parameter=NAME>value</parameter>", tool)
-                break
-            if match[1] in arguments:
-                problem = _Malformed(position, f"parameter {match[1]!r:.80} is given twice", tool)
-                break
-            arguments[match[1]] = _typed(match[2], _part(schemas, tool, match[1]))
-            at = match.end()
-        yield tool, problem or arguments
+    return _in_blocks(text, start, schemas, _qwen_xml_call)
+
+
+def _qwen_xml_call(position: int, inner: str, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+    function = _FUNCTION.fullmatch(inner)
+    if function is None:
+        raise _Malformed(position, "expected <function=NAME>...</function> and nothing else")
+    tool, body, at = function[1], function[2], 0
+    arguments: dict[str, Any] = {}
+    while body[at:].strip():
+        match = _PARAMETER.match(body, at)
+        if match is None:
+            where = position + function.start(2) + at
+            raise _Malformed(where, "expected <parameter=NAME>value</parameter>", tool)
+        if match[1] in arguments:
+            raise _Malformed(position, f"parameter {match[1]!r:.80} is given twice", tool)
+        arguments[match[1]] = _typed(match[2], _part(schemas, tool, match[1]))
+        at = match.end()
+    return tool, arguments
 
 
 def _tag(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]:
@@ -269,6 +284,7 @@ def _none(text: str, start: int, schemas: Schemas, name: str) -> Iterator[Found]
 
 
 _PARSERS: dict[str, Callable[[str, int, Schemas, str], Iterator[Found]]] = {
+    "tool_call": _tool_call,
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
     "tag": _tag,

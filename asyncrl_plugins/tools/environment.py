@@ -130,7 +130,7 @@ class ToolEnvironment:
     UserError for what it cannot do on this machine or with these settings."""
     Config: ClassVar[type[BaseModel]] = ToolSettings
     """Model of `environment.config`. One that is not derived from ToolSettings leaves the class as it is written."""
-    call_format: ClassVar[str] = "hermes"
+    call_format: ClassVar[str] = "tool_call"
     """Form of a call where `environment.config.call_format` is auto."""
     show_tools: ClassVar[bool] = True
     """Whether prompts list the tools where `environment.config.show_tools` is auto; False: the class says how to

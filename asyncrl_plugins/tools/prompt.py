@@ -17,15 +17,17 @@ from asyncrl_plugins.tools.call_formats import CallReader, example_call
 from asyncrl_plugins.tools.schema import Tool
 
 ShowTools = Literal["auto", "template", "text", "off"]
-MARKERS = {"hermes": ("<tool_call>", '"name"', '"arguments"'), "qwen_xml": ("<tool_call>", "<function=", "<parameter=")}
-"""Strings that a template which asks for calls of this format writes beside the list of tools."""
+_HERMES, _QWEN_XML = ("<tool_call>", '"name"', '"arguments"'), ("<tool_call>", "<function=", "<parameter=")
+MARKERS = {"hermes": (_HERMES,), "qwen_xml": (_QWEN_XML,), "tool_call": (_HERMES, _QWEN_XML)}
+"""Strings that a template which asks for calls of this format, in each of its forms, writes beside the list of
+tools."""
 
 
 class CallSettings(BaseModel):
     """Keys of `environment.config` of each environment whose policy calls tools."""
 
     call_format: str = "auto"
-    """Form of calls: hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own."""
+    """Form of calls: tool_call, hermes, qwen_xml, tag:<name>, python, plain, none. `auto`: the class's own."""
     show_tools: ShowTools = "auto"
     """Form of the list of tools in prompts. `template`: as the chat template lists them, which must ask for calls as
     call_format reads them; `text`: in the system message; `auto`: the former where it can be, unless the class tells of
@@ -64,7 +66,7 @@ def _text(schemas: tuple[dict[str, Any], ...], call_format: str) -> str:
 
 
 def _line(tool: dict[str, Any], kind: str) -> str:
-    if kind in ("hermes", "qwen_xml"):
+    if kind in MARKERS:
         return json.dumps(tool, ensure_ascii=False)
     parameters = tool["parameters"].get("properties", {})
     usage = " ".join([tool["name"], *(name.upper() for name in parameters)]) if kind == "plain" else tool["name"]
@@ -79,13 +81,15 @@ def _parameter(name: str, part: dict[str, Any]) -> str:
     return "".join([f"{name}: {part.get('description', '')}", *(f", {each}" for each in extra)])
 
 
+_JSON_FORM = [
+    "A call is its name and arguments as JSON between tags, several calls one behind the other:",
+    "<tool_call>",
+    '{"name": NAME, "arguments": {PARAMETER: VALUE}}',
+    "</tool_call>",
+]
 _FORMS: dict[str, list[str]] = {
-    "hermes": [
-        "A call is its name and arguments as JSON between tags, several calls one behind the other:",
-        "<tool_call>",
-        '{"name": NAME, "arguments": {PARAMETER: VALUE}}',
-        "</tool_call>",
-    ],
+    "tool_call": _JSON_FORM,
+    "hermes": _JSON_FORM,
     "qwen_xml": [
         "A call is written so, several calls one behind the other:",
         "<tool_call>",

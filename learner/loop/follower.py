@@ -67,7 +67,7 @@ def _follow(config: RunConfig, begin: Begin, environment: RankVariables, store: 
         check=check,
     )
     check()
-    processor = prompt_processor(config.model, config.environment)
+    processor = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs)
     command = commands.take()
     if command.kind == "end":
         return

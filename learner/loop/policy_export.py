@@ -152,7 +152,7 @@ def export_policy(run_path: Path, source: Path, target: Path, *, merged: bool | 
         shutil.copytree(source, target)
         return f"{target} is a copy of {source}"
     config = resolve_dtype(load_config(run_path / CONFIG_FILE, []))
-    processor = prompt_processor(config.model, config.environment)
+    processor = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs)
     supervised = source == run_path / EXPORT_FOLDER
     purpose: Purpose = "sft" if supervised else config.purpose
 

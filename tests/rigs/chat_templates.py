@@ -54,6 +54,7 @@ DEEPSEEK = """\
 {%- endif %}
 {%- endfor %}
 {%- if ns.is_tool %}{{ '<|outputs_end|>' }}{% elif add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"""
+DEEPSEEK_V3 = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}\n" + DEEPSEEK
 MISTRAL = """\
 {{- '<s>' }}
 {%- for m in messages %}
@@ -79,14 +80,50 @@ GPT_OSS = """\
 {{- '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GEMMA_3 = """\
+{{- '<bos>' }}
+{%- set system = messages[0].role == 'system' %}{% set before = messages[0].content + '\\n\\n' if system else '' %}
+{%- set talk = messages[1:] if system else messages %}
+{%- for m in talk %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+{{- (before if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+LLAMA_3_2 = """\
+{%- set day = date_string if date_string is defined else strftime_now('%d %b %Y') %}
+{%- set system, talk = (messages[0].content, messages[1:]) if messages[0].role == 'system' else ('', messages) %}
+{{- '<s><|head|>system<|/head|>\\n\\n' + ('Environment: ipython\\n' if tools else '') }}
+{{- 'Today Date: ' + day + '\\n\\n' }}
+{{- system + '<|eot_id|>' }}
+{%- for m in talk %}
+{%- if m.tool_calls is defined %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}
+{%- set call = m.tool_calls[0].function %}{{ '<|head|>assistant<|/head|>\\n\\n{"name": "' + call.name + '", ' }}
+{{- '"parameters": ' + call.arguments | tojson + '}<|eot_id|>' }}
+{%- elif m.role == 'tool' %}{{ '<|head|>ipython<|/head|>\\n\\n' + m.content | tojson + '<|eot_id|>' }}
+{%- else %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' }}
+{%- if tools and loop.first %}{{ 'Respond in the format {"name": NAME, "parameters": {}}.\\n\\n' }}
+{%- for t in tools %}{{ t | tojson + '\\n\\n' }}{% endfor %}{% endif %}
+{{- m.content | trim + '<|eot_id|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""
 PLAIN = """\
 {%- for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 OPEN = """\
 {%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}"""
 
+
+def released(name: str) -> str:
+    """A released template, byte for byte (`templates/README.md`)."""
+    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
 _WRITTEN = re.findall(r"<[^ ']+?>|\[/?[A-Z_]+\]", GEMMA + LLAMA + DEEPSEEK + MISTRAL + LLAMA2 + COMMAND + GPT_OSS)
-SPECIAL = sorted({*_WRITTEN, "<|im_start|>", "<eos>", "<|user|>", "<|assistant|>", "<|observation|>"})
+SPECIAL = sorted(
+    {*_WRITTEN, *("<|call|>", "<|channel|>"), "<|im_start|>", "<eos>", "<|user|>", "<|assistant|>", "<|observation|>"}
+)
 """Tokens that the templates write."""
 
 

@@ -16,6 +16,7 @@ from asyncrl_plugins.tools import prompt
 from asyncrl_plugins.tools.call_formats import CallReader, parse_calls
 from asyncrl_plugins.tools.schema import Tool
 from protocol.messages import ChatMessage, Prompt, TextPart
+from tests.rigs.chat_templates import released, text_processor
 from tests.rigs.tiny_families import make_family
 from tests.rigs.tool_schemas import CROP, LISTS_TOOLS
 
@@ -79,3 +80,28 @@ def test_the_learner_asks_the_environment_itself() -> None:
         asked = prompt_tools(EnvironmentConfig.model_validate({"name": name, "config": config}))
         assert asked is not None
         assert asked.show == show
+
+
+@pytest.mark.parametrize(("name", "asked"), [("qwen3", '{"name": <function-name>'), ("qwen3_6", "<function=example_")])
+def test_by_default_calls_have_the_templates_own_form(tmp_path: Path, name: str, asked: str) -> None:
+    """Qwen3 asks for JSON, Qwen3.5 and 3.6 for XML; the example that each template writes is read."""
+    processor = text_processor(tmp_path, released(name), "<|im_end|>")
+    processor.show_tools(shown("tool_call"))
+    text = processor.render(PROMPT)
+    assert asked in text
+    assert "You can call these tools:" not in text
+    for written in (
+        '{"name": "crop", "arguments": {"row": 1}}',
+        "<function=crop>\n<parameter=row>\n1\n</parameter>\n</function>",
+    ):
+        (call,) = parse_calls(
+            "tool_call", f"<tool_call>\n{written}\n</tool_call>", {"crop": CROP["function"]["parameters"]}
+        )
+        assert (call.name, call.arguments, call.error) == ("crop", {"row": 1}, "")
+    broken = parse_calls(
+        "tool_call", "<tool_call>\n<function=crop>1\n</function></tool_call><tool_call>{}</tool_call>", {}
+    )
+    assert [call.error.partition(": ")[2][:24] for call in broken] == [
+        "expected <parameter=NAME",
+        'expected {"name": ..., "',
+    ]

@@ -225,7 +225,7 @@ def test_what_is_no_call_is_an_error_with_its_position(call_format: str, text: s
     ("call_format", "problem"),
     [
         ("hermse", "Did you mean 'hermes'?"),
-        ("tag", "There are hermes, qwen_xml, tag:<name>"),
+        ("tag", "There are tool_call, hermes, qwen_xml, tag:<name>"),
         ("tag:answer", "there is no tool 'answer'"),
         ("tag:crop", "one argument, a string"),
         ("python", "there is no tool 'python'"),
@@ -398,7 +398,7 @@ def test_the_calculator_reckons_and_runs_nothing(expression: str, value: float |
         assert calculator(expression) == value
 
 
-@pytest.mark.parametrize("call_format", ["hermes", "qwen_xml", "plain"])
+@pytest.mark.parametrize("call_format", ["tool_call", "hermes", "qwen_xml", "plain"])
 def test_an_example_of_a_call_is_one(call_format: str) -> None:
     def turn(way: Literal["left", "right"], steps: int, name: str, far: bool = False) -> str:
         """Turn.

@@ -17,7 +17,7 @@ from protocol.messages import ChatMessage, Prompt, TextPart
 from tests.rigs.tiny_families import make_family
 from tests.rigs.tool_schemas import CROP, LISTS_TOOLS
 
-SHOWN = PromptTools((CROP,), "You can call crop.", ("<tool_call>", '"arguments"'))
+SHOWN = PromptTools((CROP,), "You can call crop.", (("<tool_call>", '"arguments"'),))
 PROMPT = Prompt(row_id="r", messages=(ChatMessage(role="user", content=(TextPart(text="Which digit?"),)),))
 
 
@@ -51,7 +51,7 @@ def test_a_template_that_lists_tools_is_given_their_schemas(folder: Path, tmp_pa
 
 def test_elsewhere_the_system_message_ends_with_the_text(folder: Path, tmp_path: Path) -> None:
     """So also where the template lists tools, but asks for calls that the environment does not read."""
-    other = replace(SHOWN, markers=("<function=",))
+    other = replace(SHOWN, markers=(("<function=",),))
     cases = [("", SHOWN), (LISTS_TOOLS, replace(SHOWN, markers=())), (LISTS_TOOLS, other)]
     for number, (before, shown) in enumerate([*cases, (LISTS_TOOLS, replace(SHOWN, show="text"))]):
         processor = processor_of(folder, tmp_path / f"m{number}", before)
@@ -68,7 +68,7 @@ def test_a_template_that_cannot_is_refused_where_it_is_insisted_on(folder: Path,
         processor_of(folder, tmp_path / "m").show_tools(replace(SHOWN, show="template"))
     lists = processor_of(folder, tmp_path / "l", LISTS_TOOLS)
     with pytest.raises(UserError, match=r"does not ask for calls as the environment reads them \(<function=\)"):
-        lists.show_tools(replace(SHOWN, markers=("<function=",), show="template"))
+        lists.show_tools(replace(SHOWN, markers=(("<function=",),), show="template"))
     silent = processor_of(folder, tmp_path / "s", "{% set messages = messages | rejectattr('role', 'eq', 'system') %}")
     with pytest.raises(UserError, match="shows no system message"):
         silent.show_tools(SHOWN)
