@@ -20,13 +20,12 @@ from asyncrl.data.images import content_hash
 from asyncrl.environments.interface import Start
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
+from asyncrl.processing.chat_template import ASKED, SAID, SHOWN, said
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.sample import plain_message
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
-_ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
-"""Texts of the fixed conversation; none is part of another."""
 _Rendered = dict[str, Any]
 """A message as chat templates take it: role, and a list of parts."""
 
@@ -142,14 +141,14 @@ class TurnBridge:
         """Text that the template writes behind the last answer, which `messages` follow. Each role of `before` has said
         something before another answer."""
         turns = 1 + len(before)
-        talk = [_message(*said) for role in ("user", *before) for said in ((role, _ASKED), ("assistant", _SAID))]
+        talk = [said(*pair) for role in ("user", *before) for pair in ((role, ASKED), ("assistant", SAID))]
         try:
             text = self.processor.render_messages([*talk, *messages], add_generation_prompt=add_generation_prompt)
         except Exception as error:  # templates raise what they like
             raise self._refused(
                 f"it fails on a conversation of several turns ({type(error).__name__}: {error})"
             ) from error
-        pieces = text.split(_SAID, turns)
+        pieces = text.split(SAID, turns)
         if len(pieces) <= turns:
             raise self._refused("it does not show what the assistant has said, word for word")
         return pieces[-1]
@@ -159,12 +158,12 @@ class TurnBridge:
         placeholder = self.processor.image_token_id
         if image and not self.processor.sees_images:
             return False
-        parts = [{"type": "text", "text": _SHOWN}, *([{"type": "image"}] if image else [])]
+        parts = [{"type": "text", "text": SHOWN}, *([{"type": "image"}] if image else [])]
         try:
             text = self._text_behind([{"role": role, "content": parts}])
         except UserError:
             return False
-        return _SHOWN in text and (
+        return SHOWN in text and (
             not image or sum(token == placeholder for token in self.processor.tokenize(text)) == 1
         )
 
@@ -181,7 +180,7 @@ class TurnBridge:
 
     def _check_history(self) -> None:
         """Refuse a template that writes the same messages differently by what came before, or before what follows."""
-        shown = [_message("user", _SHOWN)]
+        shown = [said("user", SHOWN)]
         text, unopened = self._text_behind(shown), self._text_behind(shown, add_generation_prompt=False)
         if not text.startswith(self._close):
             raise self._refused(
@@ -198,7 +197,7 @@ class TurnBridge:
         first of all. Refuse one with more than these two forms."""
         counts = False
         for role in ("tool", "user"):
-            shown = [_message(role, _SHOWN)]
+            shown = [said(role, SHOWN)]
             first, second, third = (self._text_behind(shown, *["tool"] * earlier) for earlier in range(3))
             if not all(text.startswith(self._close) for text in (first, second)):
                 raise self._refused(
@@ -225,10 +224,6 @@ def start_of(prompt: Prompt, images: Sequence[bytes], seed: int, index: int = 0)
         seed=seed,
         index=index,
     )
-
-
-def _message(role: str, text: str) -> _Rendered:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 def _add(messages: list[_Rendered], role: str, parts: list[dict[str, str]]) -> None:

@@ -16,8 +16,12 @@ _CLOCK = "strftime_now"
 """Name of the clock that a template may ask: a function that formats the time."""
 _SET_HERE = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", _CLOCK}
 """Names that a run gives a template itself, beside the tokenizer's special tokens."""
-_ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
-"""Texts of a fixed conversation; none is part of another."""
+ASKED, SAID, SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
+"""Texts of conversations that show what a template does; none is part of another."""
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 class ChatTemplate:
@@ -82,16 +86,13 @@ class ChatTemplate:
 
         They are what stands before the first question and not before a later one, beside special tokens.
         """
-        talk = [
-            {"role": role, "content": [{"type": "text", "text": text}]}
-            for role, text in (("system", _SHOWN), ("user", _ASKED), ("assistant", _SAID), ("user", _SHOWN))
-        ]
+        talk = [said("system", SHOWN), said("user", ASKED), said("assistant", SAID), said("user", SHOWN)]
         try:
-            before, _, behind = self.render(talk[1:]).partition(_ASKED)
-            under = self.render(talk[:2]).partition(_ASKED)[0]
+            before, _, behind = self.render(talk[1:]).partition(ASKED)
+            under = self.render(talk[:2]).partition(ASKED)[0]
         except Exception:  # templates raise what they like: some take no system message
             return ""
-        later = behind.partition(_SAID)[2].partition(_SHOWN)[0]
+        later = behind.partition(SAID)[2].partition(SHOWN)[0]
         tokens = sorted((token.content for token in self._tokenizer.added_tokens_decoder.values()), key=len)
         parting = re.compile("|".join(map(re.escape, reversed(tokens))) or "(?!)")
         own, every = ({part.strip() for part in parting.split(text)} for text in (before, later))

@@ -15,10 +15,7 @@ from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import read_json, text_part
-from asyncrl.processing.chat_template import ChatTemplate
-
-_ASKED, _SAID, _SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
-"""Texts of a fixed conversation; none is part of another."""
+from asyncrl.processing.chat_template import ASKED, SAID, SHOWN, ChatTemplate, said
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def _end_of_turn(template: ChatTemplate, tokenizer: Any, declared: Sequence[int]
     at_end = _behind_answer(template, tokenizer)
     if at_end is None:
         return []
-    going_on = _behind_answer(template, tokenizer, _SHOWN)
+    going_on = _behind_answer(template, tokenizer, SHOWN)
     always = at_end if going_on is None else _common(at_end, going_on)
     for ids, ends in ((always, declared), (always, tokenizer.added_tokens_decoder), (at_end, declared)):
         if found := [place for place, token in enumerate(ids) if token in ends]:
@@ -104,13 +101,12 @@ def _end_of_turn(template: ChatTemplate, tokenizer: Any, declared: Sequence[int]
 def _behind_answer(template: ChatTemplate, tokenizer: Any, goes_on: str = "") -> list[int] | None:
     """Tokens behind the answer of a conversation, which a message of a user may follow; None where the template does
     not show the answer, or takes no such conversation."""
-    said = [("user", _ASKED), ("assistant", _SAID), *([("user", goes_on)] if goes_on else [])]
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    messages = [said("user", ASKED), said("assistant", SAID), *([said("user", goes_on)] if goes_on else [])]
     try:
         text = template.render(messages, add_generation_prompt=False)
     except Exception:  # templates raise what they like
         return None
-    _, answer, behind = text.rpartition(_SAID)
+    _, answer, behind = text.rpartition(SAID)
     return tokenizer(behind, add_special_tokens=False)["input_ids"] if answer else None
 
 

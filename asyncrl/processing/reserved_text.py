@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.environments.observation import THINKING_BEGINS, THINKING_ENDS
 from asyncrl.errors import UserError
-from asyncrl.processing.chat_template import ChatTemplate
+from asyncrl.processing.chat_template import ChatTemplate, said
 from protocol.messages import Prompt
 
 
@@ -40,9 +40,7 @@ def _turn_tokens(template: ChatTemplate, tokenizer: Any) -> set[str]:
     A tag of thinking is none: prompts ask for it by name.
     """
     found = {tokenizer.bos_token, tokenizer.eos_token}
-    talk = [
-        {"role": role, "content": [{"type": "text", "text": "-"}]} for role in ("system", "user", "assistant", "user")
-    ]
+    talk = [said(role, "-") for role in ("system", "user", "assistant", "user")]
     for messages in (talk, talk[1:]):
         try:
             text = template.render(messages, add_generation_prompt=True)

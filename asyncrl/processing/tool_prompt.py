@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from asyncrl.environments.interface import PromptTools
 from asyncrl.errors import UserError
-from asyncrl.processing.chat_template import Rendered
+from asyncrl.processing.chat_template import Rendered, said
 
 _MADE_UP = {
     "type": "function",
@@ -52,7 +52,7 @@ class ToolPrompt:
             raise UserError(
                 f"a tool's description contains {reserved!r}, which the model reserves for images. Fix its docstring"
             )
-        if self.text and self.text not in template(self.added([_message("user", "asyncrl-asks")])):
+        if self.text and self.text not in template(self.added([said("user", "asyncrl-asks")])):
             raise UserError(
                 "the model's chat template lists no tools and shows no system message: the prompt cannot tell of the "
                 "tools. Set environment.config.show_tools=off, and say in data.format_prompt how a call is written"
@@ -64,7 +64,7 @@ class ToolPrompt:
             return messages
         first, *rest = messages
         if first["role"] != "system":
-            return [_message("system", self.text), *messages]
+            return [said("system", self.text), *messages]
         return [{**first, "content": [*first["content"], {"type": "text", "text": f"\n\n{self.text}"}]}, *rest]
 
 
@@ -95,14 +95,14 @@ class CallForm:
 
     def _probed(self, has_text: bool) -> tuple[bool, bool] | None:
         function = {"name": "asyncrl_tool", "arguments": {"asyncrl_part": "asyncrl-shown"}}
-        said = [{"type": "text", "text": "asyncrl-says"}] if has_text else []
+        parts = said("assistant", "asyncrl-says")["content"] if has_text else []
         call = {"id": "asyncrl00", "type": "function", "function": function}  # Mistral's ids have 9 characters
-        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
-        result = {**_message("tool", "asyncrl-answers"), "name": "asyncrl_tool", "tool_call_id": "asyncrl00"}
+        turn = {"role": "assistant", "content": parts, "tool_calls": [call]}
+        result = {**said("tool", "asyncrl-answers"), "name": "asyncrl_tool", "tool_call_id": "asyncrl00"}
         words = ("asyncrl_tool", "asyncrl_part", "asyncrl-shown", *(["asyncrl-says"] if has_text else []))
         for form in product((False, True), (False,) if has_text else (False, True)):
             try:
-                text = self._template([_message("user", "asyncrl-asks"), _in_form(turn, *form), result])
+                text = self._template([said("user", "asyncrl-asks"), _in_form(turn, *form), result])
             except Exception:  # templates raise what they like: another form may do
                 continue
             if all(word in text for word in words) and '\\"asyncrl_part' not in text:  # no text within text
@@ -120,7 +120,7 @@ def _in_form(message: dict[str, Any], is_text: bool, is_null: bool) -> dict[str,
 
 def _missing(template: Callable[..., str], forms: tuple[tuple[str, ...], ...]) -> str:
     """Reason why a template cannot list tools and ask for their calls; empty where it can."""
-    messages = [_message("user", "asyncrl-asks")]
+    messages = [said("user", "asyncrl-asks")]
     try:
         text, without = template(messages, tools=[_MADE_UP]), template(messages)
     except Exception as error:  # templates raise what they like
@@ -131,7 +131,3 @@ def _missing(template: Callable[..., str], forms: tuple[tuple[str, ...], ...]) -
         asked = " or ".join(map(" ".join, forms)) or "which no template does"
         return f"does not ask for calls as the environment reads them ({asked})"
     return ""
-
-
-def _message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}]}

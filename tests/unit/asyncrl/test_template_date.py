@@ -76,3 +76,16 @@ def test_a_run_keeps_its_day(make_config: Callable[..., RunConfig], tmp_path: Pa
     assert day(None) == day(_Recorded({})) == ChatTemplate(PromptProcessor(config.model).processor).day
     plain = make_text_model(tmp_path / "plain", templates.CHATML, "<|im_end|>")
     assert settle_day(plain, PromptProcessor(plain)) == {}
+
+
+def test_processors_of_images_take_settings(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.processing_utils.logger.warning", pytest.fail)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    clock = "{{ strftime_now('%d.%m.') }}"
+    for before in ("", clock):
+        template = before + "{% if thinks is false %}off{% endif %}" + CHAT_TEMPLATE
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+        model = ModelConfig(path=str(tmp_path / "model"), template_date="2024-02-29")
+        text = PromptProcessor(model, {"thinks": False}).render_messages(MESSAGES)
+        assert text.startswith(f"{'29.02.' if before else ''}off<|im_start|>")
+        assert "off" not in PromptProcessor(model).render_messages(MESSAGES)
