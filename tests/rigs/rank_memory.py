@@ -55,7 +55,9 @@ def main(folder: Path) -> None:
 
 
 def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
-    """Bytes of this rank, of all roles together; peaks are what is added to the bytes before."""
+    """Bytes of this rank, of all roles together; peaks are what is added to the bytes before. Rank 0 measures them: the
+    others only take part."""
+    peak_of = _peak_of if ranks.leads else _no_peak
     actor = TorchEngine(config.model_settings, config.learner.optim, 4, ranks)
     actor.prepare()
     critic = Critic(config.critic_settings, config.critic, 4, ranks) if "critic" in config.algorithm.needs else None
@@ -85,7 +87,7 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
         for role in roles:
             role.sharding.changed()
         passing.append(peak_of(score_and_train))
-        if all(seen_twice for (seen_twice,) in ranks.gather([float(passing.count(min(passing)) > 1)])):
+        if ranks.most(int(ranks.leads and passing.count(min(passing)) > 1)):
             break
     parameters = (getattr(p, "ds_tensor", p) for role in roles for p in role.model.parameters())
     weights = own_bytes((*parameters, *(t for role in roles for t in role.model.buffers())))
@@ -124,7 +126,12 @@ def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return nbytes(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
 
 
-def peak_of(work: Callable[[], object]) -> int:
+def _no_peak(work: Callable[[], object]) -> int:
+    work()
+    return 0
+
+
+def _peak_of(work: Callable[[], object]) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
