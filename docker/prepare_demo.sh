@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# What the demo's services need before they start: keys, data, a warm start. What is there already is kept.
+# Keys, data and a warm start, which the demo's services need before they start. Files that are there already are kept.
 #
-#     docker/prepare_demo.sh FOLDER KEYS [full|quick]
+#     docker/prepare_demo.sh FOLDER KEYS [full|digits|quick]
+#
+# full: a real language model and real pictures; digits: handwritten digits; quick: these, in two minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FOLDER="$1" KEYS="$2" SIZE="${3:-full}"
@@ -9,10 +11,14 @@ FOLDER="$1" KEYS="$2" SIZE="${3:-full}"
 [ -f "$KEYS/learner.secret" ] || asyncrl keys "$KEYS"
 if [ ! -f "$FOLDER/config.yaml" ]; then # written last
   rm -rf "$FOLDER"
-  if [ "$SIZE" = quick ]; then OPTIONS=--quick; else OPTIONS=; fi
   mkdir -p "$FOLDER"
   echo "$SIZE" > "$FOLDER/size"
-  exec python -m asyncrl.demo.prepare --folder "$FOLDER" $OPTIONS
+  case "$SIZE" in
+    full) exec python -m asyncrl_plugins.demos.vqa "$FOLDER" ;;
+    digits) exec python -m asyncrl.demo.prepare --folder "$FOLDER" ;;
+    quick) exec python -m asyncrl.demo.prepare --folder "$FOLDER" --quick ;;
+    *) echo "error: ASYNCRL_DEMO is $SIZE: set it to full, digits or quick" >&2; exit 2 ;;
+  esac
 fi
 KEPT="$(cat "$FOLDER/size" 2>/dev/null || echo "unknown size")"
 echo "the demo in $FOLDER is kept as it was prepared: $KEPT"

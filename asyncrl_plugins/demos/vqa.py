@@ -1,14 +1,17 @@
 """`asyncrl demo vqa`: a vision-language model around the real SmolLM2-135M learns the published benchmark easy-VQA.
 
+    python -m asyncrl_plugins.demos.vqa FOLDER     data, start and configuration alone, for `asyncrl train` elsewhere
+
 The start ships with the plug-in: a vision tower, a connector and an adapter, which make the language model read colour
 and shape well and answer yes-or-no questions poorly. `--from-scratch` makes all three first (docs: README.md).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.prepare import run
 from asyncrl.errors import UserError, pasted
+from asyncrl.launch.command import command
 from asyncrl.plugins import installed, what_to_install
 from asyncrl_plugins.demos.packages import package_folder
 from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER
@@ -153,3 +157,19 @@ def table(summary: Mapping[str, Any]) -> str:
             f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
         ]
     )
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1, help="of rows, order and sampling")
+    arguments = parser.parse_args(argv)
+    request = DemoRequest(seed=arguments.seed)
+    _check(request)
+    prepare(arguments.folder, request)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
