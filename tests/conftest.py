@@ -20,6 +20,7 @@ import pytest
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig
+from tests.rigs.forked_workers import fork_workers
 from tests.rigs.prefork import share_forks
 from tests.rigs.scripted_path import install_scripted_engine
 from tests.rigs.small_runs import logs
@@ -67,6 +68,7 @@ SHARED = {
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         share_forks()
+        fork_workers()
     else:
         gc.disable()  # until all is imported: none of it is garbage
 

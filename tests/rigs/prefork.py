@@ -108,14 +108,14 @@ def _context() -> Any:
             served._forkserver_address, served._forkserver_alive_fd = asked.recv(), os.open(os.devnull, os.O_RDONLY)
             served.ensure_running = resource_tracker.ensure_running
     else:
-        _start_forking()
+        start_forking()
     return multiprocessing.get_context("forkserver")
 
 
 @cache
-def _start_forking() -> str:
+def start_forking() -> str:
     """Start the process that forks; returns its address."""
-    forkserver.set_forkserver_preload([__name__, "tests.rigs.preloaded"])
+    forkserver.set_forkserver_preload([__name__, "tests.rigs.forked_workers", "tests.rigs.preloaded"])
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with patch.dict(os.environ, {**settings, "PYTHONPATH": os.pathsep.join((str(ROOT), SCRIPTED))}):
         forkserver.ensure_running()
@@ -137,7 +137,7 @@ def share_forks() -> None:
     def serve() -> None:
         while True:
             with listener.accept() as asked:
-                asked.send(_start_forking())
+                asked.send(start_forking())
 
     os.environ[SHARED] = str(listener.address)
     Thread(target=serve, daemon=True).start()
@@ -149,9 +149,7 @@ def _become(
     """Run the module as `python -m` does, printing to a file or descriptor; does not return."""
     code = 1
     gc.freeze()  # a collection would look at all that was imported, and so copy it
-    finalizers: Any = weakref.finalize
-    for registered in list(finalizers._registry):
-        registered.atexit = False  # folders of the process that forked are its own, and torch's ends take long
+    forget_finalizers()
     try:
         if isinstance(output, str):
             output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -169,6 +167,13 @@ def _become(
         code = _run_module(module, arguments)
     finally:
         os._exit(code)
+
+
+def forget_finalizers() -> None:
+    """Folders of the process that forked are its own, and torch's ends take long."""
+    finalizers: Any = weakref.finalize
+    for registered in list(finalizers._registry):
+        registered.atexit = False
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> int:
