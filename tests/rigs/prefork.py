@@ -150,6 +150,8 @@ def _become(
     code = 1
     gc.freeze()  # a collection would look at all that was imported, and so copy it
     forget_finalizers()
+    this: Any = multiprocessing.current_process()
+    this._config["daemon"] = False  # or it might have no children
     try:
         if isinstance(output, str):
             output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -158,7 +160,6 @@ def _become(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        multiprocessing.current_process()._config["daemon"] = False  # or it might have no children
         faults: Any = sys.modules.get("protocol.faults")
         if faults:
             faults._left = faults._armed()  # the process that forks read its own environment
