@@ -4,7 +4,7 @@ One part is causal attention within each span: a prompt, or a completion. The ot
 as queries and its prompt's keys, without a mask. A softmax over both sets of keys is the mean of the two outputs,
 weighted by exp of their log-sum-exps (Rabe and Staats 2021, arXiv 2112.05682); the backward pass of each part takes the
 merged output and log-sum-exp, as in ring attention (Liu et al. 2023, arXiv 2310.01889). A group with one completion is
-one span.
+one span. A sink is one more key of each head, with a score of its own and the value 0: it is merged last.
 """
 
 from __future__ import annotations
@@ -95,16 +95,22 @@ class SharedAttention:
         kernel.prepare(groups, device)
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[1, H, T, D] each -> [T, H, D]."""
+        """[1, H, T, D] each, sinks [H] -> [T, H, D]."""
         packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         width, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
         wide = -(-wide // FLASH_ALIGNMENT) * FLASH_ALIGNMENT
         packed = [
             F.pad(tensor, (0, wide - tensor.shape[-1])) if tensor.shape[-1] < wide else tensor for tensor in packed
         ]
-        out: torch.Tensor = _Attend.apply(self.kernel, query.shape[-1] ** -0.5 if scale is None else scale, *packed)  # type: ignore[assignment]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out: torch.Tensor = _Attend.apply(self.kernel, scale, sinks, *packed)  # type: ignore[assignment]
         return out[..., :width]
 
 
@@ -112,20 +118,28 @@ class _Attend(torch.autograd.Function):
     """Both parts as one operation: what is kept for the backward pass is q, k, v, the output and its log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, scale: float, *qkv: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, kernel: Kernel, scale: float, sinks: torch.Tensor | None, *qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv
         out, lse = kernel.forward(q, k, v, scale)
+        if sinks is not None:
+            _merge(out, lse, out.new_zeros(1), sinks[:, None].to(lse.dtype))
         ctx.kernel, ctx.scale = kernel, scale
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.kernel.backward(grad_outputs[0], Saved(*ctx.saved_tensors), ctx.scale)
+        *tensors, sinks = ctx.saved_tensors
+        (grad,), saved = grad_outputs, Saved(*tensors)
+        of_sinks = None
+        if ctx.needs_input_grad[2]:
+            slope = (grad * saved.out).sum(-1, dtype=saved.lse.dtype).T  # of all probabilities together: [H, T]
+            of_sinks = -(slope * (sinks[:, None] - saved.lse).exp()).sum(1).to(sinks.dtype)
+        return None, None, of_sinks, *ctx.kernel.backward(grad, saved, ctx.scale)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Add the part over other keys, in place. out [T, H, D], lse [H, T]
+    """Add the part over other keys, in place. out [T, H, D], lse [H, T]; `more` and `more_lse` of shapes that expand.
 
     Of 16 bits the mean is taken in fp32 and rounded once: with a rounded weight the error was twice that of one call.
     """

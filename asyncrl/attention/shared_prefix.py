@@ -7,7 +7,7 @@ of the separate sequences (tested).
 
 There is no mask and no score between completions. Attention is computed in one of two forms: shared
 (prefix_kernels.py), with `P^2/2 + n*(P*C + C^2/2)` scores, or separate, each completion behind a copy of its prompt's
-queries, keys and values, with `n*(P + C)^2/2`.
+queries, keys and values, with `n*(P + C)^2/2`. Learned sinks (gpt-oss) are one more score of each head in all forms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from asyncrl.attention.masked_attention import MaskedAttention, Spans
+from asyncrl.attention.masked_attention import MaskedAttention, Spans, attend
 from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, similar, spans
 from asyncrl.errors import UserError
 
@@ -76,9 +75,14 @@ class SeparateAttention:
         self._places = torch.from_numpy(places).to(device)
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[1, H, T, D] each -> [T, H, D]."""
+        """[1, H, T, D] each, sinks [H] -> [T, H, D]."""
         # No CUDA kernel for all dtypes takes shared key heads: torch would fall back to whole score matrices.
         repeats = 1 if query.device.type == "cpu" else query.shape[1] // key.shape[1]
         padded = [tensor[0].transpose(0, 1).index_select(0, self._gather) for tensor in (query, key, value)]
@@ -87,12 +91,8 @@ class SeparateAttention:
         for shape, q, k, v in zip(self._shapes, *(tensor.split(sizes) for tensor in padded), strict=True):
             if repeats > 1:
                 k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            attended = F.scaled_dot_product_attention(
-                *(tensor.unflatten(0, shape).transpose(1, 2) for tensor in (q, k, v)),
-                is_causal=True,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            sequences = (tensor.unflatten(0, shape).transpose(1, 2) for tensor in (q, k, v))
+            attended = attend(*sequences, scale=scale, sinks=sinks)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._places)
 
@@ -174,11 +174,12 @@ def shared_prefix_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     shared_prefix: SharedPrefixLayout | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+    """query [1, H, T, D], key and value [1, Hkv, T, D], s_aux, the sinks, [H] -> [1, T, H, D].
 
-    Raises UnpackableError for what the layout does not say, such as sinks, caps on scores or a mask of the model's own.
+    Raises UnpackableError for what the layout does not say, such as caps on scores or a mask of the model's own.
     """
     if shared_prefix is None:
         raise UnpackableError(f"{type(module).__name__} does not hand on the layout of packed groups")
@@ -201,10 +202,9 @@ def shared_prefix_attention(
     if unknown:
         raise UnpackableError(f"the attention of {type(module).__name__} takes {', '.join(unknown)}")
     if isinstance(form, MaskedAttention):
-        return form(query, key, value, scaling, sliding=sliding_window is not None and sliding_window == window)[
-            None
-        ], None
-    return form(query, key, value, scaling)[None], None
+        sliding = sliding_window is not None and sliding_window == window
+        return form(query, key, value, scaling, s_aux, sliding=sliding)[None], None
+    return form(query, key, value, scaling, s_aux)[None], None
 
 
 def hand_on_layout(model: Any) -> None:

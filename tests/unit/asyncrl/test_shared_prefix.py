@@ -33,6 +33,8 @@ LONG: Sequence[Group] = [
 ]
 """Spans that are attended to as they lie in memory, and padded ones."""
 CPU = torch.device("cpu")
+SINKS = torch.tensor([-3.0, 0.0, 1.5, 6.0])
+"""Of four heads: one that takes next to nothing, and one that takes most."""
 
 
 def visible(groups: Sequence[Group]) -> torch.Tensor:
@@ -45,6 +47,18 @@ def visible(groups: Sequence[Group]) -> torch.Tensor:
     ]
     rows = [[g == h and (q == 0 or q == p) for h, q in tokens] for g, p in tokens]
     return torch.tensor(rows).tril()
+
+
+def whole_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, mask: torch.Tensor
+) -> torch.Tensor:
+    """[1, T, H, D] by a whole score matrix; sinks are its last column, which is dropped behind the softmax."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = (query @ keys.mT * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(1, -1, len(mask), 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ values).transpose(1, 2)
 
 
 @pytest.fixture
@@ -96,21 +110,21 @@ FORMS: dict[str, Callable[[Sequence[Group]], Any]] = {
 
 
 @pytest.mark.usefixtures("plain_varlen")
-@pytest.mark.parametrize(("width", "key_heads"), [(8, 2), (10, 4)])
+@pytest.mark.parametrize(("width", "key_heads", "sinks"), [(8, 2, None), (10, 4, None), (10, 2, SINKS)])
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1], LONG], ids=["several groups", "one group", "long"])
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
-    form: str, groups: Sequence[Group], width: int, key_heads: int
+    form: str, groups: Sequence[Group], width: int, key_heads: int, sinks: torch.Tensor | None
 ) -> None:
     mask = visible(groups)
     layout = SharedPrefixLayout(len(mask), len(mask), FORMS[form](groups))
     torch.manual_seed(0)
     heads = (4, key_heads, key_heads)
-    query, key, value = inputs = [2 * torch.randn(1, h, len(mask), width) for h in heads]
-    for tensor in inputs:
-        tensor.requires_grad_()
-    packed, _ = shared_prefix_attention(nn.Module(), query, key, value, None, shared_prefix=layout)
-    whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    qkv = [(2 * torch.randn(1, h, len(mask), width)).requires_grad_() for h in heads]
+    sinks = sinks if sinks is None else sinks.clone().requires_grad_()
+    inputs = [*qkv, *([] if sinks is None else [sinks])]
+    packed, _ = shared_prefix_attention(nn.Module(), *qkv, None, shared_prefix=layout, s_aux=sinks)
+    whole = whole_attention(*qkv, sinks, mask)
     torch.testing.assert_close(packed, whole)
     direction = torch.randn_like(whole)
     for ours, theirs in zip(
@@ -192,8 +206,11 @@ def test_a_gpu_shares_where_flash_attention_takes_the_dtype() -> None:
     assert isinstance(make_layout(GROUPS, meta, torch.float32).form, SeparateAttention)
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 2, 5, 100])
-def test_windows_and_images_that_see_themselves_are_masked_by_definition(window: int | None) -> None:
+def test_windows_and_images_that_see_themselves_are_masked_by_definition(
+    window: int | None, sinks: torch.Tensor | None
+) -> None:
     """A window counts positions, in which each completion follows the prompt, and cuts images, too."""
     groups, spans = GROUPS[:3], [[(0, 2)], [], [(1, 3), (4, 6)]]
     mask, start = visible(groups), 0
@@ -207,13 +224,12 @@ def test_windows_and_images_that_see_themselves_are_masked_by_definition(window:
     layout = make_layout(groups, CPU, torch.float32, window=window, spans=spans)
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, len(mask), 8) for heads in (4, 2, 2)]
-    packed, _ = shared_prefix_attention(nn.Module(), *inputs, None, sliding_window=window, shared_prefix=layout)
-    whole = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(packed, whole)
+    given: dict[str, Any] = {"sliding_window": window, "shared_prefix": layout, "s_aux": sinks}
+    packed, _ = shared_prefix_attention(nn.Module(), *inputs, None, **given)
+    torch.testing.assert_close(packed, whole_attention(*inputs, sinks, mask))
 
 
 NOT_IN_A_LAYOUT: dict[str, dict[str, Any]] = {
-    "s_aux": {"s_aux": torch.zeros(4)},
     "softcap": {"softcap": 30.0},
     "position_bias": {"position_bias": torch.zeros(1)},
     "indices": {"indices": torch.zeros(1)},

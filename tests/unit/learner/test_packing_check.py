@@ -42,9 +42,9 @@ PACKED = {
     "granite": {"logits_scaling": 8.0},
     "cohere": {},
     "stablelm": {},
+    "gpt_oss": {},
 }
 ALONE = {
-    "gpt_oss": (r"GptOssAttention takes s_aux", {}),
     "gemma2": (r"takes softcap", {}),
     "doge": (r"takes attention_mask", {}),
     "bloom": (r"differ by \d", {}),
@@ -133,7 +133,8 @@ def test_a_routers_noise_is_refused_by_its_key(tmp_path: Path) -> None:
     [
         ("llama", "packed", "hf"),
         ("mistral (window 6)", "packed", "hf"),
-        ("gpt_oss", "alone", "hf"),
+        ("gpt_oss", "packed", "hf"),
+        ("gemma2", "alone", "hf"),
         ("lfm2 (convolutions)", "alone", "refused"),
         ("qwen3_next", "alone", "refused"),
         ("phi3 (longrope over 16 tokens)", "refused", ""),
