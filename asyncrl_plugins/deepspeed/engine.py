@@ -90,6 +90,7 @@ def load_deepspeed(settings: ZeroSettings) -> Any:
     warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)  # its calls
     if not on_gpu:
         set_accelerator(CPU_Accelerator())  # also where the machine has GPUs
+        os.environ.setdefault("LOCAL_SIZE", "1")  # its number of devices; else a program is asked at every bucket
     __compatible_ops__["deepspeed_shm_comm"] = False  # collectives of its own on CPUs: compiled for most of a minute
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
