@@ -41,6 +41,7 @@ class ModelFreeServer(RolloutServer):
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         self.rewards: Any = OneForAll()
         self.environments = None
+        self._scoring = ()
         await self._serve(await self._fingerprint())
 
 
