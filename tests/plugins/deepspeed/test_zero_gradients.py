@@ -32,9 +32,12 @@ is off by 0.004."""
 def one_rank() -> Iterator[None]:
     """One group for all: DeepSpeed keeps the first that it meets."""
     store: Any = HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:  # the engine sets these for its process, which is the tests' here
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("LOCAL_SIZE", "1")
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        torch.distributed.destroy_process_group()
 
 
 def moment_after(make_config: MakeConfig, micro_batches: int, **learner: Any) -> torch.Tensor:
