@@ -26,6 +26,8 @@ ACCEPT = "--accept-changes"
 COMPONENT, FILE, SOURCE = "reward component ", "file of ", "source"
 """Beginning of the name of a reward component; in it, names of the file of an argument and of its function's file."""
 ENVIRONMENT = "environment's source"
+Recorded = Literal["update", "inputs"]
+"""Settings of the update, or rows and rewards."""
 
 
 def scoring_settings(reward: RewardConfig, environment: EnvironmentConfig) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class RecordedUpdate:
     settings: Mapping[str, Any]
 
 
-def recorded_updates(journal: JournalView, name: Literal["update", "inputs"] = "update") -> list[RecordedUpdate]:
+def recorded_updates(journal: JournalView, name: Recorded = "update") -> list[RecordedUpdate]:
     """Settings (`update`) or rows and rewards (`inputs`) that the run began with, and each change since. Of two after
     the same step, the later one holds."""
     first = journal.meta(name)

@@ -28,6 +28,7 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalView
 from asyncrl.journal.run_inputs import (
     ACCEPT,
+    Recorded,
     RecordedUpdate,
     changed_inputs,
     check_scoring,
@@ -199,7 +200,8 @@ def sign_journal(
     if start.checkpoint is None:
         check_initial_model(journal, model)
     step = journal.last_step()
-    for name, now in (("update", update), ("inputs", inputs)):
+    now_set: dict[Recorded, Mapping[str, Any]] = {"update": update, "inputs": inputs}
+    for name, now in now_set.items():
         recorded = recorded_updates(journal, name)
         if recorded and (changed := describe_changes(recorded[-1].settings, now)):
             journal.set_meta(**{f"{name}.{len(recorded)}": json.dumps([step, dict(now)])})
