@@ -222,14 +222,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     from asyncrl.demo.choice import DemoRequest, chosen, demos
 
     name, words = chosen(arguments.overrides)
-    others = ", ".join(f"asyncrl demo {other} ({demo.help})" for other, demo in demos().items() if other != name)
-    print(f"{demos()[name].help}{f'. There are others: {others}' if others else ''}")
+    found = demos()
+    others = ", ".join(f"asyncrl demo {other} ({demo.help})" for other, demo in found.items() if other != name)
+    print(f"{found[name].help}{f'. There are others: {others}' if others else ''}")
     steps = [] if arguments.steps is None else [f"trainer.max_steps={arguments.steps}"]
     request = DemoRequest(
         changes=[*steps, *words],
         **{key: getattr(arguments, key) for key in ("folder", "seed", "from_scratch", "quick")},
     )
-    plugins.implementation(demos()[name].run)(request)
+    plugins.implementation(found[name].run)(request)
     return 0
 
 

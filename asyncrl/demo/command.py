@@ -12,7 +12,6 @@ transformers. `--quick` makes everything small, and learns little.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from math import hypot
 from pathlib import Path
@@ -28,11 +27,10 @@ from asyncrl.errors import UserError, pasted
 def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder."""
     changes, seed = request.changes, request.seed
-    check(changes, from_scratch=request.from_scratch)
+    check_changes(GRPO, changes)
+    check_parts(from_scratch=request.from_scratch)
     folder = request.new_folder
     grpo = folder / "grpo"
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
     seconds = prepare(folder, seed, from_scratch=request.from_scratch, quick=request.quick)
     score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
     seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
@@ -46,23 +44,19 @@ def demo(request: DemoRequest) -> None:
     print(f"what it writes: asyncrl inspect {pasted(grpo)} --web\na page about it: asyncrl report {pasted(grpo)}")
 
 
-def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
-    """Check the settings before minutes are spent on data and warm start."""
-    config = load_config(GRPO, changes)
+def check_changes(file: Path, changes: Sequence[str]) -> None:
+    """Check the settings of a demo's configuration before minutes are spent on data and warm start."""
+    config = load_config(file, changes)
     if any(change.startswith(("run_dir=", "model.path=")) for change in changes):
         raise UserError("the demo's run and its warm start are in --folder: leave run_dir and model.path as they are")
     if not config.evaluation.before_training:
         raise UserError("the demo compares before and after: leave evaluation.before_training as it is")
-    check_parts(from_scratch=from_scratch)
 
 
 def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Held-out accuracy and its standard error by decoding and by step, training reward, and seconds by stage."""
     baselines = json.loads((folder / BASELINES).read_text(encoding="utf-8"))
-    evaluations, metrics = (
-        [json.loads(line) for line in (folder / "grpo" / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("evaluations.jsonl", "metrics.jsonl")
-    )
+    evaluations, metrics = (read_lines(folder / "grpo" / name) for name in ("evaluations.jsonl", "metrics.jsonl"))
     first, last = evaluations[0], evaluations[-1]
     halfway = min(evaluations, key=lambda evaluation: abs(evaluation["step"] - last["step"] / 2))
     shown = [halfway, last] if first["step"] < halfway["step"] < last["step"] else [last]
@@ -82,6 +76,11 @@ def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str
         "reward_last_steps": sum(rewards[-ends:]) / ends,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Values of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _accuracy(scores: Mapping[str, Any]) -> dict[str, float]:

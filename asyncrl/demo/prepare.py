@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def check_parts(*, from_scratch: bool) -> None:
 
 def run(title: str, *command: str) -> float:
     """Run one stage in the foreground; returns its seconds. A failing stage ends this process with its exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the other service's core
     print(f"\n== {title}", flush=True)
     started = time.monotonic()
     code = subprocess.call([sys.executable, *command])

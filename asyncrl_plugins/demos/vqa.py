@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.choice import DemoRequest
+from asyncrl.demo.command import check_changes, read_lines
 from asyncrl.demo.prepare import run
 from asyncrl.errors import UserError, pasted
 from asyncrl.launch.command import command
@@ -34,7 +35,7 @@ COMPOSITION = ("connector=qformer", "connector_layers=2", "queries=4", "feature_
 
 def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder. Raises UserError where a package or a part is missing."""
-    config = load_config(HERE / "vqa.yaml", request.changes)
+    check_changes(HERE / "vqa.yaml", request.changes)
     _check(request)
     folder = request.new_folder
     seconds = prepare(folder, request)
@@ -44,7 +45,7 @@ def demo(request: DemoRequest) -> None:
     )
     shown = ["-m", f"{MODULE}.then_and_now", str(folder), "--rows", str(SHOWN)]
     seconds["check"] = run("the exported model on held-out pictures", *shown)
-    summary = summarise(folder / config.run_path.name, seconds)
+    summary = summarise(folder / "grpo", seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print(f"\n{table(summary)}\nmodel {folder / 'grpo' / 'export'}")
     print(f"a page about it: asyncrl report {pasted(folder / 'grpo')}")
@@ -129,10 +130,7 @@ def _compose(parts: Path, name: str, tower: Path, *words: str) -> float:
 
 def summarise(grpo: Path, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Held-out accuracy by step, reward in training, seconds by stage."""
-    evaluations, metrics = (
-        [json.loads(line) for line in (grpo / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("evaluations.jsonl", "metrics.jsonl")
-    )
+    evaluations, metrics = (read_lines(grpo / name) for name in ("evaluations.jsonl", "metrics.jsonl"))
     rewards = [step["reward/mean"] for step in metrics]
     size = max(1, len(rewards) // 6)
     return {
