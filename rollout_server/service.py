@@ -98,7 +98,8 @@ class RolloutServer:
         await self.engine.start()
         return self.engine.architecture_fingerprint
 
-    async def _serve(self, fingerprint: str) -> None:
+    def _open_link(self, fingerprint: str) -> None:
+        """Open the connection to the learner, and in sync mode the lease of the device that both share."""
         self.link = LearnerLink(
             self.config.link_settings,
             engine=self.engine.name,
@@ -117,6 +118,44 @@ class RolloutServer:
                 wait_timeout_s=self.config.learner.wait_timeout_s,
                 heartbeat_s=self.config.network.heartbeat_s,
             )
+
+    def _follow_weights(self, welcome: Welcome, channel: Channel, instead: Channel | None) -> None:
+        """Open the receiver of weights, and the versions that it loads."""
+        self.receiver = WeightReceiver(
+            self.config.model.path,
+            self.config.network,
+            self.config.first_meeting_s,
+            self.engine,
+            channel,
+            self.config.network.endpoint(welcome.weights_port),
+            instead=instead,
+            puller=open_puller(self.config.rollout.weights_channel, self.config.network, self.link.session),
+        )
+        self.policy_versions = PolicyVersions(
+            self.config.learner.wait_timeout_s,
+            self.receiver,
+            self.link,
+            self.exporter.loaded,
+            welcome.incarnation,
+            self._on_device,
+        )
+
+    def _producer(self) -> GroupProducer:
+        """Make what samples and scores groups, with the environment that answers, if there is one."""
+        answering = (
+            environments_of(
+                self.environments,
+                self.config.environment,
+                prompt_tokens=self.config.data.max_prompt_length,
+                in_rounds=self.config.samples_in_rounds,
+            )
+            if self.environments
+            else None
+        )
+        return GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
+
+    async def _serve(self, fingerprint: str) -> None:
+        self._open_link(fingerprint)
         reason, expected, ended = "stopped", True, "interrupted"
         try:
             welcome = await self.link.connect(self.exporter.said_hello)
@@ -126,37 +165,10 @@ class RolloutServer:
             self.processor.template.day = welcome.template_date or self.processor.template.day
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
-            self.receiver = WeightReceiver(
-                self.config.model.path,
-                self.config.network,
-                self.config.first_meeting_s,
-                self.engine,
-                channel,
-                self.config.network.endpoint(welcome.weights_port),
-                instead=instead,
-                puller=open_puller(self.config.rollout.weights_channel, self.config.network, self.link.session),
-            )
-            self.policy_versions = PolicyVersions(
-                self.config.learner.wait_timeout_s,
-                self.receiver,
-                self.link,
-                self.exporter.loaded,
-                welcome.incarnation,
-                self._on_device,
-            )
+            self._follow_weights(welcome, channel, instead)
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.policy_versions.forget
-            answering = (
-                environments_of(
-                    self.environments,
-                    self.config.environment,
-                    prompt_tokens=self.config.data.max_prompt_length,
-                    in_rounds=self.config.samples_in_rounds,
-                )
-                if self.environments
-                else None
-            )
-            producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id, answering)
+            producer = self._producer()
             async with asyncio.TaskGroup() as tasks:
                 self.tickets = TicketsInWork(
                     self.config.rollout, self.link, self.exporter, self.policy_versions, producer, tasks
