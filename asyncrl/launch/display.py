@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -15,6 +15,14 @@ from typing import Any
 from asyncrl import plugins
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, read_status
+from asyncrl.telemetry.wasted_steps import (
+    FEW_GROUPS,
+    LEARNS_NOTHING,
+    LEAST_GROUPS,
+    LEAST_STEPS,
+    few_groups_left,
+    without_spread,
+)
 
 STEPS_KEPT = 512
 ENDED = ("finished", "failed", "interrupted")
@@ -31,6 +39,8 @@ class RunProgress:
     """Unix time. A status before it was written by an earlier process, and is ignored."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The newest STEPS_KEPT steps."""
+    first_steps: list[dict[str, Any]] = field(default_factory=list)
+    """The first LEAST_STEPS of the run."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -50,6 +60,7 @@ class RunProgress:
     def add_steps(self, records: list[dict[str, Any]], *, restarted: bool) -> None:
         """Take new steps. `restarted`: the file was cut back, and these are all of it."""
         self.steps = (([] if restarted else self.steps) + records)[-STEPS_KEPT:]
+        self.first_steps = (([] if restarted else self.first_steps) + records)[:LEAST_STEPS]
 
     @property
     def own_steps(self) -> list[dict[str, Any]]:
@@ -77,6 +88,8 @@ class RunProgress:
             if isinstance(dropped, int) and dropped >= LEAST_GROUPS:
                 found = f"all {dropped} groups so far were dropped by algorithm.filters"
         warnings = {LEARNS_NOTHING: f"{LEARNS_NOTHING}: {found}"} if found else {}
+        if not self.has_ended and (few := few_groups_left(self.first_steps, self.own_steps)):
+            warnings[FEW_GROUPS] = f"{FEW_GROUPS}: {few}"
         if changed := str(self.status.get("inputs_changed") or ""):
             warnings["Other inputs"] = changed
         return warnings
@@ -109,32 +122,6 @@ def scored_alike(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Evaluations since the last accepted change of rewards or held-out rows: earlier ones do not compare with them."""
     mark = [evaluation.get("scoring_changes", 0) for evaluation in evaluations]
     return [evaluation for evaluation, one in zip(evaluations, mark, strict=True) if one == mark[-1]]
-
-
-LEARNS_NOTHING = "The run learns nothing (answer format? reward? stop tokens? length?)"
-USUAL_CAUSES = (
-    "Read completions (samples.jsonl): are answers in the form that the reward reads, and do they end (stop tokens) "
-    "before data.max_response_length? `asyncrl doctor` tries the reward"
-)
-LEAST_STEPS, LEAST_GROUPS = 3, 24
-"""Steps and groups without spread that are no chance any more."""
-
-
-def without_spread(steps: Sequence[Mapping[str, Any]], per_step: float = 0) -> str:
-    """Describe these steps where no group of them had rewards that differ, so that nothing could be learned; empty
-    where one had, or they are too few to tell. `per_step`: groups of a step that does not record their number."""
-    groups = judged = 0.0
-    for step in steps:
-        number, alike = step.get("groups", per_step), step.get("zero_variance_groups")
-        taught = step.get("teaching_groups")
-        if not isinstance(number, int | float) or not isinstance(alike, int | float) or not number:
-            continue
-        if taught if isinstance(taught, int | float) else alike < number:
-            return ""
-        groups, judged = groups + number, judged + 1
-    if judged < LEAST_STEPS or groups < LEAST_GROUPS:
-        return ""
-    return f"the rewards of each group of {judged:.0f} steps ({groups:.0f} groups) are all the same"
 
 
 REFRESH_S = 1.0

@@ -24,14 +24,11 @@ from asyncrl.journal.database import JournalReader
 from asyncrl.journal.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.journal.run_inputs import check_scoring, scoring_settings
 from asyncrl.launch.display import (
-    LEARNS_NOTHING,
     MISSING,
-    USUAL_CAUSES,
     RunProgress,
     number,
     open_display,
     scored_alike,
-    without_spread,
 )
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
@@ -41,6 +38,7 @@ from asyncrl.run_folder.export_record import read_record
 from asyncrl.run_folder.failure import FAILURE_FILE, describe_lost, read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.telemetry.recorder import BAD_ROWS_FILE
+from asyncrl.telemetry.wasted_steps import LEARNS_NOTHING, USUAL_CAUSES, without_spread
 from protocol.messages import TrajectoryStatus
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import evaluation_scores
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
+from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEAST_STEPS, WAYS_OUT, few_groups_left
 from learner.groups.ticket import ReceivedGroup
 from learner.network.thread import NetworkThread
 from learner.reporting.exporter import LearnerExporter
@@ -78,6 +79,10 @@ class Reporter:
         counts = ledger.counts()
         self._judged_before = sum(counts.dropped.values()) - counts.dropped["stale"], counts.trained
         """Groups that filters had dropped, and trained ones, at the last record."""
+        self._first: list[dict[str, Any]] = []
+        """The first LEAST_STEPS steps of this process that were not made again from the journal."""
+        self._newest = deque[dict[str, Any]](maxlen=LEAST_STEPS)
+        self._told_of_filters = False
         self._server_usage: dict[str, tuple[float, float, int]] = {}
         self._parity: dict[str, dict[str, float]] = {}
         """Largest and mean difference by server, gone ones included: one that only was away is not compared again."""
@@ -211,6 +216,7 @@ class Reporter:
             if all(record.reward is None for record in trajectories):
                 logger.warning("no trajectory of step %d could be scored: it teaches nothing. %s", step, self._unscored)
         self.recorder.step(record)
+        self._watch_filters(record)
         self.exporter.step(step, version, record, batch)
         new = [item for item in batch.received if not item.is_replayed]  # which come first
         for item in new[: self._trainer.samples_per_step]:
@@ -231,6 +237,15 @@ class Reporter:
         new, trained = filtered - before[0], counts.trained - before[1]
         share = {"filtered_share": new / (new + trained)} if new + trained else {}
         return {f"dropped/{reason}": float(number) for reason, number in reasons.items()} | share
+
+    def _watch_filters(self, record: dict[str, Any]) -> None:
+        """Log once in this process that filters leave few groups, and what may help."""
+        self._newest.append(record)
+        if record.get("publish_bytes") and len(self._first) < LEAST_STEPS:  # not made again from the journal
+            self._first.append(record)
+        if not self._told_of_filters and (found := few_groups_left(self._first, self._newest)):
+            self._told_of_filters = True
+            logger.warning("%s: %s. %s", FEW_GROUPS, found, WAYS_OUT)
 
     def _write_timeline(self) -> None:
         self.recorder.timeline(self._network.timeline.take())

@@ -14,7 +14,15 @@ from itertools import groupby
 from statistics import fmean, linear_regression
 from typing import Literal
 
-from asyncrl.launch.display import ENDED, LEARNS_NOTHING, USUAL_CAUSES, scored_alike, without_spread
+from asyncrl.launch.display import ENDED, scored_alike
+from asyncrl.telemetry.wasted_steps import (
+    FEW_GROUPS,
+    LEARNS_NOTHING,
+    USUAL_CAUSES,
+    WAYS_OUT,
+    few_groups_left,
+    without_spread,
+)
 from asyncrl_plugins.viewer.numbers import count, duration, figure, share
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import (
     STARVES_AT_BOUND,
@@ -54,7 +62,8 @@ def findings(run: RecordedRun, checks: Mapping[str, Check]) -> list[RunFinding]:
 
 def warnings(run: RecordedRun) -> dict[str, str]:
     """Active problems of a running run, by subject."""
-    checks = {name: check for name, check in CHECKS.items() if check is not _learns_nothing}  # `RunProgress.warnings`
+    # `RunProgress.warnings` has these two.
+    checks = {name: check for name, check in CHECKS.items() if check not in (_learns_nothing, _few_groups_left)}
     found = [] if run.ending in ENDED else findings(run, checks)
     return {f.what: f"{f.what}: {f.value}" for f in found if f.level != "info"}
 
@@ -294,6 +303,14 @@ def _learns_nothing(run: RecordedRun) -> Iterator[RunFinding]:
         yield RunFinding("critical", LEARNS_NOTHING, found, USUAL_CAUSES)
 
 
+def _few_groups_left(run: RecordedRun) -> Iterator[RunFinding]:
+    if found := few_groups_left(run.steps, run.steps):
+        prefix = "dropped/"
+        reasons = {key.removeprefix(prefix): run.last(key) or 0.0 for key in run.keys if key.startswith(prefix)}
+        counted = ", ".join(f"{reason} {number:,.0f}" for reason, number in reasons.items())
+        yield RunFinding("warning", FEW_GROUPS, f"{found} (dropped in all: {counted})", f"{WAYS_OUT}.")
+
+
 CHECKS: Mapping[str, Check] = {
     "its end": _stopped,
     "silence": _silent,
@@ -303,6 +320,7 @@ CHECKS: Mapping[str, Check] = {
     "non-finite numbers": _not_a_number,
     "what was learned": _got_worse,
     "anything to learn from": _learns_nothing,
+    "what filters leave": _few_groups_left,
     "reward against held-out accuracy": _reward_hacking,
     "entropy": _entropy,
     "effective sample size": _effective_sample_size,

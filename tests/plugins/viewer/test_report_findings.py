@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.launch.display import LEARNS_NOTHING
+from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEARNS_NOTHING
 from asyncrl_plugins.viewer.panel.console import Console
 from asyncrl_plugins.viewer.panel.panel import RunPanel
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
@@ -337,3 +337,21 @@ def test_a_run_whose_groups_have_no_spread_is_not_called_healthy(
         with console.capture() as shown:
             console.print(RunPanel(panel))
         assert "The run learns nothing (answer format? reward? stop tokens?" in shown.get()
+
+
+@pytest.mark.parametrize(("left", "fires"), [(0.14, True), (0.6, False)])
+def test_filters_that_slow_a_run_down_are_found_while_it_runs_and_afterwards(
+    tmp_path: Path, left: float, fires: bool
+) -> None:
+    """Steps of 13 s, then of 65 s because most groups are dropped; where most are kept it has another reason."""
+    status = {"phase": "training", "servers": [{}], "time": time.time()}
+    slow = {"filtered_share": 1 - left, "step_s": 65.0, "dropped/zero_variance": 96.0}
+    change = lambda n: {"step_s": 13.0, "time": time.time()} | (slow if n > 20 else {})  # noqa: E731
+    findings = found(run_with(tmp_path, change, status=status))
+    panel = RunSnapshot(tmp_path / "run")
+    panel.refresh()
+    warned = panel.warnings().get(FEW_GROUPS, "")
+    assert (FEW_GROUPS in findings, bool(warned)) == (fires, fires)
+    if fires:
+        assert findings[FEW_GROUPS][1].endswith("65 s, 13 s at first (dropped in all: zero_variance 96)")
+        assert warned.endswith("14% of groups in the last 3 steps; a step takes 65 s, 13 s at first")

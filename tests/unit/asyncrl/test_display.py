@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch import display as module
-from asyncrl.launch.display import Display, RunProgress
+from asyncrl.launch.display import STEPS_KEPT, Display, RunProgress
 from asyncrl.telemetry.recorder import RunRecorder
 from tests.rigs.shown_run import write_run
 
@@ -95,6 +95,23 @@ def test_a_run_whose_groups_are_all_filtered_out_is_told(
     RunRecorder(tmp_path).status(phase="training", total_steps=9, groups=groups)
     told = [line for line in plain(tmp_path) if line.startswith("warning: The run learns nothing")]
     assert [line.endswith("all 24 groups so far were dropped by algorithm.filters") for line in told] == [True] * fires
+
+
+@pytest.mark.parametrize(
+    ("left", "step_s", "fires"), [(0.14, 65.0, True), (0.6, 65.0, False), (0.14, 30.0, False)]
+)
+def test_a_run_that_filters_slow_down_is_told_once(
+    tmp_path: Path, plain: Callable[..., list[str]], left: float, step_s: float, fires: bool
+) -> None:
+    """Beyond the steps that a display keeps it remembers the first ones."""
+    recorder = RunRecorder(tmp_path)
+    recorder.status(phase="training", total_steps=9)
+    for step in range(1, STEPS_KEPT + 8):
+        slow = {"step_s": step_s, "filtered_share": 1 - left} if step > 3 else {"step_s": 13.0}
+        recorder.step({"step": step, "publish_bytes": 1.0, **slow})
+    told = [line for line in plain(tmp_path) if line.startswith("warning: Filters leave few groups")]
+    expected = ["14% of groups in the last 3 steps; a step takes 65 s, 13 s at first"] * fires
+    assert [line.rpartition(": ")[2] for line in told] == expected
 
 
 def test_damaged_files_end_no_display(tmp_path: Path, plain: Callable[..., list[str]]) -> None:
