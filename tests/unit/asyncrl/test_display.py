@@ -97,9 +97,7 @@ def test_a_run_whose_groups_are_all_filtered_out_is_told(
     assert [line.endswith("all 24 groups so far were dropped by algorithm.filters") for line in told] == [True] * fires
 
 
-@pytest.mark.parametrize(
-    ("left", "step_s", "fires"), [(0.14, 65.0, True), (0.6, 65.0, False), (0.14, 30.0, False)]
-)
+@pytest.mark.parametrize(("left", "step_s", "fires"), [(0.14, 65.0, True), (0.6, 65.0, False), (0.14, 30.0, False)])
 def test_a_run_that_filters_slow_down_is_told_once(
     tmp_path: Path, plain: Callable[..., list[str]], left: float, step_s: float, fires: bool
 ) -> None:
