@@ -223,6 +223,7 @@ class Learner:
             accuracy=config.reward.accuracy_component,
             group_size=config.evaluation.group_size,
             has_turns=config.environment.is_used,
+            held_out_labels=self.writer.held_out_labels,
         )
         self.resources.callback(self.reporter.close)
         self.judge = ParityJudge(

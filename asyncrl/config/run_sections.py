@@ -97,6 +97,8 @@ class EvaluationConfig(Section):
     """0 means greedy."""
     group_size: int = Field(default=1, gt=0)
     """Completions per held-out row."""
+    by: str = ""
+    """Column of the held-out rows: each of its values, at most 50, has scores of its own; empty means none."""
     limits: EvaluationLimits = EvaluationLimits()
 
 

@@ -98,16 +98,17 @@ def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> Evaluatio
             )
     if all(score.reward is None for score in scores):
         raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
-    return scores_of_completions(scores, size, name)
+    return evaluation_scores(known_scores(scores, size, name))
 
 
-def scores_of_completions(scores: Sequence[Score], size: int, name: str) -> EvaluationScores:
-    """Means over rows of `size` completions each, NaN where none could be scored."""
+def known_scores(scores: Sequence[Score], size: int, name: str) -> list[list[tuple[float, float] | None]]:
+    """Accuracy (component `name`) and reward of each completion of each row, of `size` completions; None without a
+    score."""
     known = [
         None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
         for score in scores
     ]
-    return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])
+    return [known[start : start + size] for start in range(0, len(known), size)]
 
 
 def scores_line(scores: EvaluationScores, size: int, name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import plugins
+from asyncrl.rewards.score import accuracies_by_label
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, read_status
 from asyncrl.telemetry.wasted_steps import (
@@ -208,8 +209,9 @@ def number(value: Any, digits: int = 3) -> str:
 
 def _evaluation_line(evaluation: dict[str, Any]) -> str:
     rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
-    accuracy = number(evaluation.get("accuracy"))
-    return f"step {evaluation.get('step')}: held-out accuracy {accuracy} over {rows} rows, {errors} without a score"
+    accuracy, parts = number(evaluation.get("accuracy")), accuracies_by_label(evaluation)
+    said = f"step {evaluation.get('step')}: held-out accuracy {accuracy} over {rows} rows, {errors} without a score"
+    return f"{said}; {parts}" if parts else said
 
 
 def _step_line(run: RunProgress) -> str:

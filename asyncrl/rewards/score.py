@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from asyncrl.errors import UserError
 from asyncrl.rewards.sample import OF_THE_COMPLETION, RewardSample
+from protocol.values import as_json
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ def scores_of(message: Mapping[str, Any]) -> list[Score]:
     return [Score(**score).later(message.get("seconds", 0.0)) for score in message["scores"]]
 
 
+MOST_VALUES = 50
+"""Most values of a column by which scores are told apart."""
+
+
 @dataclass(frozen=True)
 class EvaluationScores:
     """Means over the completions that could be scored; NaN if none could."""
@@ -104,3 +110,29 @@ def evaluation_scores(rows: Sequence[Sequence[tuple[float, float] | None]]) -> E
         rows=len(rows),
         errors=sum(map(len, rows)) - sum(map(len, scored)),
     )
+
+
+def labels_by(column: str, values: Sequence[Any], setting: str) -> list[str]:
+    """`kind=colour` for each row's value in a column named by `setting`. Raises UserError for more than MOST_VALUES."""
+    labels = [f"{column}={as_json(value)}" for value in values]
+    if (number := len(set(labels))) > MOST_VALUES:
+        raise UserError(f"{setting} is {column!r}, which has {number} values, over {MOST_VALUES}. Name one of groups")
+    return labels
+
+
+def scores_by_label(
+    labels: Sequence[str], rows: Sequence[Sequence[tuple[float, float] | None]]
+) -> dict[str, EvaluationScores]:
+    """`evaluation_scores` of the rows with each label: a policy that went to the most frequent answer shows there."""
+    parts: dict[str, list[Sequence[tuple[float, float] | None]]] = {label: [] for label in sorted(set(labels))}
+    for label, row in zip(labels, rows, strict=True):
+        parts[label].append(row)
+    return {label: evaluation_scores(part) for label, part in parts.items()}
+
+
+def accuracies_by_label(evaluation: Mapping[str, Any]) -> str:
+    """Accuracies of the labels in a record of evaluations.jsonl, the lowest first; empty where it has none."""
+    prefix = "accuracy/"
+    found = {key.removeprefix(prefix): value for key, value in evaluation.items() if key.startswith(prefix)}
+    known = sorted((value, label) for label, value in found.items() if isinstance(value, int | float))
+    return ", ".join(f"{label} {value:.3f}" for value, label in known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,18 +12,16 @@ from statistics import fmean
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.demo.scoring import EvaluatedRow, score_held_out, scores_line, scores_of_completions, summarise
+from asyncrl.demo.scoring import EvaluatedRow, known_scores, score_held_out, scores_line, summarise
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl.journal.run_inputs import describe_changes, scoring_at, scoring_settings
+from asyncrl.rewards.score import labels_by, scores_by_label
 from asyncrl.run_folder.contents import checkpoint_folders
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.values import as_json
-
-MOST_VALUES = 50
-"""Most lines of `--by`."""
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -41,8 +39,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.out:
         write_scored(scored, arguments.out)
     print(describe_scores(config, scored))
-    if arguments.by:
-        print(describe_by(config, scored, arguments.by))
+    if column := arguments.by or config.evaluation.by:
+        print(describe_by(config, scored, column))
     if other := scored_otherwise(config, arguments.model):
         print(f"note: {other}")
     return 0
@@ -83,23 +81,17 @@ def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
 
 
 def describe_by(config: RunConfig, scored: Sequence[EvaluatedRow], column: str) -> str:
-    """A line of scores for each value of a column: a policy that has gone to the most frequent answer shows there.
+    """A line of scores for each value of a column.
 
     Raises UserError for a column that no row has, and for one with more than MOST_VALUES values."""
-    size, found = config.evaluation.group_size, defaultdict[str, list[EvaluatedRow]](list)
+    size, name = config.evaluation.group_size, config.reward.accuracy_component
     columns = {name for item in scored for name in item.sample.columns}
     if column not in columns:
         raise UserError(f"--by is {column!r}, and the rows have the columns {', '.join(sorted(columns)) or 'none'}")
-    for item in scored:
-        found[str(as_json(item.sample.columns.get(column)))].append(item)
-    if len(found) > MOST_VALUES:
-        raise UserError(f"--by is {column!r}, which has {len(found)} values, over {MOST_VALUES}. Name one of groups")
-    name, width = config.reward.accuracy_component, max(map(len, found))
-    return "\n".join(
-        f"{column}={value:<{width}}   {scores_line(scores_of_completions(scores, size, name), size, name)}"
-        for value, items in sorted(found.items())
-        if (scores := [item.score for item in items])
-    )
+    labels = labels_by(column, [item.sample.columns.get(column) for item in scored[::size]], "--by")
+    found = scores_by_label(labels, known_scores([item.score for item in scored], size, name))
+    width = max(map(len, found))
+    return "\n".join(f"{label:<{width}}   {scores_line(scores, size, name)}" for label, scores in found.items())
 
 
 def _component_means(scored: Sequence[EvaluatedRow]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.part_settings import ScheduleSettings
 from asyncrl.errors import BadStateError
+from asyncrl.rewards.score import accuracies_by_label
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from learner.loop.logprob_parity import ParityJudge
 from learner.loop.trainer import Progress
@@ -281,3 +282,5 @@ class StepSchedule:
         message = "step %d: held-out accuracy %.4f over %d rows (%d could not be scored), in %.1f s; waited %.1f s"
         numbers = (result[name] for name in ("accuracy", "rows", "errors", "seconds", "waited_s"))
         logger.info(message, running.step, *numbers)
+        if parts := accuracies_by_label(result):
+            logger.info("step %d: held-out accuracy by evaluation.by: %s", running.step, parts)

@@ -20,7 +20,7 @@ from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.plugins import descriptions, implementation
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.score import evaluation_scores
+from asyncrl.rewards.score import evaluation_scores, scores_by_label
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEAST_STEPS, WAYS_OUT, few_groups_left
@@ -54,13 +54,15 @@ class Reporter:
         accuracy: str,
         group_size: int,
         has_turns: bool,
+        held_out_labels: Sequence[str] = (),
     ):
         """`accuracy` is the reward's component that is reported as accuracy, `group_size` that of an evaluation.
-        `has_turns`: an environment answers."""
+        `has_turns`: an environment answers. `held_out_labels`: of each held-out row, where scores are told apart."""
         self.exporter = exporter
         self.recorder = recorder
         self._trainer = trainer
         self._accuracy, self._group_size, self._has_turns = accuracy, group_size, has_turns
+        self._labels = held_out_labels
         parts = descriptions("sample_writers").values()
         self._samples: list[SampleWriter] = [implementation(part.implementation)(recorder.run_path) for part in parts]
         self._behind = BackgroundWriter("samples")
@@ -292,6 +294,11 @@ class Reporter:
             or [None] * size
             for row in records
         ]
+        by_label = {
+            f"{score}/{label}": getattr(scores, score)
+            for label, scores in (scores_by_label(self._labels, rows) if self._labels else {}).items()
+            for score in ("accuracy", "accuracy_error", "rows")
+        }
         result = {
             "step": evaluation.step,
             "version": evaluation.version,
@@ -300,6 +307,7 @@ class Reporter:
             "group_size": size,
             "seconds": evaluation.seconds,
             "waited_s": waited_s,
+            **by_label,
             **(describe_conversations(answered) if answered else {}),
         }
         self.recorder.evaluation(result)

@@ -23,6 +23,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl.rewards.score import labels_by
 from learner.groups.ticket import PreparedTicket
 from learner.tickets.ticket_hook import TicketContext, TicketRow, ticket_hooks
 from protocol.messages import NO_REQUEST, Sampling, Ticket, TicketKind, TrajectoryRequest
@@ -59,8 +60,17 @@ class TicketWriter:
         self._hooks = ticket_hooks(settings.algorithm, context)
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
+        self.held_out_labels = self._labels(settings.evaluation.by) if settings.evaluation.by else []
+        """`evaluation.by` and its value for each usable held-out row; none without it."""
         self._sort_by = self._numbers(settings.data.curriculum) if settings.data.curriculum.order_by else None
         self._order = self.order()
+
+    def _labels(self, column: str) -> list[str]:
+        """Raises UserError where no held-out row has the column, or it has too many values."""
+        if self.held_out is None:
+            return []
+        values = self.held_out.rows.column(column)
+        return labels_by(column, [values[row] for row in self._held_out_rows], "evaluation.by")
 
     def order(self) -> DataOrder:
         """The order of the usable rows, an object for one thread."""

@@ -42,7 +42,7 @@ def check_asynchronous_training(make_config: Callable[..., RunConfig], tmp_path:
         learner={**engine, "max_staleness": 2, "optim": {"lr": 3e-3, "weight_decay": 0.0}},
         batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
         rollout={"weights_channel": "zmq"},
-        evaluation={"before_training": True, "every_steps": 12},
+        evaluation={"before_training": True, "every_steps": 12, "by": "kind"},
         trainer={"max_steps": 24, "samples_per_step": 1},
     )
     assert run_both(config, run) == (0, 0), logs(run)
@@ -58,6 +58,11 @@ def check_asynchronous_training(make_config: Callable[..., RunConfig], tmp_path:
     evaluations = lines(run / "evaluations.jsonl")
     assert [e["step"] for e in evaluations] == [0, 12, 24]
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
+    for evaluation in evaluations:
+        kinds = [key.removeprefix("accuracy/") for key in evaluation if key.startswith("accuracy/kind=")]
+        mean = sum(evaluation[f"accuracy/{kind}"] * evaluation[f"rows/{kind}"] for kind in kinds) / evaluation["rows"]
+        assert len(kinds) > 1
+        assert mean == pytest.approx(evaluation["accuracy"])
     again = evaluate(config, run / "export")
     assert again.accuracy == pytest.approx(evaluations[-1]["accuracy"], abs=1e-9)
 

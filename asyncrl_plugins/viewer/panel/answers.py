@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl.launch.display import MISSING, number, one_line, scored_alike
+from asyncrl.rewards.score import accuracies_by_label
 from asyncrl_plugins.viewer.panel.formatting import cut, cut_lines, slice_means, sparkline, time_left
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.recorded_run.alert_thresholds import THRESHOLDS
@@ -77,6 +78,8 @@ class Answers:
         if scored:
             yield self._row("components", 3, *((key[7:], number(value)) for key, value in scored.items()))
         yield PanelRow("held-out", [self._held_out()])
+        if parts := self.run.evaluations and accuracies_by_label(self.run.evaluations[-1]):
+            yield PanelRow("by value", [Text(cut(parts, self.cells))], rank=2)
         rate = run.last("lr")
         loss, entropy = ("loss", number(run.last("loss"), 4)), ("entropy", number(run.last("entropy")))
         if why := run.untrained_because:

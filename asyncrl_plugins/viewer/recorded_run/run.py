@@ -94,6 +94,16 @@ class RecordedRun:
     def held_out(self) -> Points:
         return [(float(e["step"]), number(e.get("accuracy"))) for e in self.evaluations]
 
+    @property
+    def held_out_by_label(self) -> dict[str, Points]:
+        """Accuracies of each value of evaluation.by, the lowest of the last evaluation first."""
+        prefix, found = "accuracy/", dict[str, Points]()
+        for evaluation in self.evaluations:
+            for key in (key for key in evaluation if key.startswith(prefix)):
+                points = found.setdefault(key.removeprefix(prefix), [])
+                points.append((float(evaluation["step"]), number(evaluation[key])))
+        return dict(sorted(found.items(), key=lambda one: (one[1][-1][1] is None, one[1][-1][1] or 0.0)))
+
     @cached_property
     def changed_at(self) -> list[float]:
         """The first step after each accepted change of rows or rewards, as far as the steps before it are known."""

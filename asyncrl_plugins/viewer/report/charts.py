@@ -61,11 +61,13 @@ RATIOS = "ratio/p50: median, ratio/p01: p1, ratio/p99: p99, ratio_max: largest"
 CLIPPED = "clip_fraction: clipped, mask_fraction: masked, truncation_fraction: cut"
 LEARNERS_TURNS = "asleep_s/learner: asleep, sleep_s/learner: falling asleep, wake_s/learner: waking up"
 SERVERS_TURNS = "sleep_s/rollout: falling asleep, wake_s/rollout: waking up"
+HELD_OUT_BY_VALUE = "Held-out accuracy by evaluation.by"
 CHARTS = {
     "Learning": (
         Chart("Reward", "reward/mean: mean, baseline/reward: greedy", "weighted sum", floor=None),
         Chart("Reward by component", "reward/(?!mean$|std$)(.+)", floor=None, compared=MAX_CURVES),
         Chart("Accuracy", "accuracy: training", show=share, ceiling=1.0),
+        Chart(HELD_OUT_BY_VALUE, "accuracy/(.+)", show=share, ceiling=1.0, compared=0),
         Chart("Entropy", "entropy: entropy", "nats per token", limit="EntropyCollapse"),
         Chart("Loss", "loss: loss", "nats", floor=None),
         Chart("Gradient norm", "grad_norm: before clipping"),
@@ -167,6 +169,8 @@ def _lines(run: RecordedRun, chart: Chart) -> Drawing | None:
         curves += [Curve(name, points, "bound")] if name == "bound" else _with_mean(name, points, len(named) < 3)
     if chart.title == "Accuracy":
         curves.append(Curve("held out", run.held_out, "dots"))
+    if chart.title == HELD_OUT_BY_VALUE:
+        curves += [Curve(label, points) for label, points in list(run.held_out_by_label.items())[:MAX_CURVES]]
     return line_chart(chart.title, curves, unit=chart.unit, changes=run.changed_at, **_axes(chart, run))
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl_plugins.viewer.panel.answers import Answers
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.report.activity import exclusive, lanes
 from asyncrl_plugins.viewer.report.chart import MAX_POINTS, Curve, line_chart, thin
+from asyncrl_plugins.viewer.report.charts import HELD_OUT_BY_VALUE, charts_of_run
 from asyncrl_plugins.viewer.report.reading import read_run
 from asyncrl_plugins.viewer.report.timeline import _labelled, timeline
 from tests.rigs import made_up_run as made
@@ -109,3 +111,16 @@ def test_labels_of_steps_do_not_stand_on_each_other_and_activities_do_not_look_a
         colours = [np.array(list(bytes.fromhex(colour)), float) for colour in theme]
         nearest = min(float(np.linalg.norm(a - b)) for a, b in combinations(colours, 2))
         assert nearest > 40, "of at most 441"
+
+
+def test_scores_of_each_value_have_a_curve_and_stand_in_the_panel(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run", accuracy=(0.5, 0.6))
+    records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    parts = [{"accuracy/kind=sum": 0.9, "accuracy/kind=read": step / 10} for step in range(2)]
+    made.lines(run / "evaluations.jsonl", [record | part for record, part in zip(records, parts, strict=True)])
+    (drawn,) = [each for each in charts_of_run(read_run(run))[0][1] if each["title"] == HELD_OUT_BY_VALUE]
+    assert [curve.name for curve, _ in drawn["keys"]] == ["kind=read", "kind=sum"]
+    panel = RunSnapshot(run)
+    panel.refresh()
+    rows = {row.name: str(row.lines[0]) for row in Answers(panel, 80, 1).learning()}
+    assert rows["by value"] == "kind=read 0.100, kind=sum 0.900"

@@ -10,7 +10,10 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.processing.processor import PromptProcessor
+from asyncrl.rewards.score import accuracies_by_label, labels_by, scores_by_label
 from learner.groups.group_verification import _version_problems
 from learner.groups.ticket import PreparedTicket
 from learner.loop.step_schedule import StepSchedule
@@ -20,6 +23,7 @@ from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_deadline import TicketDeadline
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.codec import Limits
 from protocol.messages import TicketKind, Tickets, WeightManifest
 from protocol.weights import Publication, Tensor
@@ -446,3 +450,22 @@ def test_a_wait_says_what_holds_the_step_up(
     nothing: Any = SimpleNamespace(is_shared=False, prompts_per_step=8, step=5)
     schedule = StepSchedule(nothing, nothing, cast(Any, network), cast(Any, ledger), *[nothing] * 5)
     assert schedule._describe_wait() == said
+
+
+def test_each_value_of_a_column_has_scores_of_its_own() -> None:
+    """Rows without a score count among their value's; a column of many values, or of none, is refused."""
+    labels = labels_by("kind", ["sum", 2, "sum", None], "evaluation.by")
+    found = scores_by_label(labels, [[(1.0, 2.0)], [(0.0, 0.0), None], [(0.0, 1.0)], [None]])
+    assert list(found) == ["kind=2", "kind=None", "kind=sum"]
+    assert (found["kind=sum"].accuracy, found["kind=sum"].reward, found["kind=sum"].rows) == (0.5, 1.5, 2)
+    assert (found["kind=2"].accuracy, found["kind=2"].errors) == (0.0, 1)
+    record = {f"accuracy/{label}": scores.accuracy for label, scores in found.items() if scores.errors < 1}
+    assert accuracies_by_label({"accuracy": 0.3, **record, "accuracy/kind=None": None}) == "kind=sum 0.500"
+    with pytest.raises(UserError, match=r"evaluation\.by is 'id', which has 51 values, over 50"):
+        labels_by("id", range(51), "evaluation.by")
+
+
+def test_a_run_refuses_a_column_that_no_held_out_row_has(make_config: MakeConfig) -> None:
+    config = make_config(evaluation={"by": "kinds"})
+    with pytest.raises(UserError, match=r"no row has a column 'kinds'\. Columns: .*kind"):
+        TicketWriter(config.ticket_settings, PromptProcessor(config.model), (1,))
