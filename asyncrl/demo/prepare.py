@@ -47,6 +47,7 @@ def check_parts(*, from_scratch: bool) -> None:
 def run(title: str, *command: str) -> float:
     """Run one stage in the foreground; returns its seconds. A failing stage ends this process with its exit code."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the other service's core
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # models are small and local
     print(f"\n== {title}", flush=True)
     started = time.monotonic()
     code = subprocess.call([sys.executable, *command])

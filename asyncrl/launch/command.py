@@ -15,6 +15,7 @@ from functools import wraps
 from typing import NoReturn, ParamSpec
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.telemetry.logs import quiet_deepspeed
 
 P = ParamSpec("P")
 READER_GONE = 128 + signal.SIGPIPE
@@ -29,6 +30,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     def framed(*arguments: P.args, **named: P.kwargs) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does from the start
+        quiet_deepspeed()
         try:
             try:
                 return main(*arguments, **named)

@@ -32,8 +32,18 @@ def configure_logging(service: str, level: str | int = "INFO") -> None:
     handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
+    quiet_deepspeed()
     for library in NOISY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def quiet_deepspeed() -> None:
+    """Leave out DeepSpeed's warning of a machine without a GPU: transformers imports it wherever it is installed."""
+    logging.getLogger("DeepSpeed").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncrl.demo.prepare import run
 from asyncrl.errors import UserError, pasted
 from asyncrl.launch.command import command
 from asyncrl.plugins import installed, what_to_install
+from asyncrl_plugins.demos.memory import PeakMemory
 from asyncrl_plugins.demos.packages import package_folder
 from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER
 
@@ -38,14 +40,15 @@ def demo(request: DemoRequest) -> None:
     check_changes(HERE / "vqa.yaml", request.changes)
     _check(request)
     folder = request.new_folder
-    seconds = prepare(folder, request)
-    train = [folder / "config.yaml", *(QUICK if request.quick else ()), *request.changes]
-    seconds["grpo"] = run(
-        "asynchronous reinforcement learning (asyncrl train)", "-m", "asyncrl", "train", *map(str, train)
-    )
-    shown = ["-m", f"{MODULE}.then_and_now", str(folder), "--rows", str(SHOWN)]
-    seconds["check"] = run("the exported model on held-out pictures", *shown)
-    summary = summarise(folder / "grpo", seconds)
+    with PeakMemory() as memory:
+        seconds = prepare(folder, request)
+        train = [folder / "config.yaml", *(QUICK if request.quick else ()), *request.changes]
+        seconds["grpo"] = run(
+            "asynchronous reinforcement learning (asyncrl train)", "-m", "asyncrl", "train", *map(str, train)
+        )
+        shown = ["-m", f"{MODULE}.then_and_now", str(folder), "--rows", str(SHOWN)]
+        seconds["check"] = run("the exported model on held-out pictures", *shown)
+    summary = {**summarise(folder / "grpo", seconds), "peak_gib": round(memory.gib, 2), "cpu_seconds": _cpu_seconds()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print(f"\n{table(summary)}\nmodel {folder / 'grpo' / 'export'}")
     print(f"a page about it: asyncrl report {pasted(folder / 'grpo')}")
@@ -153,8 +156,15 @@ def table(summary: Mapping[str, Any]) -> str:
             ),
             f"reward in training: {' '.join(f'{value:.2f}' for value in summary['reward'])}",
             f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
+            f"{summary['cpu_seconds']:.0f} CPU seconds, at most {summary['peak_gib']:.1f} GiB of memory, all processes",
         ]
     )
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of all stages so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round(used.ru_utime + used.ru_stime, 1)
 
 
 @command
