@@ -29,7 +29,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO as DIGITS
+from asyncrl.telemetry.host_versions import describe_environment
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "asyncrl_plugins" / "demos"
@@ -164,9 +164,7 @@ class Study:
         score = ("--model", str(model), "--rows", str(file), "--out", str(out))
         self._call(f"{name}-{piece}", "-m", "benchmarks.easy_vqa_scores", str(config), *score)
         scored = read_records(out)
-        told = (
-            {"seen": _share(known)} if (known := [each["seen"] for each in scored if each["seen"] is not None]) else {}
-        )
+        known = [each["seen"] for each in scored if each["seen"] is not None]
         by_kind: dict[str, list[bool]] = defaultdict(list)
         for each in scored:
             by_kind[each["kind"]].append(each["right"])
@@ -177,7 +175,7 @@ class Study:
             seed=seed,
             rows=len(scored),
             accuracy=_share([each["right"] for each in scored]),
-            **told,
+            seen=_share(known),
             by_kind={kind: [len(values), _share(values)] for kind, values in sorted(by_kind.items())},
             cpu_s=round(_children() - cpu, 1),
             **({"wrote": scored[:12]} if piece == "balanced" else {}),
@@ -190,7 +188,9 @@ class Study:
         return any((each["cell"], each["piece"]) == (cell, piece) for each in self.records)
 
     def _keep(self, **record: Any) -> None:
-        record |= {"date": date.today().isoformat(), "torch": version("torch"), "transformers": version("transformers")}
+        host = describe_environment()
+        record |= {"date": date.today().isoformat(), **{name: host[name] for name in ("cpu", "cores", "python")}}
+        record |= {name: host["packages"][name] for name in ("torch", "transformers")}
         self.records.append(record)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record)}\n")

@@ -116,15 +116,22 @@ class GreedyPolicy:
         logits[..., list(self.processor.placeholder_ids)] = -torch.inf
         wrong = []
         for row, said in zip(batch, logits.argmax(-1).tolist(), strict=True):
-            old = guess[row]
-            at = next((at for at, token in enumerate(old) if said[at] != token), None)
-            if at is None:
-                continue
-            guess[row] = [*old[:at], said[at]]
-            if said[at] not in self._ends and len(guess[row]) < self._most:
-                guess[row] += old[at + 1 :] or [self._ends[0]]
-                wrong.append(row)
+            guess[row], is_whole = mended(guess[row], said, self._ends, self._most)
+            wrong += [] if is_whole else [row]
         return wrong
+
+
+def mended(guess: Sequence[int], said: Sequence[int], ends: Sequence[int], most: int) -> tuple[list[int], bool]:
+    """A guess with its first wrong token put right, and whether it is the greedy completion now.
+
+    `said[i]`: greedy token behind `guess[:i]`. `most`: tokens of the longest completion."""
+    at = next((at for at, token in enumerate(guess) if said[at] != token), None)
+    if at is None:
+        return [*guess], True
+    right_so_far = [*guess[:at], said[at]]
+    if said[at] in ends or len(right_so_far) == most:
+        return right_so_far, True
+    return right_so_far + ([*guess[at + 1 :]] or [ends[0]]), False
 
 
 def score(config: RunConfig, folder: Path) -> list[dict[str, Any]]:

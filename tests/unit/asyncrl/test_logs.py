@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.telemetry.logs import LINES_PER_WINDOW, WINDOW_S, RepeatLimitingHandler
+from asyncrl.telemetry.logs import LINES_PER_WINDOW, WINDOW_S, RepeatLimitingHandler, quiet_deepspeed
 
 
 class Clock:
@@ -88,3 +88,16 @@ def test_who_asks_for_debug_gets_all(logger: logging.Logger, said: io.StringIO) 
     for number in range(100):
         logger.debug("acknowledged %d", number)
     assert said.getvalue().count("\n") == 100
+
+
+def test_deepspeed_does_not_say_that_there_is_no_gpu(said: io.StringIO, clock: Clock) -> None:
+    """transformers imports DeepSpeed where it is installed, whatever a command does."""
+    quiet_deepspeed()
+    deepspeed, handler = logging.getLogger("DeepSpeed"), RepeatLimitingHandler(said, clock)
+    deepspeed.addHandler(handler)
+    try:
+        deepspeed.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to ...")
+        deepspeed.warning("overflow in step %d", 3)
+    finally:
+        deepspeed.removeHandler(handler)
+    assert said.getvalue() == "overflow in step 3\n"
