@@ -154,6 +154,23 @@ def source_fingerprint(function: UserFunction) -> str:
 
     Raises UserError for a file that cannot be read.
     """
+    hashed = xxhash.xxh3_64()
+    for _, source in sorted(_sources(function).items()):
+        hashed.update(source)
+    return hashed.hexdigest()
+
+
+def imported_files(function: UserFunction) -> dict[Path, str]:
+    """Files that the function's own imports from its folder or package, with their hashes. Raises UserError."""
+    return hashes_of(path for path in _sources(function) if path != function.path)
+
+
+def hashes_of(files: Iterable[Path]) -> dict[Path, str]:
+    """Hash of each file's contents; empty where there is no file."""
+    return {path: xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.is_file() else "" for path in files}
+
+
+def _sources(function: UserFunction) -> dict[Path, bytes]:
     package = function.package.split(".") if function.package else []
     root = function.path.parents[len(package)]
     own = root.joinpath(*package[:1])
@@ -164,10 +181,7 @@ def source_fingerprint(function: UserFunction) -> str:
         if path not in sources and path.is_relative_to(own):
             sources[path] = read_source(path)
             waiting += _imported_files(path, sources[path], root)
-    hashed = xxhash.xxh3_64()
-    for _, source in sorted(sources.items()):
-        hashed.update(source)
-    return hashed.hexdigest()
+    return sources
 
 
 def _imported_files(path: Path, source: bytes, root: Path) -> Iterator[Path]:

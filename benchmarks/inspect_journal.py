@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepared
+from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, group, measured, prepared
 
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import TicketSlot
@@ -101,7 +101,7 @@ class MadeUpRun:
         return whole.model_copy(
             update={
                 "ticket_id": slot.ticket_id,
-                "prompt_ids": facts(kind).token_ids,
+                "prompt_ids": measured(kind).token_ids,
                 "lengths": lengths,
                 "token_ids": whole.token_ids[:total],
                 "source": whole.source[:total],

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.environment import EnvironmentConfig
@@ -18,7 +19,7 @@ from asyncrl.environments.interface import Action, PromptTools, Start
 from asyncrl.environments.loading import source_of
 from asyncrl.environments.observation import Observation, StepResult
 from asyncrl.environments.worker import packed_start, unpacked, unpacked_history
-from asyncrl.user_functions import one_line
+from asyncrl.user_functions import UserFunction, imported_files, one_line
 from asyncrl.workers.pool import WorkerPool
 from asyncrl.workers.process import Request, WorkerDied, WorkerProcess, WorkerProgram
 
@@ -84,6 +85,8 @@ class EnvironmentWorkers:
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
         config, source = self.config.model_dump(), source_of(self.config)
+        path = source["path"]
+        imported = imported_files(UserFunction(Path(path), source["name"], source["package"])) if path else {}
         await self._pool.start(
             WorkerProgram(
                 module="asyncrl.environments.worker",
@@ -91,6 +94,7 @@ class EnvironmentWorkers:
                 section="environment",
                 loads="the environment's files",
                 memory_limit_mib=self.config.memory_limit_mib,
+                files=imported,
             )
         )
         tools = self._pool.ready["tools"]

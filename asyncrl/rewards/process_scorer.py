@@ -7,13 +7,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score, request_of, scores_of
 from asyncrl.rewards.spec import locate, scorer_of
-from asyncrl.user_functions import one_line, read_source
+from asyncrl.user_functions import imported_files, one_line, read_source
 from asyncrl.workers.pool import WorkerPool
 from asyncrl.workers.process import WorkerDied, WorkerProcess, WorkerProgram
 
@@ -111,8 +112,10 @@ def scorer_of_functions(config: RewardConfig) -> ProcessScorer:
 
 
 def _program(config: RewardConfig) -> WorkerProgram:
-    """The program holds the user's files as they are now: edits change no running run."""
+    """The program holds the functions' files as they are now, and hashes of those that they import: edits change no
+    running run."""
     components: list[dict[str, Any]] = []
+    imported: dict[Path, str] = {}
     for component in config.functions:
         if scorer_of(component) is not None:
             continue
@@ -122,6 +125,7 @@ def _program(config: RewardConfig) -> WorkerProgram:
         if located is not None:
             source = read_source(located.path)
             entry |= {"function": located.name, "path": str(located.path), "package": located.package, "source": source}
+            imported |= imported_files(located)
         components.append(entry)
     return WorkerProgram(
         module="asyncrl.rewards.worker",
@@ -129,4 +133,5 @@ def _program(config: RewardConfig) -> WorkerProgram:
         section="reward",
         loads="the reward functions",
         memory_limit_mib=config.memory_limit_mib,
+        files=imported,
     )

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.user_functions import hashes_of
 from asyncrl.workers.process import SHOWN_BYTES, WorkerProcess, WorkerProgram
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,15 @@ class WorkerPool:
         self._free.put_nowait(RuntimeError("the worker pool is closed"))
 
     async def _start(self) -> WorkerProcess:
+        """Raises UserError, BadStateError for a file that is not what the others have read."""
         assert self._program is not None
+        now = await asyncio.to_thread(hashes_of, self._program.files)
+        if changed := [str(path) for path, known in self._program.files.items() if now[path] != known]:
+            raise BadStateError(
+                f"a worker of `{self._program.section}` has to start again, and {', '.join(changed)} changed since the "
+                f"run began: {self._program.loads} would not be the same. Undo the change and resume the run, or "
+                "accept it with --resume --accept-changes"
+            )
         worker = await WorkerProcess.start(self._program, self._count_dropped)
         self._workers.add(worker)
         return worker

@@ -50,6 +50,8 @@ class WorkerProgram:
     start_timeout_s: float = START_TIMEOUT_S
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables beside those of this process."""
+    files: Mapping[Path, str] = field(default_factory=dict[Path, str])
+    """Files of the user that every worker reads when it starts, with the hashes that they are to have."""
 
 
 class WorkerDied(Exception):

@@ -214,6 +214,23 @@ def test_a_failed_reset_is_tried_again_and_a_start_that_fails_three_times_stops_
     run_pool(scenario, f"{file}:Faults", f"config.hang_in_reset={once}", "timeouts.step_s=1.5")
 
 
+def test_a_process_comes_back_with_what_its_environment_imported_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "needed.py").write_text("worth = 1.0")
+    file = tmp_path / "mine.py"
+    file.write_text((ROOT / "tests" / "rigs" / "environment_faults.py").read_text() + "\nimport needed\n")
+
+    async def scenario(pool: EnvironmentWorkers) -> None:
+        file.write_text("syntax error here")
+        assert (await failure_of(await pool.begin(START), "die")).kind == "environment_died"
+        episode = await pool.begin(START)
+        (tmp_path / "needed.py").write_text("worth = 2.0")
+        assert (await failure_of(episode, "die")).kind == "environment_died"
+        with pytest.raises(BadStateError, match=r"/needed\.py changed since the run began"):
+            await pool.begin(START)
+
+    run_pool(scenario, f"{file}:Faults")
+
+
 BREAKS = """
 
 if os.path.exists({flag!r}.replace("once", "broken")):

@@ -264,21 +264,31 @@ def test_close_during_a_sample_kills_and_says_so() -> None:
     run_pool(config_of(), scenario)
 
 
-def test_a_running_run_keeps_its_reward_file_and_ends_where_a_worker_cannot_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "text", "why"),
+    [
+        ("needed.py", "worth = 2.0", r"/needed\.py changed since the run began.* --resume --accept-changes"),
+        ("broken", "", r"could not be started again: .*ZeroDivisionError"),
+    ],
+)
+def test_a_running_run_keeps_its_reward_and_ends_where_a_worker_cannot_come_back_with_it(
+    tmp_path: Path, changed: str, text: str, why: str
+) -> None:
     file = tmp_path / "edited.py"
     file.write_text(
-        "import os, needed\ndef reward(sample): return 1.0 if sample.completion == 'fine' else os._exit(1)\n"
+        f"import os, needed\n1 / (not os.path.exists({str(tmp_path / 'broken')!r}))\n"
+        "def reward(sample): return needed.worth if sample.completion == 'fine' else os._exit(1)\n"
     )
-    (tmp_path / "needed.py").write_text("")
+    (tmp_path / "needed.py").write_text("worth = 1.0")
 
     async def scenario(pool: RewardScorer) -> None:
         file.write_text("syntax error here")
         assert (await pool.score(sample_of("die"))).error_kind == "reward_crash"
-        assert (await pool.score(sample_of("fine"))).status == "ok"
-        (tmp_path / "needed.py").write_text("1/0")
+        assert (await pool.score(sample_of("fine"))).reward == 1.0
+        (tmp_path / changed).write_text(text)
         assert (await pool.score(sample_of("die"))).error_kind == "reward_crash"
         for _ in range(2):
-            with pytest.raises(BadStateError, match=r"could not be started again: .*ZeroDivisionError"):
+            with pytest.raises(BadStateError, match=why):
                 await pool.score(sample_of("fine"))
 
     run_pool(config_of(f"{file}:reward"), scenario)
