@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncrl.attention.masked_attention import MaskedAttention, Spans, attend
 from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, similar, spans
+from asyncrl.attention.stateful_layers import RowBatches, separate_rows
 from asyncrl.errors import UserError
 
 SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 """Name under which transformers finds it (`attn_implementation`)."""
+CPU = torch.device("cpu")
 CALL_SCORES = 16_384
 """Scores of one head that take as long as a call of a kernel on a CPU (benchmarks/packed_attention.py)."""
 TOKEN_SCORES = 64
@@ -47,32 +49,20 @@ class SharedPrefixLayout:
     longest_row: int
     """Tokens of the longest prompt with one of its completions: no window of so many cuts anything."""
     form: SharedAttention | SeparateAttention | MaskedAttention
+    groups: tuple[Group, ...] = ()
+    device: torch.device = CPU
+
+    @cached_property
+    def rows(self) -> RowBatches:
+        """Batches of all rows alone, for layers with a state."""
+        return RowBatches(self.groups, self.device)
 
 
 class SeparateAttention:
-    """Each completion behind a copy of its prompt, in causal calls of torch's own attention.
-
-    Sequences of similar length are padded to one at their end, where a causal token does not see the padding.
-    """
+    """Each completion behind a copy of its prompt, in causal calls of torch's own attention."""
 
     def __init__(self, groups: Sequence[Group], device: torch.device):
-        first, prompt, start, length = _separate_rows(groups)
-        lengths = prompt + length
-        self._shapes: list[tuple[int, int]] = []
-        gathers: list[np.ndarray] = []
-        places = np.empty(sum(prompt + sum(completions) for prompt, completions in groups), np.int64)
-        padded = 0
-        for chosen in similar(lengths.tolist()):
-            rows, column = np.asarray(chosen)[:, None], np.arange(lengths[chosen].max())
-            behind = column - prompt[rows]
-            source = np.where(behind < 0, first[rows] + column, start[rows] + behind)
-            is_real = column < lengths[rows]
-            gathers.append(np.where(is_real, source, first[rows]).ravel())
-            places[source[is_real]] = padded + np.flatnonzero(is_real)  # a prompt's output is that of any copy
-            padded += is_real.size
-            self._shapes.append((len(chosen), len(column)))
-        self._gather = torch.from_numpy(np.concatenate(gathers)).to(device)
-        self._places = torch.from_numpy(places).to(device)
+        self._rows = RowBatches(groups, device)
 
     def __call__(
         self,
@@ -85,33 +75,13 @@ class SeparateAttention:
         """[1, H, T, D] each, sinks [H] -> [T, H, D]."""
         # No CUDA kernel for all dtypes takes shared key heads: torch would fall back to whole score matrices.
         repeats = 1 if query.device.type == "cpu" else query.shape[1] // key.shape[1]
-        padded = [tensor[0].transpose(0, 1).index_select(0, self._gather) for tensor in (query, key, value)]
-        sizes = [rows * length for rows, length in self._shapes]
         outputs: list[torch.Tensor] = []
-        for shape, q, k, v in zip(self._shapes, *(tensor.split(sizes) for tensor in padded), strict=True):
+        for q, k, v in zip(*(self._rows.apart(each[0].transpose(0, 1)) for each in (query, key, value)), strict=True):
             if repeats > 1:
-                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            sequences = (tensor.unflatten(0, shape).transpose(1, 2) for tensor in (q, k, v))
-            attended = attend(*sequences, scale=scale, sinks=sinks)
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._places)
-
-
-def _separate_rows(groups: Sequence[Group]) -> np.ndarray:
-    """[4, rows]: of each completion where its prompt is in the packed sequence and how long, and where it is itself and
-    how long; of length 0 for a prompt alone, where it has none."""
-    rows: list[tuple[int, int, int, int]] = []
-    start = 0
-    for prompt, completions in groups:
-        end = start + prompt
-        for completion in completions:
-            if completion:
-                rows.append((start, prompt, end, completion))
-            end += completion
-        if end == start + prompt:
-            rows.append((start, prompt, end, 0))
-        start = end
-    return np.asarray(rows, np.int64).reshape(-1, 4).T
+                k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+            attended = attend(*(each.transpose(1, 2) for each in (q, k, v)), scale=scale, sinks=sinks)
+            outputs.append(attended.transpose(1, 2))
+        return self._rows.packed(outputs)
 
 
 def make_layout(
@@ -132,17 +102,20 @@ def make_layout(
     """
     num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
     longest = max((prompt + max(completions, default=0) for prompt, completions in groups), default=0)
-    if (window is not None and window < longest) or (spans and any(spans)):
-        return SharedPrefixLayout(num_tokens, longest, MaskedAttention(groups, device, window, spans))
+    form: SharedAttention | SeparateAttention | MaskedAttention
     kernel: Kernel | None = None
     if device.type == "cpu":
         if shared_cost(groups) <= separate_cost(groups):
             kernel = CpuFlash()
     elif dtype in (torch.bfloat16, torch.float16):
         kernel = VarlenFlash()
-    if kernel is None:
-        return SharedPrefixLayout(num_tokens, longest, SeparateAttention(groups, device))
-    return SharedPrefixLayout(num_tokens, longest, SharedAttention(groups, kernel, device))
+    if (window is not None and window < longest) or (spans and any(spans)):
+        form = MaskedAttention(groups, device, window, spans)
+    elif kernel is None:
+        form = SeparateAttention(groups, device)
+    else:
+        form = SharedAttention(groups, kernel, device)
+    return SharedPrefixLayout(num_tokens, longest, form, tuple(groups), device)
 
 
 def shared_cost(groups: Sequence[Group]) -> int:
@@ -156,7 +129,7 @@ def shared_cost(groups: Sequence[Group]) -> int:
 
 def separate_cost(groups: Sequence[Group]) -> int:
     """Scores of one head in the separate form, what its calls take, and its copies of tokens."""
-    _, prompt, _, length = _separate_rows(groups)
+    _, prompt, _, length = separate_rows(groups)
     lengths = (prompt + length).tolist()
     scores = sum(length * length // 2 for length in lengths)
     return scores + CALL_SCORES * len(similar(lengths)) + TOKEN_SCORES * sum(lengths)
@@ -205,23 +178,6 @@ def shared_prefix_attention(
         sliding = sliding_window is not None and sliding_window == window
         return form(query, key, value, scaling, s_aux, sliding=sliding)[None], None
     return form(query, key, value, scaling, s_aux)[None], None
-
-
-def hand_on_layout(model: Any) -> None:
-    """Let the layout reach the attention of StableLM, whose layers (transformers 5.19) keep such arguments to
-    themselves."""
-    for layer in model.modules():
-        if type(layer).__name__ == "StableLmDecoderLayer":
-            given: dict[str, Any] = {}
-
-            def keep(_: Any, __: Any, arguments: dict[str, Any], given: dict[str, Any] = given) -> None:
-                given["shared_prefix"] = arguments.get("shared_prefix")
-
-            def add(_: Any, values: Any, arguments: dict[str, Any], given: dict[str, Any] = given) -> Any:
-                return values, {**arguments, **given}
-
-            layer.register_forward_pre_hook(keep, with_kwargs=True)
-            layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def register() -> None:

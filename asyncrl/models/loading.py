@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
+from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
+from asyncrl.attention.stateful_layers import hand_on_layout
 from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32

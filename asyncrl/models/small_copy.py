@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, hand_on_layout
+from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
+from asyncrl.attention.stateful_layers import hand_on_layout
 from asyncrl.config.sections import ModelConfig
 from asyncrl.model_files.folder import describe_model, model_folder
 from asyncrl.models.loading import attention_of_parts, model_class

@@ -1,4 +1,4 @@
-"""Families that cut images into tiles of one size, or write other tokens around them: one class for each.
+"""Families that cut images into tiles of one size, or write other tokens among theirs: one class for each.
 
 A tile is an image to the vision tower. What stands for an image is text that the family's processor writes, with
 placeholders, fences and line breaks, so that the whole prompt is tokenised after it has been put there.
@@ -237,3 +237,56 @@ class LlavaOnevisionImages(LlavaNextImages):
     def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
         numbers = torch.tensor([len(prompt.image_grids) for prompt in prompts])
         return {**LlavaNextImages.model_inputs(pixels, prompts, token_types), "batch_num_images": numbers}
+
+
+class Mistral3Images(WrittenImages):
+    """Mistral 3 (Pixtral's processor): one piece at its own aspect ratio, a line break behind each row of tokens.
+    Grids: 1, height and width in pixels. Pixels of a prompt's images are one flat list, as no two have one size."""
+
+    PROCESSOR = "PixtralProcessor"
+
+    @staticmethod
+    def _is_known(settings: Any) -> bool:
+        return bool(settings.do_resize and settings.size.get("longest_edge") and not settings.do_center_crop)
+
+    @property
+    def _side(self) -> int:
+        """Pixels of the side of what one token stands for."""
+        return self._processor.patch_size * self._processor.spatial_merge_size
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+        most = self._processor.image_processor.size["longest_edge"]
+        pixel = np.zeros((3, 1, 1), np.uint8)  # of an image the function reads the shape alone
+        images = [np.broadcast_to(pixel, (3, height, width)) for width, height in sizes]
+        found = [get_resize_output_image_size(image, (most, most), (self._side, self._side)) for image in images]
+        return np.asarray([(1, *size) for size in found], np.int32).reshape(-1, 3)
+
+    def process(self, images: Sequence[Image]) -> tuple[torch.Tensor, np.ndarray]:
+        output = self._processor.image_processor(images=list(images), patch_size=self._side, do_pad=False)
+        flat = [torch.as_tensor(pixels).flatten() for pixels in output["pixel_values"]]
+        return torch.cat(flat), self.made(output)
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        return np.asarray([(1, *size) for size in output["image_sizes"]], np.int32).reshape(-1, 3)
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        return {"image_sizes": grids[:, 1:].tolist()}
+
+    def describe(self, grid: Sequence[int]) -> str:
+        return "{1} x {2} pixels".format(*grid)
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        sizes = np.concatenate([prompt.image_grids[:, 1:] for prompt in prompts])
+        highest, widest = sizes.max(axis=0).tolist()
+        images = [
+            torch.nn.functional.pad(flat.view(3, height, width), (0, widest - width, 0, highest - height))
+            for flat, (height, width) in zip(pixels.split((3 * sizes.prod(axis=1)).tolist()), sizes, strict=True)
+        ]
+        return {"pixel_values": torch.stack(images), "image_sizes": torch.from_numpy(sizes).long()}
+
+    @staticmethod
+    def patches(grids: np.ndarray, vision_config: Any) -> int:
+        return int((grids[:, 1:] // vision_config.patch_size).prod(axis=1).sum())

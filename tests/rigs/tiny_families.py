@@ -61,6 +61,33 @@ def make_family(family: Family, folder: Path, *, tied: bool = False, patch: int 
     return folder
 
 
+def make_expert_or_recurrent(family: Literal["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], folder: Path) -> Path:
+    """Qwen3-VL with experts, and Qwen3.5 with recurrences, or both, as `make_family` has Qwen3-VL."""
+    make_family("qwen3_vl", folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = {**_text_config(tokenizer), "head_dim": 32, "num_hidden_layers": 4}
+    text["rope_parameters"]["mrope_interleaved"] = True
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"shared_expert_intermediate_size": 32} if family == "qwen3_5_moe" else {}
+    vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.1, "hidden_size": VISION}
+    vision |= {"intermediate_size": 64, "out_hidden_size": HIDDEN, "num_position_embeddings": 64}
+    if family == "qwen3_vl_moe":
+        vision["deepstack_visual_indexes"] = [0]
+    else:
+        heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+        text |= {**heads, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        text["rope_parameters"] |= {"partial_rotary_factor": 1.0}
+    name = {"qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS.items()}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **ids)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_llava(folder: Path, tower: Literal["siglip", "clip", "dinov2"] = "siglip") -> Path:
     """A Hugging Face folder: tower, two-layer connector, Qwen2, and a processor for images of 4 x 4 patches."""
     tokenizer = build_tokenizer()
@@ -121,7 +148,7 @@ def _text_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def make_recurrent(folder: Path) -> Path:
-    """A Qwen3-Next folder: three layers of four are recurrences and convolutions, whose rows are computed alone."""
+    """A Qwen3-Next folder: three layers of four are recurrences and convolutions."""
     tokenizer = build_tokenizer()
     config = transformers.Qwen3NextConfig(
         vocab_size=len(tokenizer),

@@ -22,7 +22,7 @@ from tests.unit.learner.test_padded_step import FAMILIES, LR, rows_of
 pytestmark = pytest.mark.slow
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
 RECURRENT = "qwen3_next"
-"""A text family whose rows are computed alone."""
+"""A text family with recurrences, which each row passes from its beginning."""
 TESTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", RECURRENT]
 WHOLE, MANY = "one micro-batch", "many micro-batches, critic and reference"
 FLIPPED = 2e-3

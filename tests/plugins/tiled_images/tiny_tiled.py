@@ -180,6 +180,26 @@ def _llava_onevision(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
     return transformers.LlavaOnevisionForConditionalGeneration(config), processor
 
 
+def _mistral3(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    vision = {**VISION, "model_type": "pixtral", "image_size": 4 * TILE, "head_dim": 16, "initializer_range": 0.1}
+    config = transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=_text(tokenizer, model_type="mistral", head_dim=32),
+        image_token_index=ids["image_token"],
+        tie_word_embeddings=False,
+    )
+    processor = transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(
+            size={"longest_edge": 4 * TILE}, patch_size={"height": PATCH, "width": PATCH}
+        ),
+        tokenizer,
+        patch_size=PATCH,
+        spatial_merge_size=2,
+        chat_template=_template("[IMG]"),
+    )
+    return transformers.Mistral3ForConditionalGeneration(config), processor
+
+
 _FENCES = {f"row_{row}_col_{col}_token": f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)}
 _SPLIT = {
     "image_token": "<image>",
@@ -205,6 +225,10 @@ _MAKERS: dict[str, Any] = {
     ),
     "llava_next": ({"image_token": "<image>"}, _llava_next),
     "llava_onevision": ({"image_token": "<image>", "video_token": "<video>"}, _llava_onevision),
+    "mistral3": (
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        _mistral3,
+    ),
     "smolvlm": ({**_SPLIT, "video_token": "<video>"}, _smolvlm),
 }
 TILED = tuple(_MAKERS)

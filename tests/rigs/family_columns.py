@@ -1,0 +1,374 @@
+"""Families that people use, with a column for each promise, as docs/families.md.
+
+`python -m tests.rigs.family_columns --write docs/families.md [FAMILY ...]` measures and writes the page; rows of
+families that are not named are kept, so that it can be made in parts. `--vllm` samples with vLLM, too.
+
+Each cell is a number of nats, the largest difference between log-probs, or the words of a refusal. References are
+transformers' own passes of each row alone, over what the family's own processor makes of its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from asyncrl.checks.inputs import check_rotary
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.model_files.folder import read_config
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import load_policy
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.small_copy import family_of
+from asyncrl.processing.encoded_prompt import media_arguments
+from asyncrl.processing.processor import PromptProcessor
+from learner.groups.ticket import PreparedTicket, ReceivedGroup
+from learner.training.batch import make_batch
+from learner.training.engine import TorchEngine
+from learner.training.packing import PackedTrajectory, Segment, TrainGroup
+from learner.training.roles import Roles
+from rollout_server.engines.hf.engine import HFEngine
+from tests.conftest import small_config
+from tests.plugins.tiled_images.tiny_tiled import TILED, make_tiled
+from tests.rigs.alignment_rig import answers, parity_tickets, verify
+from tests.rigs.family_matrix import make_folder
+from tests.rigs.tiny_families import make_expert_or_recurrent, make_family, make_llava
+from tests.system.test_bad_input import image_rows, write_rows
+
+COLUMNS = (
+    "accepted",
+    "packed = separate",
+    "isolated",
+    "learner = `hf`",
+    "learner = vLLM",
+    "LoRA",
+    "several turns",
+    "export",
+)
+NOT_RUN = "not run"
+SAMPLED_BY_VLLM = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_moe")
+"""Families whose small copy vLLM's kernels on a CPU take; others are not run."""
+TEXT = (
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("llama", "llama4_text", "mistral", "mistral (window 6)", "ministral3", "mixtral"),
+    *("phi3", "phi3 (window 6)", "starcoder2", "starcoder2 (window 6)", "smollm3", "gpt_oss"),
+    *("gemma2", "gemma3_text", "gemma3n_text", "granite", "granitemoehybrid", "lfm2 (convolutions)"),
+    *("lfm2_moe (convolutions)", "olmo2", "olmo3", "glm4", "glm4_moe", "deepseek_v2 (6 of 64 experts)", "deepseek_v3"),
+    *("falcon_h1", "nemotron_h", "minimax_m2"),
+)
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    **{family: lambda folder, family=family: make_folder(family, folder) for family in TEXT},
+    **{family: lambda folder, family=family: make_family(family, folder) for family in ("qwen2_vl", "qwen2_5_vl")},
+    "qwen3_vl": lambda folder: make_family("qwen3_vl", folder),
+    **{f: lambda folder, f=f: make_expert_or_recurrent(f, folder) for f in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")},
+    "llava": make_llava,
+    **{family: lambda folder, family=family: make_tiled(family, folder) for family in TILED},
+}
+"""A folder with a small random model of each family."""
+SIZES = ((40, 150), (28, 28), (90, 40), (160, 200))
+"""Height and width in pixels of images in the rows of families that see."""
+BACK = 6
+"""Tokens of a completion that a rewritten history begins anew behind, and that an environment says."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A folder, and rows of text or of none, one and three images."""
+
+    config: RunConfig
+    folder: Path
+    processor: PromptProcessor
+    tickets: Sequence[PreparedTicket]
+
+    @classmethod
+    def made(cls, name: str, folder: Path) -> Family:
+        model = MAKERS[name](folder / "made")
+        rows = [{"prompt": "one row"}, {"prompt": "another row, which is longer than that"}, {"prompt": "x"}]
+        if name not in TEXT:
+            rows = image_rows(folder, SIZES)
+        config = small_config(
+            model,
+            folder,
+            folder / "run",
+            data={**write_rows(folder, rows), "max_prompt_length": 400, "max_response_length": 12},
+            rollout={"temperature": family_of(ModelConfig(path=str(model))).temperature if name in TEXT else 0.8},
+            batch={"prompts_per_step": 3, "group_size": 2},
+            alignment={"rows": 3},
+            learner={"device": "cpu", "optim": {"lr": 1e-2, "weight_decay": 0.0}},
+        )
+        processor = PromptProcessor(config.model)
+        return cls(config, folder, processor, parity_tickets(config, processor))
+
+    def engine(self, **model: Any) -> TorchEngine:
+        """A learner's engine. Raises UserError for what cannot be trained."""
+        config = self.config.model_copy(
+            update={
+                "model": RunConfig.model_validate(
+                    {**self.config.model_dump(), "model": {**self.config.model.model_dump(), **model}}
+                ).model
+            }
+        )
+        engine = TorchEngine(config.model_settings, config.learner.optim, 1)
+        check_rotary(400, config.model, read_config(config.model))
+        engine.prepare()
+        return engine
+
+    def groups(self) -> list[TrainGroup]:
+        """Completions of random tokens, of unequal length, behind the rows' prompts."""
+        draw, row, groups = np.random.default_rng(1), 0, list[TrainGroup]()
+        allowed = np.setdiff1d(np.arange(10, len(self.processor.tokenizer)), [*self.processor.placeholder_ids])
+        for item, lengths in zip(self.tickets, ((12, 24), (9, 17), (11,)), strict=True):
+            rows: list[PackedTrajectory] = []
+            for length in lengths:
+                ids = draw.choice(allowed, length).astype(np.int32)
+                rows.append(PackedTrajectory(row, ids, np.ones(length, bool)))
+                row += 1
+            groups.append(TrainGroup(self.processor.encode(item.ticket.prompt, item.blobs), tuple(rows)))
+        return groups
+
+    def plain(self, model: Any, number: int, token_ids: np.ndarray) -> torch.Tensor:
+        """[T] log-probs of a completion of a row by one pass over what the family's own processor makes."""
+        item = self.tickets[number]
+        images = media_arguments([item.ticket.prompt], {name: bytes(data) for name, data in item.blobs.items()})
+        given = {name: [values] for name, values in images.items()}
+        text = [self.processor.render(item.ticket.prompt)]
+        made = self.processor.processor(text=text, **given, add_special_tokens=False, return_tensors="pt")
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        inputs = {**made, "input_ids": torch.cat([made["input_ids"], ids[None]], dim=1)}
+        del inputs["attention_mask"]
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in inputs and name in SEEN_TYPES.get(model.config.model_type, (name,)):
+                inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(ids)))
+        if not images:
+            inputs = {"input_ids": inputs["input_ids"]}
+        logits = model(**inputs, use_cache=False).logits[0, -len(ids) - 1 : -1]
+        banned = torch.tensor(sorted(self.processor.placeholder_ids), dtype=torch.long)
+        logprobs = sampling_logprobs(logits, temperature=self.config.rollout.temperature, banned=banned)
+        return gather_logprobs(logprobs, ids)
+
+
+SEEN_TYPES: Mapping[str, Sequence[str]] = {}
+"""Token types that a model takes; both where it is not named."""
+
+
+def measure(name: str, folder: Path, *, vllm: bool) -> dict[str, str]:
+    """The row of a family."""
+    try:
+        family = Family.made(name, folder)
+    except UserError as refusal:
+        return {COLUMNS[0]: f"refused: {refusal}"}
+    try:
+        engine = family.engine()
+    except UserError as refusal:
+        return {COLUMNS[0]: f"refused: {refusal}"}
+    plain: Any = load_model(family.config.model, device=torch.device("cpu"), text_attention="eager").eval()
+    groups = family.groups()
+    cells = {COLUMNS[0]: "packed" if engine.packs else f"row by row: {engine.obstacle}"}
+    ours = logprobs(engine, groups)
+    places = [number for number, group in enumerate(groups) for _ in group.completions]
+    rows = [completion for group in groups for completion in group.completions]
+    with torch.no_grad():
+        alone = [family.plain(plain, place, row.token_ids) for place, row in zip(places, rows, strict=True)]
+    cells[COLUMNS[1]] = nats(ours, alone)
+    cells[COLUMNS[2]] = said(lambda: isolated(engine, groups, ours))
+    cells[COLUMNS[3]] = said(lambda: sampled(family, engine, HFEngine(family.config, family.processor)))
+    cells[COLUMNS[4]] = said(lambda: by_vllm(family, engine)) if vllm and name in SAMPLED_BY_VLLM else NOT_RUN
+    cells[COLUMNS[5]] = said(lambda: adapter(family, groups))
+    cells[COLUMNS[6]] = said(lambda: turns(family, engine, plain, groups))
+    cells[COLUMNS[7]] = said(lambda: export(family, engine, groups))
+    return cells
+
+
+def logprobs(engine: TorchEngine, groups: Sequence[TrainGroup]) -> list[torch.Tensor]:
+    """[T] of each row of the groups, of as many micro-batches as the learner makes of them."""
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    with torch.no_grad():
+        for micro_batch in Roles(engine).micro_batches(groups, 4096):
+            places = zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True)
+            found |= dict(zip(places, engine.forward(micro_batch).logprobs, strict=True))
+    rows = [completion for group in groups for completion in group.completions]
+    return [torch.stack([found[row.row, i] for i in np.flatnonzero(row.is_trained).tolist()]) for row in rows]
+
+
+def step(engine: TorchEngine, groups: Sequence[TrainGroup]) -> None:
+    """Make an optimiser step of a loss with another weight for each token."""
+    draw = torch.Generator().manual_seed(0)
+    for micro_batch in Roles(engine).micro_batches(groups, 4096):
+        values = engine.forward(micro_batch).logprobs
+        engine.backward((values * torch.randn(len(values), generator=draw)).sum())
+    engine.optimizer_step()
+
+
+def isolated(engine: TorchEngine, groups: Sequence[TrainGroup], ours: Sequence[torch.Tensor]) -> str:
+    """Largest change of other rows when the first one has other tokens."""
+    first, *others = groups[0].completions
+    changed = replace(first, token_ids=np.roll(first.token_ids, 1))
+    now = logprobs(engine, [replace(groups[0], completions=(changed, *others)), *groups[1:]])
+    assert float((now[0] - ours[0]).abs().max()) > 0
+    return nats(now[1:], ours[1:])
+
+
+def sampled(family: Family, engine: TorchEngine, sampler: Any) -> str:
+    """Largest difference between the log-probs that an engine says, and the learner's of its tokens."""
+
+    async def live() -> list[ReceivedGroup]:
+        await sampler.start()
+        try:
+            return await answers(sampler, family.processor, family.tickets)
+        finally:
+            await sampler.close()
+
+    received = asyncio.run(asyncio.wait_for(live(), 900))
+    for one in received:
+        verify(one)
+    batch = make_batch(received, family.processor)
+    ours = logprobs(engine, batch.train_groups)
+    theirs = torch.cat([torch.from_numpy(one.group.logprobs.copy()) for one in received])
+    return nats(ours, theirs.split([len(values) for values in ours]))
+
+
+def by_vllm(family: Family, engine: TorchEngine) -> str:
+    from asyncrl_plugins.vllm.engine import VLLMEngine
+    from tests.plugins.vllm.vllm_rig import fork_cores
+
+    rollout = {**family.config.rollout.model_dump(), "engine": "vllm", "max_concurrent_sequences": 32}
+    config = RunConfig.model_validate({**family.config.model_dump(), "rollout": rollout})
+    fork_cores(config)
+    return sampled(family, engine, VLLMEngine(config, family.processor))
+
+
+def adapter(family: Family, groups: Sequence[TrainGroup]) -> str:
+    """Learner with a trained adapter against transformers with its PEFT folder."""
+    engine = family.engine(lora={"rank": 4})
+    step(engine, groups)
+    engine.export(family.processor.processor, family.folder / "adapter")
+    policy = load_policy(family.config.model, family.folder / "adapter").eval()
+    return nats(logprobs(engine, groups), alone(family, policy, groups))
+
+
+def export(family: Family, engine: TorchEngine, groups: Sequence[TrainGroup]) -> str:
+    """Learner after a step against transformers with the exported folder."""
+    step(engine, groups)
+    engine.export(family.processor.processor, family.folder / "export")
+    path = family.config.model.model_copy(update={"path": str(family.folder / "export")})
+    plain = load_model(path, device=torch.device("cpu"), text_attention="eager").eval()
+    return nats(logprobs(engine, groups), alone(family, plain, groups))
+
+
+def turns(family: Family, engine: TorchEngine, plain: Any, groups: Sequence[TrainGroup]) -> str:
+    """A completion whose middle an environment said, and one whose history was rewritten."""
+    group = groups[0]
+    first, second = group.completions
+    told = np.ones(len(first.token_ids), bool)
+    told[BACK : 2 * BACK - 2] = False
+    whole = family.plain(plain, 0, first.token_ids)[torch.from_numpy(told)]
+    one = replace(group, completions=(replace(first, is_trained=told),))
+    found = nats(logprobs(engine, [one]), [whole.detach()])
+    again = replace(group, completions=(replace(second, segments=(Segment(), Segment(BACK))),))
+    parts = [family.plain(plain, 0, ids).detach() for ids in (second.token_ids[:BACK], second.token_ids[BACK:])]
+    return f"{found}; rewritten: {said(lambda: nats(logprobs(engine, [again]), [torch.cat(parts)]))}"
+
+
+@torch.no_grad()
+def alone(family: Family, model: Any, groups: Sequence[TrainGroup]) -> list[torch.Tensor]:
+    """[T] of each row by a plain pass."""
+    return [
+        family.plain(model, number, completion.token_ids)
+        for number, group in enumerate(groups)
+        for completion in group.completions
+    ]
+
+
+def nats(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> str:
+    largest = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return "0" if largest == 0 else f"{largest:.0e}".replace("e-0", "e-")
+
+
+def said(cell: Callable[[], str]) -> str:
+    try:
+        return cell()
+    except UserError as refusal:
+        return f"refused: {' '.join(str(refusal).split())}"
+    except Exception as error:  # of the family's own code, or of an engine
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+HEADING = """# Families
+
+Small random models of the families that people use, on a CPU in float32: one row of numbers for each, measured by
+`python -m tests.rigs.family_columns --vllm --write docs/families.md`. This page documents, and decides nothing: what a
+family can do is found at the start of each run ([models](models.md)).
+
+Numbers are the largest difference of log-probs in nats. Rows of families that see have none, one and three images.
+
+- **accepted**: rows of a group are packed behind one prompt, or computed row by row.
+- **packed = separate**: the learner, against transformers' own pass of each row alone.
+- **isolated**: change of all other rows when one row has other tokens.
+- **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
+- **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
+- **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
+- **export**: the learner after a step, against transformers with the exported folder.
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """Table, and below it the words that are too long for it, each once."""
+    notes: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        *before, last = text.split("; rewritten: ")
+        for kind in ("refused: ", "row by row: "):
+            if last.startswith(kind):
+                words = re.sub(r"/\S*/(made|run)\S*", "FOLDER", last.removeprefix(kind))
+                last = f"{kind[:-2]} [{notes.setdefault(words, len(notes) + 1)}]"
+        if re.match(r"\w*(Error|Exception)\b", last):
+            last = f"fails [{notes.setdefault(re.sub(r'/tmp/[^ ]*', 'FOLDER', last), len(notes) + 1)}]"
+        return "; rewritten: ".join([*before, last])
+
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name in [name for name in MAKERS if name in rows]:
+        lines.append(f"| {name} | {' | '.join(cell(rows[name].get(column, '-')) for column in COLUMNS)} |")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}."
+    words = "\n".join(f"{number}. {text}" for text, number in notes.items())
+    return f"{HEADING}\n{versions}\n\n" + "\n".join(lines) + f"\n\n## Words\n\n{words}\n"
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--kept", type=Path, default=Path("/tmp/family_columns.json"), help="rows measured so far")
+    given = parser.parse_args(list(arguments) if arguments is not None else None)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    rows: dict[str, dict[str, str]] = json.loads(given.kept.read_text()) if given.kept.exists() else {}
+    for name in given.families or [name for name in MAKERS if name not in rows]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows[name] = measure(name, Path(folder), vllm=given.vllm)
+            except Exception as error:  # of the family's own code
+                rows[name] = {COLUMNS[0]: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        print(name, json.dumps(rows[name]), flush=True)
+        given.kept.write_text(json.dumps(rows, indent=1))
+        if given.write:
+            given.write.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
