@@ -248,7 +248,10 @@ def _check_shapes(config: ModelConfig, folder: Path) -> None:
         if part is None:  # of another kind: PEFT knows
             continue
         side = 1 if part[2] == "A" else 0  # A reads what the layer reads, B writes what it writes
-        weight = getattr(modules.get(part[1]), "weight", None)
+        layer = modules.get(part[1].replace(".base_layer", ""))
+        if layer is not None and not hasattr(layer, "weight"):  # fused experts, several weights: PEFT knows
+            continue
+        weight = getattr(layer, "weight", None)
         if weight is None or weight.shape[side] != shape[side]:
             here = "there is none" if weight is None else f"it is {weight.shape[side]} wide"
             raise UserError(

@@ -217,4 +217,5 @@ def scaled_logits(model: Any, hidden: torch.Tensor, layer: Layer | None = None) 
 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """[T, D] of one packed sequence after the model's last layer and norm."""
-    return model.base_model(**inputs, use_cache=False)[0][0]
+    inner = model.base_model if model.base_model is not model else model.model  # Llama 4 names its base wrongly
+    return inner(**inputs, use_cache=False)[0][0]
