@@ -330,19 +330,18 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     """Table, and below it the words that are too long for it, each once."""
     notes: dict[str, int] = {}
 
-    def cell(text: str) -> str:
-        *before, last = text.split("; rewritten: ")
+    def cell(family: str, text: str) -> str:
+        *before, last = re.sub(rf"/tmp/\S*|\b{family.partition(' ')[0]}\b", "...", text).split("; rewritten: ")
         for kind in ("refused: ", "row by row: "):
             if last.startswith(kind):
-                words = re.sub(r"/\S*/(made|run)\S*", "FOLDER", last.removeprefix(kind))
-                last = f"{kind[:-2]} [{notes.setdefault(words, len(notes) + 1)}]"
+                last = f"{kind[:-2]} [{notes.setdefault(last.removeprefix(kind), len(notes) + 1)}]"
         if re.match(r"\w*(Error|Exception)\b", last):
-            last = f"fails [{notes.setdefault(re.sub(r'/tmp/[^ ]*', 'FOLDER', last), len(notes) + 1)}]"
+            last = f"fails [{notes.setdefault(last, len(notes) + 1)}]"
         return "; rewritten: ".join([*before, last])
 
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [name for name in MAKERS if name in rows]:
-        lines.append(f"| {name} | {' | '.join(cell(rows[name].get(column, '-')) for column in COLUMNS)} |")
+        lines.append(f"| {name} | {' | '.join(cell(name, rows[name].get(column, '-')) for column in COLUMNS)} |")
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}."
     words = "\n".join(f"{number}. {text}" for text, number in notes.items())
     return f"{HEADING}\n{versions}\n\n" + "\n".join(lines) + f"\n\n## Words\n\n{words}\n"
