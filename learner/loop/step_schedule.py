@@ -60,7 +60,10 @@ class StepSchedule:
             self.network.wait_until(
                 lambda: bool(self.network.servers.connected),
                 timeout_s=self.settings.start_timeout_s,
-                what=lambda: f"a rollout server at {self.settings.control_endpoint} (network.start_timeout_s)",
+                what=lambda: (
+                    f"a rollout server at {self.settings.control_endpoint} (network.start_timeout_s)"
+                    f"{self.network.servers.last_refusal}"
+                ),
             )
 
     def wait_for_batch(self) -> float:

@@ -1,16 +1,20 @@
-"""The parity handshake, on the network thread: a server may have work once its log-probs equal the learner's.
+"""The parity handshake, on the network thread: a server may have work while its log-probs equal the learner's.
 
 A server that is welcomed gets *parity tickets*, at the newest published version, as soon as it holds no others. They
 are outside of the ledger: they use no position in the data, and nothing of them is journaled. Their groups are
 verified like all others and kept for the main thread, which compares them (`logprob_parity.py`) while it waits for
 something, so that its weights are of its newest version. Groups of an older one are asked for again; no step begins
 while a server that has loaded weights owes an answer, or a fast learner would never be at the version of the answer.
+
+Caches, weights and adapters go stale at an update: a server is checked again at the next version, then after 2 more, 4,
+8, and where a step's log-probs disagree. On policy it is idle then; else it goes on with what it has.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,8 +66,8 @@ class ParityHandshake:
     can_answer: Callable[[ServerState], bool] = lambda server: True
     """Whether time counts towards the server's deadline now."""
     _checks: dict[str, ParityCheck] = field(default_factory=dict)
-    _passed: set[tuple[str, str]] = field(default_factory=set)
-    """Server ids and sessions of accepted servers."""
+    _due: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """By id and session of accepted servers: version of the next check, and versions from there to the one after."""
     _first_id: int = field(default_factory=lambda: PARITY_IDS + (secrets.randbits(40) << 20))
     """Random: servers may still hold parity tickets of a learner before this one."""
     _num_issued: int = 0
@@ -110,15 +114,28 @@ class ParityHandshake:
                 reason = f"it has not answered its parity tickets for {self.deadline_s:g} s"
                 self.refuse(check, reason, OTHER_FIX, WaitTimeoutError)
         for server_id, server in list(connected.items()):
-            if server.aligned or server.refused or server_id in self._checks:
+            if server.refused or server_id in self._checks:
                 continue
-            if not self.tickets or (server_id, server.hello.session) in self._passed:
+            due = self._due.get((server_id, server.hello.session))
+            if not self.tickets or (due and not self._is_due(server_id, server, due[0])):
                 server.aligned = True
-            elif self.servers.manifest is not None and not self.ledger.out.held_by(server_id):
+            elif self.servers.manifest is not None and (due or not self.ledger.out.held_by(server_id)):
+                server.aligned = False
                 self._send(server_id, server)
 
+    def _is_due(self, server_id: str, server: ServerState, version: int) -> bool:
+        """Whether an accepted server is to be checked again, from that version on, and this disturbs nothing: the last
+        bits of a training group depend on what runs beside it, and an evaluation needs all that keep its version."""
+        newest, is_idle = self.servers.manifest, not self.ledger.out.held_by(server_id)
+        if newest is None or newest.version < version or server.told != newest.version or self.ledger.evaluation:
+            return False
+        return is_idle or self.ledger.bound > 0
+
+    def check_again(self) -> None:
+        """Check every accepted server at the next chance, and then as if it were new."""
+        self._due = dict.fromkeys(self._due, (0, 1))
+
     def _send(self, server_id: str, server: ServerState) -> None:
-        """Send parity tickets to an idle server: the last bits of a training group depend on what runs beside it."""
         tickets = [self._numbered(item) for item in self.tickets[: server.hello.max_groups]]
         check = ParityCheck(server_id, server, {item.ticket.ticket_id: item for item in tickets})
         with self.ledger.changed:
@@ -173,10 +190,13 @@ class ParityHandshake:
         """True if the check still belongs to a connected server, which may have left or reconnected meanwhile."""
         return self._checks.get(check.server_id) is check
 
-    def accept_server(self, check: ParityCheck) -> None:
-        """Let the server have work: engine and learner agree."""
+    def accept_server(self, check: ParityCheck, *, once: bool = False) -> None:
+        """Let the server have work: engine and learner agree. `once`: it is not checked again."""
         if self._is_open(check):
-            self._passed.add((check.server_id, check.server.hello.session))
+            key = check.server_id, check.server.hello.session
+            _, gap = self._due.get(key, (0, 1))
+            version = max(item.slot.version for item in check.tickets.values())
+            self._due[key] = sys.maxsize if once else version + gap, 2 * gap
             check.server.aligned = True
             self._forget(check.server_id)
 

@@ -117,6 +117,8 @@ class Servers:
         self._sockets = sockets
         self._ledger = ledger
         self._facts = facts
+        self.last_refusal = ""
+        """Why the last server that said hello was refused, with the fix, to be put behind what is waited for."""
         self._first_scoring: dict[str, str] = {}
         """Fingerprints of the first server's files, for those that this machine has not."""
         self._beat_at = 0.0
@@ -158,6 +160,7 @@ class Servers:
         )
         if refusal:
             logger.warning("%s refused: %s", hello.server_id, refusal.reason)
+            self.last_refusal = f"; the last one was refused: {refusal.reason}. {refusal.fix}"
             self._sockets.control.send(identity, refusal)
             self._sockets.control.charge(identity)  # a server that is refused ends; this one may go on and on
             return

@@ -156,7 +156,10 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
 
     values = LearnerStep(Roles(learner), pair_config.step_settings)(make_batch(received, processor), version=1)
     nothing: Any = None
-    parity_judge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
+    shake = Mock()
+    judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, nothing)
+    judge.watch(1, values)
+    assert shake.check_again.call_count == stale
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == stale
     assert all("on tokens of the learner's own version" in record.getMessage() for record in warned)
@@ -235,13 +238,13 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, reporter)
     judge.judge(version=0)
     assert [call.args[0] for call in reporter.parity.call_args_list] == ["good", "bad"]
-    shake.accept_server.assert_called_once_with(good)
+    shake.accept_server.assert_called_once_with(good, once=False)
     (refused, reason, fix), _ = shake.refuse.call_args
     assert refused is bad
     assert re.search("differ by at most 0.25 nats, .* on average", reason)
     assert "0.001 is accepted (alignment.max_logprob_difference)" in reason
     assert "Largest at row rows.jsonl:2 (completion 0), token 1 (" in reason
-    assert "stale prefix or encoder cache" in fix
+    assert "images that the engine does not see" in fix
     judge.judge(version=1)
     assert shake.repeat.call_args_list == [((good,),), ((bad,),)]
 
