@@ -67,7 +67,7 @@ class ParityHandshake:
     """Whether time counts towards the server's deadline now."""
     _checks: dict[str, ParityCheck] = field(default_factory=dict)
     _due: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """By id and session of accepted servers: version of the next check, and versions from there to the one after."""
+    """Version of the next check, and versions from there to the one after, by id and session of an accepted server."""
     _first_id: int = field(default_factory=lambda: PARITY_IDS + (secrets.randbits(40) << 20))
     """Random: servers may still hold parity tickets of a learner before this one."""
     _num_issued: int = 0

@@ -118,7 +118,7 @@ class Servers:
         self._ledger = ledger
         self._facts = facts
         self.last_refusal = ""
-        """Why the last server that said hello was refused, with the fix, to be put behind what is waited for."""
+        """Reason for which the last hello was refused, with the fix, to be put behind what is waited for."""
         self._first_scoring: dict[str, str] = {}
         """Fingerprints of the first server's files, for those that this machine has not."""
         self._beat_at = 0.0

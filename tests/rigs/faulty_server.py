@@ -1,6 +1,6 @@
 """A rollout server with one fault of its engine: `python -m tests.rigs.faulty_server --config C FAULT`.
 
-Each fault is one that people have met: the server says that all is well, and samples from another policy.
+It says that all is well, and samples from another policy than the published one.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from rollout_server.__main__ import main
 from rollout_server.engines.hf import decode_batch
 from rollout_server.engines.hf.engine import HFEngine
 
+hf: Any = HFEngine
+
 
 def ignore_images() -> None:
     """Every picture is grey: tokens, grids and hashes are as they should be."""
@@ -25,31 +28,31 @@ def ignore_images() -> None:
 
     def grey(*arguments: Any) -> dict[str, torch.Tensor]:
         made = right(*arguments)
-        return {name: torch.zeros_like(t) if "pixel_values" in name else t for name, t in made.items()}
+        return {name: torch.zeros_like(value) if "pixel_values" in name else value for name, value in made.items()}
 
     decode_batch.media_inputs = grey
 
 
 def keep_prefixes() -> None:
     """Keys and values of a prompt that was seen before are those of the weights that saw it first."""
-    right, first = decode_batch.prefill, dict[bytes, Any]()
-    """Model of the weights that have computed a prompt first."""
-    models: list[Any] = []
+    right = decode_batch.prefill
+    first: list[Any] = []
+    seen: set[bytes] = set()
 
     def cached(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) -> Any:
-        keys = [prompt.token_ids.tobytes() + repr(prompt.image_hashes).encode() for prompt in prompts]
-        if not models:
-            models.append(copy.deepcopy(model))
-        known = all(key in first for key in keys)
-        first.update(dict.fromkeys(keys))
-        return right(models[0] if known else model, prompts, device)
+        if not first:
+            first.append(copy.deepcopy(model))
+        keys = {prompt.token_ids.tobytes() + repr(prompt.image_hashes).encode() for prompt in prompts}
+        is_known = keys <= seen
+        seen.update(keys)
+        return right(first[0] if is_known else model, prompts, device)
 
     decode_batch.prefill = cached
 
 
 def leave_adapter_out() -> None:
     """The adapter's tensors are loaded, and no layer adds what they say."""
-    right = HFEngine._load
+    right = hf._load
 
     def load(self: Any) -> None:
         right(self)
@@ -57,17 +60,19 @@ def leave_adapter_out() -> None:
             if isinstance(scaling := getattr(module, "scaling", None), dict):
                 scaling.update(dict.fromkeys(scaling, 0.0))
 
-    HFEngine._load = load
+    hf._load = load
 
 
 def keep_weights() -> None:
     """Every version is acknowledged, and none is loaded."""
+    hf._load_weights = lambda self, tensors: None
 
-    def load(self: Any, tensors: Any) -> None:
-        for _ in tensors:
-            pass
 
-    HFEngine._load_weights = load
+def keep_weights_of_vllm() -> None:
+    async def swap(self: Any, version: int, weights: Any) -> None:
+        await self._llm.update_weight_version(str(version))
+
+    import_module("asyncrl_plugins.vllm.engine").VLLMEngine._swap = swap
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -75,6 +80,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "prefix": keep_prefixes,
     "adapter": leave_adapter_out,
     "weights": keep_weights,
+    "vllm_weights": keep_weights_of_vllm,
 }
 
 if __name__ == "__main__":

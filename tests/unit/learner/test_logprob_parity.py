@@ -249,5 +249,61 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     assert shake.repeat.call_args_list == [((good,),), ((bad,),)]
 
 
+def test_a_later_check_refuses_by_the_mean_and_warns_of_single_tokens(
+    pair_config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rounding grows with a policy: one token over the limit is to stop no run at work."""
+    processor = PromptProcessor(pair_config.model)
+    received = answer(HFEngine(pair_config, processor), processor, parity_tickets(pair_config, processor))
+    shake = Mock()
+    learner = learner_engine(pair_config)
+    judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, Mock())
+    tokens = sum(len(one.group.logprobs) for one in received)
+    for far, refused in ((0.0, 0), (0.05 * tokens, 0), (0.2 * tokens, 1)):
+        by = np.append(np.float32(far * judge.limit), np.zeros(len(received[0].group.logprobs) - 1, np.float32))
+        shifted = dataclasses.replace(received[0], group=with_logprobs(received[0].group, by))
+        check = SimpleNamespace(server_id="a", groups={0: shifted, 1: received[1]}, tickets=(0, 1))
+        shake.take_complete.return_value = [check]
+        judge.judge(version=0)
+        assert shake.refuse.call_count == refused
+        warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(warned) == (far > 0)
+        assert all("Largest at row rows.jsonl:1 (completion 0), token 0" in said for said in warned)
+    assert "cache that is not cleared" in shake.refuse.call_args.args[2]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_that_stays_while_the_learner_moves_is_refused_within_the_limit(
+    pair_config: RunConfig, moves: bool
+) -> None:
+    processor = PromptProcessor(pair_config.model)
+    items = parity_tickets(pair_config, processor)
+    engine, learner = HFEngine(pair_config, processor), learner_engine(pair_config)
+    weights = [(name, tensor * (1 + 1e-6)) for name, tensor in published_tensors(learner.model)]
+
+    async def around_an_update() -> list[list[ReceivedGroup]]:
+        await engine.start()
+        before = await answers(engine, processor, items)
+        await engine.update_weights(1, weights if moves else list(published_tensors(learner.model)))
+        after = await answers(engine, processor, items)
+        await engine.close()
+        return [before, after]
+
+    rounds = asyncio.run(around_an_update())
+    shake = Mock()
+    judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, Mock())
+    for version, received in enumerate(rounds):
+        if version == 1:
+            load_published(learner.model, weights)
+        groups = dict(enumerate(received))
+        shake.take_complete.return_value = [SimpleNamespace(server_id="a", groups=groups, tickets=(0, 1))]
+        judge.judge(version)
+    assert (shake.accept_server.call_count, shake.refuse.call_count) == ((2, 0) if moves else (1, 1))
+    if not moves:
+        reason = shake.refuse.call_args.args[1]
+        assert "nearer to those of version 0: they have moved by 0 nats" in reason
+        assert float(re.findall(r"at most (\S+) nats", reason)[0]) < judge.limit
+
+
 def with_logprobs(group: Group, by: np.ndarray) -> Group:
     return group.model_copy(update={"logprobs": (group.logprobs - by).astype(np.float32)})

@@ -56,6 +56,9 @@ class Rig(ParityHandshake):
         self.servers.manifest = cast(Any, SimpleNamespace(version=version))
         self.work()
 
+    def is_checking(self, name: str) -> bool:
+        return name in self._checks
+
     def sent(self, kind: type[Any]) -> list[Any]:
         return [message for _, message in self.ports.sent if isinstance(message, kind)]
 
@@ -129,6 +132,60 @@ def test_a_server_that_still_holds_tickets_is_checked_when_they_are_done() -> No
     rig.ledger.out.reconcile("a")
     rig.work()
     assert len(rig.tickets_of("a")) == 2
+
+
+# --- checks after updates ---------------------------------------------------------------------------
+
+
+def _passes(rig: Rig, version: int) -> bool:
+    """Publish a version, and answer the check that begins, if one does."""
+    rig.servers.connected["a"].told = version
+    rig.publish(version)
+    if not rig.is_checking("a"):
+        return False
+    assert not rig.servers.connected["a"].aligned, "no new work until it has passed"
+    rig.send_back("a", version)
+    rig.accept_server(rig.take_complete()[0])
+    assert rig.servers.connected["a"].aligned
+    return True
+
+
+def test_a_server_is_checked_again_after_its_first_update_and_then_ever_more_rarely() -> None:
+    rig = Rig("a")
+    rig.accept_server(rig.checked("a"))
+    assert [version for version in range(1, 40) if _passes(rig, version)] == [1, 3, 7, 15, 31]
+    rig.check_again()
+    assert [version for version in range(40, 60) if _passes(rig, version)] == [40, 41, 43, 47, 55]
+
+
+def test_a_server_that_keeps_versions_in_its_cache_is_checked_once() -> None:
+    rig = Rig("a")
+    rig.accept_server(rig.checked("a"), once=True)
+    assert not any(_passes(rig, version) for version in range(1, 40))
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_server_at_work_is_checked_again_off_policy_alone(bound: int) -> None:
+    """Beside the parity rows the last bits of a training group are others, which on policy are a run's own."""
+    rig = Rig("a")
+    rig.accept_server(rig.checked("a"))
+    rig.ledger.bound = bound
+    rig.ledger.issue([write_ticket(slot) for slot in rig.ledger.admissible(0)])
+    rig.ledger.out.assign([0], "a")
+    assert _passes(rig, 1) == bool(bound)
+    assert rig.servers.connected["a"].aligned
+
+
+def test_an_evaluation_keeps_the_servers_of_its_version() -> None:
+    rig = Rig("a")
+    rig.accept_server(rig.checked("a"))
+    rig.ledger.evaluation = cast(Any, object())
+    assert not _passes(rig, 1)
+    rig.ledger.evaluation = None
+    rig.servers.connected["a"].told = 0
+    rig.publish(2)
+    assert rig.servers.connected["a"].aligned, "it has not been told of the version"
+    assert _passes(rig, 2)
 
 
 def test_without_rows_every_server_is_aligned() -> None:
