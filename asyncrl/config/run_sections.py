@@ -149,7 +149,8 @@ class TrainerConfig(Section):
 
 
 class AlignmentConfig(Section):
-    """Every rollout server that joins samples a few rows first; the learner computes their log-probs again."""
+    """Every rollout server that joins samples a few rows first, and again after updates; the learner computes their
+    log-probs again."""
 
     rows: int = Field(default=2, ge=0)
     """Training rows for each server, with their images; 0 turns the check off."""

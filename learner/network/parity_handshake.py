@@ -42,7 +42,7 @@ class ParityCheck:
     server: ServerState
     tickets: dict[int, PreparedTicket]
     waited_s: float = 0.0
-    """Time in which the server could have answered."""
+    """Time in which the server could have answered, and had nothing else to do."""
     groups: dict[int, ReceivedGroup] = field(default_factory=dict)
     taken: bool = False
     """The main thread is comparing."""
@@ -109,7 +109,8 @@ class ParityHandshake:
             if connected.get(server_id) is not check.server:
                 self._forget(server_id)
                 continue
-            check.waited_s += elapsed_s if self.can_answer(check.server) and not check.is_complete else 0
+            is_waited_for = self.can_answer(check.server) and not check.is_complete
+            check.waited_s += elapsed_s if is_waited_for and not self.ledger.out.held_by(server_id) else 0
             if check.waited_s > self.deadline_s:
                 reason = f"it has not answered its parity tickets for {self.deadline_s:g} s"
                 self.refuse(check, reason, OTHER_FIX, WaitTimeoutError)
