@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO as DIGITS
 from asyncrl.telemetry.host_versions import describe_environment
+from asyncrl_plugins.demos.easy_vqa import kind_of, questions
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "asyncrl_plugins" / "demos"
@@ -71,6 +72,27 @@ class Study:
         if arm == "grpo":
             self._score(arm, seed, "halfway", "balanced", run / "checkpoints" / "step-000030" / "adapter")
         self.score(arm, seed, "balanced")
+
+    def majority(self) -> None:
+        """Scores of the most frequent answer to a question's text, without a policy."""
+        self._prepare(1)
+        data = self.folder / "data-1"
+        known = {"test": questions("train"), "balanced": _asked(data / "rl.parquet")}
+        for rows, file in SETS.items():
+            if self._has("majority", rows):
+                continue
+            answers: dict[str, Counter[str]] = defaultdict(Counter)
+            for text, answer, *_ in known[rows]:
+                answers[text.lower()][answer] += 1
+            scored = [
+                {
+                    "kind": kind_of(text.lower()),
+                    "right": answer == answers[text.lower()].most_common(1)[0][0],
+                    "seen": None,
+                }
+                for text, answer in _asked(data / f"{file}.parquet")
+            ]
+            self._keep_scores(scored, cell="majority", piece=rows, arm="majority", seed=0, cpu_s=0.0)
 
     def score(self, arm: str, seed: int, rows: str) -> None:
         """Scores of a cell's policy on `balanced` or `test`."""
@@ -164,21 +186,20 @@ class Study:
         score = ("--model", str(model), "--rows", str(file), "--out", str(out))
         self._call(f"{name}-{piece}", "-m", "benchmarks.easy_vqa_scores", str(config), *score)
         scored = read_records(out)
-        known = [each["seen"] for each in scored if each["seen"] is not None]
+        more = {"wrote": scored[:12]} if piece == "balanced" else {}
+        self._keep_scores(scored, cell=name, piece=piece, arm=arm, seed=seed, cpu_s=round(_children() - cpu, 1), **more)
+
+    def _keep_scores(self, scored: Sequence[dict[str, Any]], **record: Any) -> None:
         by_kind: dict[str, list[bool]] = defaultdict(list)
         for each in scored:
             by_kind[each["kind"]].append(each["right"])
+        read = [each["seen"] for each in scored if each["seen"] is not None]
         self._keep(
-            cell=name,
-            piece=piece,
-            arm=arm,
-            seed=seed,
+            **record,
             rows=len(scored),
             accuracy=_share([each["right"] for each in scored]),
-            seen=_share(known),
+            seen=_share(read) if read else None,
             by_kind={kind: [len(values), _share(values)] for kind, values in sorted(by_kind.items())},
-            cpu_s=round(_children() - cpu, 1),
-            **({"wrote": scored[:12]} if piece == "balanced" else {}),
         )
 
     def _record(self, cell: str, piece: str) -> dict[str, Any]:
@@ -228,6 +249,12 @@ def _share(values: Sequence[bool]) -> float:
     return round(sum(values) / len(values), 5)
 
 
+def _asked(rows: Path) -> list[tuple[str, str]]:
+    """Texts and answers."""
+    table = pq.read_table(rows, columns=["prompt", "answer"]).to_pylist()
+    return [(row["prompt"].replace("<image>", ""), row["answer"]) for row in table]
+
+
 def _without_pictures(rows: Path, target: Path) -> None:
     table = pq.read_table(rows)
     texts = [text.replace("<image>", "") for text in table["prompt"].to_pylist()]
@@ -247,6 +274,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for arm in arguments.arms:
             study.train(arm, seed)
+        study.majority()
         for arm in arguments.arms:
             study.score(arm, seed, "test")
 

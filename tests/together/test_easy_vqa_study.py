@@ -1,0 +1,158 @@
+"""The study of the demo of pictures: pieces are made once, a supervised run costs what GRPO has, pages say what is."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks import easy_vqa, easy_vqa_report
+from benchmarks.easy_vqa_scores import mended
+
+ROWS = [("What is the red shape?", "circle"), ("What is the red shape?", "circle"), ("What is the red shape?", "yes")]
+
+
+class Study(easy_vqa.Study):
+    """A study whose commands cost CPU seconds and write what a real one writes, and are not run."""
+
+    cost = 0.0
+    calls: list[str]
+
+    def _call(self, name: str, *words: str) -> None:
+        self.calls = [*getattr(self, "calls", []), name]
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        if name == "prepare":
+            (self.folder / "start").mkdir(exist_ok=True)
+            (self.folder / "start" / "config.yaml").touch()
+            (self.folder / "data-1").mkdir(exist_ok=True)
+            prompts, answers = zip(*ROWS, strict=True)
+            table = pa.table({"images": [[b""]] * 3, "prompt": prompts, "answer": answers})
+            for file in ("rl", "eval", "test_all"):
+                pq.write_table(table, self.folder / "data-1" / f"{file}.parquet")
+        elif "--out" in words:
+            told = {"kind": "shape", "seen": True, "picture": 1, "completion": "red? red. Answer: yes"}
+            rows = [{**told, "question": text, "answer": answer, "right": answer == "yes"} for text, answer in ROWS]
+            Path(words[-1]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        else:
+            Path(given["run_dir"]).mkdir()
+            self.cost += 20 + 3 * int(given["sft.steps"]) if "sft" in words else 320
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    study = Study(tmp_path, ())
+    monkeypatch.setattr(easy_vqa, "_children", lambda: study.cost)
+    return study
+
+
+def test_pieces_that_are_done_are_not_made_again(study: Study) -> None:
+    study.train("grpo", 1)
+    study.score("grpo", 1, "test")
+    assert study.calls == ["prepare", "prepare", "grpo-1", "grpo-1-halfway", "grpo-1-balanced", "grpo-1-test"]
+    again = Study(study.folder, ())
+    again.train("grpo", 1)
+    again.score("grpo", 1, "test")
+    assert not hasattr(again, "calls")
+    assert [each["accuracy"] for each in again.records if each["piece"] == "test"] == [0.33333]
+
+
+def test_supervised_training_takes_the_cpu_seconds_of_grpo(study: Study) -> None:
+    """Two short runs tell 20 s for loading and 3 s a step: 100 steps take GRPO's 320 s."""
+    study.train("grpo", 1)
+    study.train("sft", 1)
+    spent = {each["cell"]: (each["steps"], each["cpu_s"]) for each in study.records if each["piece"] == "train"}
+    assert spent == {"grpo-1": (60, 320), "sft-of-2": (2, 26), "sft-of-12": (12, 56), "sft-1": (100, 320)}
+
+
+def test_an_interrupted_run_goes_on_and_a_killed_one_is_made_again(study: Study) -> None:
+    study.train("start", 1)
+    run, spent = study.folder / "grpo-1", study.folder / "grpo-1.cpu"
+    run.mkdir()
+    (run / "checkpoint").touch()
+    spent.write_text("100.0")  # as an interruption leaves it
+
+    def interrupted(name: str, *words: str) -> None:
+        study.cost += 50
+        raise KeyboardInterrupt
+
+    study._call, usual = interrupted, study._call
+    with pytest.raises(KeyboardInterrupt):
+        study.train("grpo", 1)
+    assert (spent.read_text(), (run / "checkpoint").exists()) == ("150.0", True)
+    spent.unlink()  # a killed study writes none
+    study._call = usual
+    study.train("grpo", 1)
+    assert not (run / "checkpoint").exists()
+    assert study._record("grpo-1", "train")["cpu_s"] == 320
+
+
+def test_majority_of_a_question_s_text(study: Study) -> None:
+    study.majority()
+    (record,) = (each for each in study.records if each["piece"] == "balanced")
+    assert record["accuracy"] == 0.66667
+    assert record["by_kind"] == {"shape": [3, 0.66667]}
+
+
+def test_whatever_was_guessed_the_greedy_completion_comes_out() -> None:
+    """A toy policy whose next token depends on all before it; 0 ends a completion."""
+
+    def next_token(before: Sequence[int]) -> int:
+        return (sum(before) * 7 + len(before) * 3 + 2) % 5
+
+    for seed in range(50):
+        draw = random.Random(seed)
+        question, most = [seed, seed % 3], 6
+        greedy: list[int] = []
+        while len(greedy) < most and (not greedy or greedy[-1]):
+            greedy.append(next_token([*question, *greedy]))
+        guess, is_whole = [*(draw.randrange(1, 5) for _ in range(draw.randrange(6))), 0], False
+        while not is_whole:
+            said = [next_token([*question, *guess[:at]]) for at in range(len(guess))]
+            guess, is_whole = mended(guess, said, (0,), most)
+        assert guess == greedy
+
+
+def record(arm: str, seed: int, piece: str, **more: Any) -> dict[str, Any]:
+    host = {"date": "2026-11-29", "cpu": "CPU", "cores": 2, "torch": "2", "transformers": "5"}
+    return {"cell": f"{arm}-{seed}", "arm": arm, "seed": seed, "piece": piece, "cpu_s": 9.0, **host, **more}
+
+
+def scored(arm: str, seed: int, right: int) -> dict[str, Any]:
+    return record(arm, seed, "test", rows=1000, accuracy=right / 1000, by_kind={"colour": [1000, right / 1000]})
+
+
+@pytest.mark.parametrize(
+    ("grpo", "sft", "said"),
+    [
+        (
+            (990, 980, 985),
+            (900, 910, 890),
+            "**GRPO gains over supervised training of the same cost**: +0.0850 ± 0.0076",
+        ),
+        ((900, 910, 890), (990, 980, 985), "**supervised training of the same cost is better than GRPO**: -0.0850"),
+        ((990, 980, 985), (985, 990, 979), "**GRPO and supervised training of the same cost are not told apart**"),
+        ((990,), (900,), "+0.0900 ± 0.0100 on the whole test split (seed 1 alone"),
+    ],
+)
+def test_the_page_says_what_grpo_gains_either_way(grpo: Sequence[int], sft: Sequence[int], said: str) -> None:
+    records = [scored("grpo", seed, right) for seed, right in enumerate(grpo, 1)]
+    records += [scored("sft", seed, right) for seed, right in enumerate(sft, 1)]
+    assert said in easy_vqa_report.page(records)
+    assert "GRPO without pictures (runs of seeds 1, 2, 3; test split of seeds 1, 2, 3)" in easy_vqa_report.page(records)
+
+
+def test_page_and_table_are_those_of_the_records() -> None:
+    records = easy_vqa.read_records(easy_vqa_report.MEASURED)
+    hint = "run: python -m benchmarks.easy_vqa_report"
+    assert easy_vqa_report.PAGE.read_text() == easy_vqa_report.page(records), hint
+    results = easy_vqa_report.RESULTS.read_text()
+    assert easy_vqa_report.table(records) in results, hint
+    assert results == easy_vqa_report.with_table(results, records), hint
+    if easy_vqa_report.SHEET.name in easy_vqa_report.PAGE.read_text():
+        assert easy_vqa_report.SHEET.stat().st_size < 150_000
