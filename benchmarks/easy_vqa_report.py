@@ -143,13 +143,14 @@ policy itself. ± is the standard deviation over seeds, whose number stands behi
 def _arms(records: Records) -> str:
     steps = [each["steps"] for each in pieces(records, "sft", "train")]
     said = f"{min(steps)} to {max(steps)} steps" if steps else "steps"
-    return f"""**Arms.** GRPO: LoRA of rank 16, 60 steps of 16 prompts and 4 completions, learning rate 1e-4. SFT: from the same start, on the right completions (`not red? blue. Answer: yes`) of the same training rows in the same
-order, {said} of 16 rows, learning rate 5e-4 falling to 1.5e-4. The number of steps is chosen so that the run takes the
-CPU seconds of that seed's GRPO. A demonstration tells more than a reward: it has what the picture shows, too. GRPO
-without pictures: the same rows as text alone. Digits' settings: those of `asyncrl demo digits`, all weights, 15 steps
-of 32 prompts and 8 completions, staleness 2, which is as many completions. The blind majority is that of the
-benchmark's training questions, on the balanced questions that of the balanced training rows. CPU seconds are those of
-all processes of a run, loading and export included."""
+    return f"""**Arms.** GRPO: LoRA of rank 16, 60 steps of 16 prompts and 4 completions, learning rate 1e-4. SFT: from
+the same start, on the right completions (`not red? blue. Answer: yes`) of the same training rows in the same order,
+{said} of 16 rows, learning rate 5e-4 falling to 1.5e-4. The number of steps is chosen so that the run takes the CPU
+seconds of that seed's GRPO. A demonstration tells more than a reward: it has what the picture shows, too. GRPO without
+pictures: the same rows as text alone. Digits' settings: those of `asyncrl demo digits`, all weights, 15 steps of 32
+prompts and 8 completions, staleness 2, which is as many completions. The blind majority is that of the benchmark's
+training questions, on the balanced questions that of the balanced training rows. CPU seconds are those of all processes
+of a run, loading and export included."""
 
 
 def _by_kind(records: Records) -> str:
