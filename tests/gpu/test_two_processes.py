@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
-from tests.rigs.two_processes import write_config
+from tests.rigs.two_processes import start_command, write_config
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -41,10 +41,16 @@ def test_both_share_a_device_and_micro_batches_take_what_it_leaves(
         gpu_memory={"budget_gib": 0.05 if device == "cpu" else 8.0},
         trainer={"max_steps": STEPS},
     )
-    command = [sys.executable, "-m", "asyncrl", "train", str(write_config(config, tmp_path))]
-    with (tmp_path / "train.log").open("wb") as log:
+    file, log = write_config(config, tmp_path), tmp_path / "train.log"
+    if device == "cpu":
+        code = start_command("train", str(file), log=log).wait(timeout=240)
+    else:  # no fork of a process that may have looked at its devices
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=240).returncode
+        command = [sys.executable, "-m", "asyncrl", "train", str(file)]
+        with log.open("wb") as output:
+            code = subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=240
+            ).returncode
     assert code == 0, logs(tmp_path)
     run = Path(config.run_dir)
     assert_every_prompt_trained_once(run, STEPS)
