@@ -61,6 +61,9 @@ class LoraConfig(Section):
     names. Never the output layer."""
     vision_tower: bool = False
     """Let target_modules reach the vision tower and the connector, too."""
+    modules_to_save: tuple[str, ...] = ()
+    """Parts of the connector that are trained whole beside the adapters, and saved with them as PEFT does: ends of
+    their names, or `connector` for all of it, whatever its name is. Rollouts by hf."""
 
     @property
     def effective_alpha(self) -> int:
@@ -117,7 +120,13 @@ class ModelConfig(Section):
             raise ValueError(f"{day!r} is no day: expected YYYY-MM-DD, such as 2026-01-31") from None
 
     @model_validator(mode="after")
-    def _vision_tower_is_free(self) -> ModelConfig:
+    def _trained_parts_are_free(self) -> ModelConfig:
+        if self.lora.modules_to_save and (self.freeze_connector or not self.lora.rank):
+            other = "model.freeze_connector is true" if self.freeze_connector else "model.lora.rank is 0"
+            raise ValueError(
+                f"model.lora.modules_to_save trains the connector whole beside adapters, but {other}. Set "
+                "model.lora.rank=16 and model.freeze_connector=false, or model.lora.modules_to_save=[]"
+            )
         if self.lora.rank and self.lora.vision_tower and self.freeze_vision_tower:
             raise ValueError(
                 "model.lora.vision_tower is true, but model.freeze_vision_tower (its default) leaves the vision tower "

@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) with PEFT: which layers get one, on a model, and as a PEFT folder.
 
 Adapters are fp32 on both sides and on the wire, whatever the base model's dtype: an update of AdamW is often smaller
-than a bf16 weight can show, and the engine then computes exactly what the learner does.
+than a bf16 weight can show, and the engine then computes exactly what the learner does. Modules that are trained whole
+beside them have the base's dtype, and fp32 masters.
 """
 
 from __future__ import annotations
@@ -55,11 +56,35 @@ def resolve_adapter(config: ModelConfig) -> AdapterSpec | None:
         raise UserError(
             f"model.lora.vision_tower is true, but {config.path} reads text only. Set model.lora.vision_tower=false"
         )
+    whole = _whole_modules(model, config.lora)
+    inside = tuple(f"{name}." for name in whole)
     return AdapterSpec(
         rank=config.lora.rank,
         alpha=config.lora.effective_alpha,
-        target_modules=tuple(_targets(model, config.lora)),
+        target_modules=tuple(n for n in _targets(model, config.lora) if n not in whole and not n.startswith(inside)),
+        modules_to_save=tuple(whole),
     )
+
+
+def _whole_modules(model: Any, lora: LoraConfig) -> list[str]:
+    """Names of the modules of model.lora.modules_to_save, in the order of the model; none inside another one.
+
+    Raises UserError for what is no part of the connector: weights elsewhere may be tied, or are not computed by a call
+    of their module."""
+    parts = [name for name, module in model.named_modules() if part_of(name.split(".")) == "connector" and name]
+    parts = [name for name in parts if any(True for _ in model.get_submodule(name).parameters())]
+    outer = [name for name in parts if name.rpartition(".")[0] not in parts]
+    chosen: set[str] = set()
+    for wanted in lora.modules_to_save:
+        found = outer if wanted == "connector" else [n for n in parts if n == wanted or n.endswith(f".{wanted}")]
+        if not found:
+            there = f"there {'is' if len(outer) == 1 else 'are'} {', '.join(outer)}" if outer else "it has no connector"
+            raise UserError(
+                f"model.lora.modules_to_save: {wanted!r} is no part of this model's connector: {there}. Other weights "
+                "have adapters (model.lora.target_modules), or are trained whole with model.lora.rank=0"
+            )
+        chosen.update(found)
+    return [n for n in parts if n in chosen and not any(n.startswith(f"{other}.") for other in chosen)]
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
@@ -141,7 +166,11 @@ def describe_adapter(model: nn.Module) -> str:
     fused = (
         f". Fused weights of experts: {', '.join(sorted(bare))}, {'with' if adapted['experts'] else 'without'} adapters"
     )
-    return said + (fused if bare else "")
+    saved = {
+        name.partition(".modules_to_save.")[0] for name, _ in model.named_parameters() if ".modules_to_save." in name
+    }
+    whole = f"; trained whole: {', '.join(sorted(saved))}" if saved else ""
+    return said + (fused if bare else "") + whole
 
 
 def write_adapter_folder(
@@ -240,12 +269,20 @@ def _check_shapes(config: ModelConfig, folder: Path) -> None:
     """Check that the adapter's layers fit the model: PEFT ignores missing ones, and a foreign adapter names no base."""
     from safetensors import safe_open
 
-    modules = dict(skeleton(config).named_modules())
+    model = skeleton(config)
+    modules, whole = dict(model.named_modules()), model.state_dict()
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no mapping)
     for name, shape in shapes.items():
         part = _PART.fullmatch(name)
-        if part is None:  # of another kind: PEFT knows
+        if part is None:  # of another kind, which PEFT knows, or of a module that is saved whole
+            own = whole.get(name.removeprefix("base_model.model."))
+            if own is not None and list(own.shape) != list(shape):
+                raise UserError(
+                    f"the adapter in {folder} is for another model than the one in {config.path}: its {name} is "
+                    f"{tuple(shape)}, and here it is {tuple(own.shape)}. Set model.path to the model that it was "
+                    "trained on"
+                )
             continue
         side = 1 if part[2] == "A" else 0  # A reads what the layer reads, B writes what it writes
         layer = modules.get(part[1].replace(".base_layer", ""))
@@ -269,6 +306,7 @@ def _lora_config(spec: AdapterSpec) -> Any:
         r=spec.rank,
         lora_alpha=spec.alpha,
         target_modules=list(spec.target_modules),
+        modules_to_save=list(spec.modules_to_save) or None,
         lora_dropout=0.0,
         bias="none",
     )

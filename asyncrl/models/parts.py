@@ -20,11 +20,15 @@ def is_adapted(model: nn.Module) -> bool:
 def gathered_units(model: Any) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
     """Modules that are gathered by themselves, inner ones first, and the dtype that they compute in: layers, what keeps
     fp32 in a 16-bit model (a value head), and last the model with all the rest. None: each weight computes in the dtype
-    that it has, as those of an adapted model do. A parameter belongs to the first unit that has it."""
+    that it has, as those of an adapted model do but for its modules that are trained whole. A parameter belongs to the
+    first unit that has it."""
     adapted = is_adapted(model)
     layers = set(model._no_split_modules or ())  # with those of the vision tower
-    for module in reversed(list(model.modules())):
+    for name, module in reversed(list(model.named_modules())):
         own = [p.dtype for p in module.parameters(recurse=False)]
+        if name.rpartition(".")[0].endswith(".modules_to_save"):  # trained whole beside an adapter
+            yield module, model.dtype
+            continue
         if module is model or type(module).__name__ in layers:
             yield module, None if adapted else model.dtype
         elif not adapted and torch.float32 in own and model.dtype != torch.float32:

@@ -16,6 +16,8 @@ from protocol.messages import AdapterSpec
 
 _ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")
 """PEFT's name of an adapter's tensor in a model: the adapter's name stands in its middle."""
+_WHOLE_TENSOR = re.compile(r"(.*)\.modules_to_save\.[^.]+(\..*)")
+"""PEFT's name of a tensor in a module that is trained whole, beside the one that it takes the place of."""
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -36,7 +38,7 @@ def published_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         seen.add(id(tensor))
         whole.append((name, tensor))
-        if match := _ADAPTER_TENSOR.fullmatch(name):
+        if match := _ADAPTER_TENSOR.fullmatch(name) or _WHOLE_TENSOR.fullmatch(name):
             adapter.append((f"base_model.model.{match[1]}{match[2]}", tensor))
     yield from adapter or whole
 

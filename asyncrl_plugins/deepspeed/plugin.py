@@ -29,6 +29,11 @@ def problems(config: RunSections) -> Iterator[str]:
             "learner.engine is deepspeed, but trainer.mode is sync, and DeepSpeed's buffers would stay on the device. "
             "Set learner.engine=fsdp2 or trainer.mode=async"
         )
+    if config.model.lora.modules_to_save:
+        yield (
+            "model.lora.modules_to_save trains weights of model.dtype beside float32 adapters, and what DeepSpeed "
+            "trains has one dtype. Set learner.engine=fsdp2, or model.lora.modules_to_save=[]"
+        )
     if config.model.dtype == "float16":
         yield (
             "model.dtype is float16, whose loss scale learner.engine=deepspeed does not have. Set model.dtype=bfloat16 "

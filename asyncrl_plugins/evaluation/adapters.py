@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 from asyncrl.config.schema import RunConfig
@@ -23,7 +24,6 @@ COMPUTED_OTHERWISE = (
     "use_rslora",
     "rank_pattern",
     "alpha_pattern",
-    "modules_to_save",
     "bias",
     "lora_bias",
 )
@@ -39,6 +39,9 @@ def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
     unusual = [key for key in COMPUTED_OTHERWISE if described.get(key) not in (None, False, {}, [], "none")]
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         names = list(opened.keys())
+    whole = tuple(described.get("modules_to_save") or ())
+    saved = tuple(f"{BEFORE}{module}." for module in whole)
+    names = [name for name in names if not name.startswith(saved)]
     unusual += [name for name in names if not (name.startswith(BEFORE) and name.endswith(ENDS))]
     if unusual:
         raise UserError(
@@ -51,6 +54,7 @@ def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
         alpha=described["lora_alpha"],
         target_modules=layers,
         vision_tower=any(part_of(name.split(".")) != "language_model" for name in layers),
+        modules_to_save=whole,
     )
     return config.model_copy(update={"lora": lora})
 
@@ -60,9 +64,18 @@ async def start_policy(engine: InferenceEngine, config: RunConfig, folder: Path)
     await engine.start()
     if (spec := resolve_adapter(config.model)) is None:
         return
-    tensors = {name: tensor.float() for name, tensor in read_adapter(folder).items()}
+    base = getattr(torch, config.model.dtype)  # of modules that are trained whole
+    dtypes = {True: torch.float32, False: base}
+    tensors = {name: tensor.to(dtypes[name.endswith(ENDS)]) for name, tensor in read_adapter(folder).items()}
     entries = tuple(
-        TensorEntry(name=name, dtype="float32", shape=tuple(t.shape), offset=0, nbytes=t.nbytes, xxh3=0)
+        TensorEntry(
+            name=name,
+            dtype=str(t.dtype).removeprefix("torch."),
+            shape=tuple(t.shape),
+            offset=0,
+            nbytes=t.nbytes,
+            xxh3=0,
+        )
         for name, t in tensors.items()
     )
     total = sum(entry.nbytes for entry in entries)

@@ -34,6 +34,11 @@ def problems(config: RunSections) -> Iterator[str]:
             "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
             "rollout.engine=hf, which keeps what is not published"
         )
+    if config.model.lora.modules_to_save:
+        yield (
+            "model.lora.modules_to_save trains the connector beside adapters, and vllm's slot takes adapters alone. "
+            "Set  rollout.engine=hf, or model.lora.modules_to_save=[]"
+        )
     if config.model.lora.rank > LARGEST_RANK:
         yield (
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK}. Lower it, "

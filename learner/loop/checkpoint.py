@@ -165,7 +165,10 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
     theirs = AdapterSpec.model_validate(state.adapter) if state.adapter else None
     if adapter != theirs:
         was, now = (
-            f"rank {spec.rank}, alpha {spec.alpha}, {len(spec.target_modules)} layers" if spec else "none"
+            f"rank {spec.rank}, alpha {spec.alpha}, {len(spec.target_modules)} layers"
+            + "".join(f", {name} whole" for name in spec.modules_to_save)
+            if spec
+            else "none"
             for spec in (theirs, adapter)
         )
         raise UserError(

@@ -64,7 +64,7 @@ LENGTH = "data.max_response_length"
 """An input of the loss: it may change where no step has to be made again."""
 ROW_DIGESTS = "row_digests.bin"
 """File of a run with those of its usable training rows (`RowSurvey.digests`)."""
-LOADED = ("model.lora.target_modules", "base weights")
+LOADED = ("model.lora.target_modules", "model.lora.modules_to_save", "base weights")
 """Lasting settings that are known when the model is loaded."""
 
 
@@ -314,7 +314,10 @@ def check_initial_model(journal: JournalView, model: Iterable[tuple[str, torch.T
 
 def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, str]:
     """The lasting settings that are known when the model is loaded."""
-    return {} if adapter is None else dict(zip(LOADED, (", ".join(adapter.target_modules), base), strict=True))
+    if adapter is None:
+        return {}
+    layers, whole = (", ".join(names) for names in (adapter.target_modules, adapter.modules_to_save))
+    return dict(zip(LOADED, (layers, whole, base), strict=True))
 
 
 def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:

@@ -35,8 +35,8 @@ class ModelFlops:
         trained: Counter[str] = Counter()
         frozen: Counter[str] = Counter()
         for name, parameter in model.named_parameters():
-            if parameter is embedding and parameter is not head:
-                continue  # a look-up
+            if (parameter is embedding and parameter is not head) or ".original_module." in name:
+                continue  # a look-up, and weights in whose place others are trained
             part = "head" if parameter is head else part_of(name.split("."))
             (trained if parameter.requires_grad else frozen)[part] += parameter.numel()
         self._images, self._vision = images_of(model), getattr(model.config, "vision_config", None)

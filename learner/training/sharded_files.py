@@ -39,7 +39,8 @@ class ShardedFiles:
     def take(self, model: Any) -> None:
         """Remember the model as it was loaded: it is whole now."""
         self._model = model
-        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        named = (*model.state_dict().items(), *published_parts(model))
+        self.dtypes = {name: tensor.dtype for name, tensor in named}
         self.is_adapted = is_adapted(model)
         self._skeleton = _without_weights(model) if hasattr(model, "save_pretrained") and not self.is_adapted else None
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # for the threads that write

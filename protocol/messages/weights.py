@@ -25,13 +25,15 @@ class TensorEntry(Wire):
 
 
 class AdapterSpec(Wire):
-    """Shape of low-rank adapters (LoRA): enough to build them on the base model."""
+    """Shape of low-rank adapters (LoRA), and modules trained whole: enough to build them on the base model."""
 
     rank: int = Field(gt=0)
     alpha: int = Field(gt=0)
     """Adapter output is scaled by alpha / rank."""
     target_modules: Many[str]
     """Full names of the linear layers with an adapter."""
+    modules_to_save: Many[str] = ()
+    """Full names of the modules whose weights travel whole."""
 
 
 class WeightManifest(Wire):

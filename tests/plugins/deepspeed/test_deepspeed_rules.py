@@ -22,6 +22,10 @@ ZERO = {"engine": "deepspeed", "num_processes": 2}
         ({"learner": ZERO, "trainer": {"mode": "sync"}}, r"deepspeed, but trainer.mode is sync"),
         ({"learner": ZERO, "model": {"dtype": "float16"}}, r"dtype is float16, whose loss scale"),
         (
+            {"learner": ZERO, "model": {"lora": {"rank": 4, "modules_to_save": ["connector"]}}},
+            r"modules_to_save trains weights of model.dtype .* Set learner.engine=fsdp2",
+        ),
+        (
             {"learner": {**ZERO, "optimizer": "adamw_8bit"}},
             r"learner.engine is deepspeed.* Set learner.engine=torch or learner.opt",
         ),

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.models.published import published_tensors
 from rollout_server.engines.hf.engine import HFEngine
@@ -114,7 +114,8 @@ def test_the_hf_engine_plays_a_folder_and_an_adapter_beside_its_base(
     base = (tmp_path / "out").read_text()
     assert evaluate(*words)[1] == said, "the same seeds"
     assert (tmp_path / "out").read_text() == base
-    config = lora_config(make_config, {"rank": 2, "target_modules": ["q_proj", "up_proj"]})
+    lora = {"rank": 2, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["connector"]}
+    config = changed(lora_config(make_config, lora), {"model.dtype": "bfloat16"})
     adapter = made_up_adapter(config, 1)
     write_adapter_folder(tmp_path / "adapter", spec_of(config), adapter.items())
     loaded: list[tuple[torch.dtype, dict[str, torch.Tensor]]] = []

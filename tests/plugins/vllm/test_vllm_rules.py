@@ -384,3 +384,8 @@ def test_a_core_that_dies_before_it_answers_is_noticed(monkeypatch: pytest.Monke
             await await_or_engine_death(SimpleNamespace(errored=True), asyncio.Event().wait())
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_a_connector_that_is_trained_beside_adapters_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"vllm's slot takes adapters alone\. Set rollout\.engine=hf"):
+        make_config(rollout={"engine": "vllm"}, model={"lora": {"rank": 4, "modules_to_save": ["connector"]}})

@@ -51,13 +51,13 @@ def logits(model: Any, config: RunConfig, prompt_and_blobs: tuple[Prompt, dict[s
     return fresh_logits(model, PromptProcessor(config.model).encode(prompt, blobs), [5, 6, 7, 8])
 
 
-@pytest.mark.parametrize("tower", [False, True])
+@pytest.mark.parametrize("lora", [{}, {"vision_tower": True}, {"modules_to_save": ["connector"]}], ids=str)
 def test_peft_loads_it_on_the_base_and_merging_changes_nothing(
-    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], tower: bool
+    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], lora: dict[str, Any]
 ) -> None:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
-    config = lora_config(make_config, {"vision_tower": tower, "alpha": 5})
+    config = lora_config(make_config, {"alpha": 5, **lora})
     adapter = made_up_adapter(config, 1)
     folder = write(config, adapter, tmp_path / "adapter")
     expected: Any = load_model(make_config().model, device=CPU)
@@ -66,6 +66,7 @@ def test_peft_loads_it_on_the_base_and_merging_changes_nothing(
 
     with_peft = PeftModel.from_pretrained(load_model(config.model, device=CPU), folder)  # type: ignore[arg-type]
     assert (logits(with_peft, config, prompt_and_blobs) - own).abs().max() < 1e-4
+    assert get_peft_model_state_dict(with_peft).keys() == adapter.keys(), "PEFT's own layout"
     one = merge(load_policy(config.model, folder))
     assert (logits(one, config, prompt_and_blobs) - own).abs().max() < 1e-4
     assert dict(published_tensors(one)).keys() == dict(published_tensors(expected)).keys(), "nothing is left of it"

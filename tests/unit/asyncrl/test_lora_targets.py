@@ -85,6 +85,10 @@ def test_names_a_pattern_and_the_vision_tower(tiny_model: Path) -> None:
         ({"target_modules": ["qkv"]}, "those of the vision tower with model.lora.vision_tower=true"),
         ({"target_modules": []}, "is empty"),
         ({"target_modules": ".*(q_proj"}, "no regular expression"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "'lm_head' is no part of this model's connector: there is model.visual.merger",
+        ),
     ],
 )
 @pytest.mark.usefixtures("no_weights")
@@ -92,6 +96,18 @@ def test_targets_that_fit_nothing_are_refused_by_name(tiny_model: Path, lora: di
     with pytest.raises(UserError) as caught:
         resolve_adapter(model(tiny_model, **lora))
     assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_connector_that_is_trained_whole_has_no_adapters(tiny_model: Path) -> None:
+    """It is named as in PEFT, or by what it is; a part inside another one is not named twice."""
+    for names in (["connector"], ["merger"], ["merger", "merger.ln_q"]):
+        spec = resolve_adapter(model(tiny_model, vision_tower=True, modules_to_save=names))
+        assert spec is not None
+        assert spec.modules_to_save == ("model.visual.merger",)
+        assert not any(".merger." in name for name in spec.target_modules)
+    with pytest.raises(ValueError, match=r"trains the connector whole .* but model\.lora\.rank is 0"):
+        model(tiny_model, rank=0, modules_to_save=["merger"])
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -140,7 +156,7 @@ def test_a_folder_whose_weights_cannot_be_read_is_refused(tiny_model: Path, tmp_
 
 
 def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model: Path) -> None:
-    kinds = [{}, {"rank": 8, "alpha": 8}, {"alpha": 9}, {"target_modules": ["q_proj"]}]
+    kinds = [{}, {"rank": 8, "alpha": 8}, {"alpha": 9}, {"target_modules": ["q_proj"]}, {"modules_to_save": ["merger"]}]
     prints = {folder_fingerprint(model(tiny_model, **lora)) for lora in kinds}
     prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model), dtype="float32")))
     assert len(prints) == len(kinds) + 1

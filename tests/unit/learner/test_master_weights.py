@@ -252,6 +252,39 @@ def test_adapters_on_bf16_weights_are_their_own_masters(make_config: MakeConfig)
     assert all(a is b for a, b in zip(engine.updates.masters.stepped(), trained(engine).values(), strict=True))
 
 
+def test_a_connector_beside_adapters_is_published_saved_and_continued_in_its_dtype(
+    make_config: MakeConfig, tmp_path: Path, one_rank: None
+) -> None:
+    """In bf16 with fp32 masters, whole or divided over ranks; and a checkpoint goes on with the same bits."""
+    model = {"lora": {"rank": 4, "modules_to_save": ["connector"]}}
+    whole, divided = (
+        prepared(make_config, "bfloat16", model, **learner) for learner in ({}, {"engine": "fsdp2", "num_processes": 2})
+    )
+    batch = made_up_batch(make_config(), PromptProcessor(make_config().model))
+
+    def take(engine: TorchEngine) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            engine.backward(-engine.forward(engine.pack(batch.train_groups)).logprobs.mean())
+            engine.optimizer_step()
+        return dict(engine.published_state())
+
+    saved = take(whole)
+    dtypes = {name: torch.float32 if ".lora_" in name else torch.bfloat16 for name in saved}
+    assert any(".merger." in name for name in saved)
+    assert {name: tensor.dtype for name, tensor in saved.items()} == dtypes
+    assert len(whole.updates.masters.copies()) == list(dtypes.values()).count(torch.bfloat16)
+    others = take(divided)
+    assert {name: tensor.dtype for name, tensor in others.items()} == dtypes
+    for name, tensor in saved.items():
+        assert torch.allclose(tensor.float(), others[name].float(), rtol=1e-2, atol=1e-5), name
+    whole.files(copies=False)(tmp_path)
+    again = prepared(make_config, "bfloat16", model)
+    again.load_published(saved.items())
+    again.load(tmp_path)
+    theirs = take(again)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in take(whole).items())
+
+
 def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfig, tmp_path: Path) -> None:
     """torch's load_state_dict would bring back the learning rate, betas and decay that were saved."""
 

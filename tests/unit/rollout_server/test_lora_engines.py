@@ -28,12 +28,13 @@ from tests.rigs.policies import LENGTHS, gaps, prompts, sample_with_updates
 __all__ = ["prompts"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOWER = {"vision_tower": True}
+WHOLE = {"modules_to_save": ["connector"]}
 
 
 # --- training -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [{}, TOWER], ids=["language model", "vision tower, too"])
+@pytest.mark.parametrize("lora", [{}, TOWER, WHOLE], ids=["language model", "vision tower, too", "whole connector"])
 def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: dict[str, Any]) -> None:
     config = lora_config(make_config, lora, data={"max_prompt_length": 64})
     engine = TorchEngine(config.model_settings, config.learner.optim, 1)
@@ -41,7 +42,9 @@ def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: di
     before = {name: p.detach().clone() for name, p in engine.unwrap_model().named_parameters()}
     LearnerStep(Roles(engine), config.step_settings)(made_up_batch(config, PromptProcessor(config.model)), 3)
     moved = {n for n, p in engine.unwrap_model().named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {name for name in before if ".lora_B." in name}, "A has no gradient while B is 0"
+    whole = {name for name in before if ".merger.modules_to_save." in name}
+    assert moved == {name for name in before if ".lora_B." in name} | whole, "A has no gradient while B is 0"
+    assert bool(whole) == (lora is WHOLE)
     assert any(".visual." in name for name in moved) == bool(lora)
     assert [name for name, _ in engine.published_state()] == list(made_up_adapter(config, 0))
 
@@ -89,8 +92,9 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, kl: float) -> N
 # --- the reference policy -------------------------------------------------------------------------------
 
 
-def test_the_reference_is_the_base_model(make_config: MakeConfig) -> None:
-    config, plain = lora_config(make_config), make_config()
+@pytest.mark.parametrize("lora", [{}, WHOLE], ids=["language model", "whole connector"])
+def test_the_reference_is_the_base_model(make_config: MakeConfig, lora: dict[str, Any]) -> None:
+    config, plain = lora_config(make_config, lora), make_config()
     batch = made_up_batch(config, PromptProcessor(config.model))
     engines = []
     for each in (config, plain):
@@ -137,8 +141,8 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
 
 @pytest.mark.parametrize(
     ("lora", "dtype", "largest"),
-    [({}, "float32", 1e-5), (TOWER, "float32", 1e-5), ({}, "bfloat16", 0.2)],
-    ids=["language model", "vision tower, too", "bf16 weights"],
+    [({}, "float32", 1e-5), (TOWER, "float32", 1e-5), (WHOLE, "float32", 1e-5), (WHOLE, "bfloat16", 0.2)],
+    ids=["language model", "vision tower, too", "whole connector", "bf16 weights"],
 )
 def test_learner_and_engine_agree_on_an_adapter(
     make_config: MakeConfig, lora: dict[str, Any], dtype: str, largest: float
