@@ -37,7 +37,7 @@ def problems(config: RunSections) -> Iterator[str]:
     if config.model.lora.modules_to_save:
         yield (
             "model.lora.modules_to_save trains the connector beside adapters, and vllm's slot takes adapters alone. "
-            "Set  rollout.engine=hf, or model.lora.modules_to_save=[]"
+            "Set rollout.engine=hf, or model.lora.modules_to_save=[]"
         )
     if config.model.lora.rank > LARGEST_RANK:
         yield (
