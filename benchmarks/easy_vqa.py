@@ -125,8 +125,6 @@ class Study:
             f"trainer.seed={seed}",
         ]
         if arm == "sft":
-            if not self._has(f"grpo-{seed}", "train"):
-                sys.exit(f"sft takes the CPU seconds of grpo, and seed {seed} has no run of it: --arms grpo sft")
             cost, begun = self._supervised_cost(words, seed)
             steps = max(1, round((self._record(f"grpo-{seed}", "train")["cpu_s"] - begun) / cost))
             return [str(DEMO / "vqa_sft.yaml"), *words, f"sft.steps={steps}"], steps

@@ -2,7 +2,7 @@
 
     python -m benchmarks.easy_vqa_scores CONFIG --model FOLDER --rows FILE.parquet --out FILE.jsonl
 
-Completions are those of `asyncrl eval`, computed from fewer tokens. The beginning of a prompt, which ends with the
+Completions are those of `asyncrl eval`, at about half of its cost. The beginning of a prompt, which ends with the
 picture, is computed once for all questions about it. A completion is guessed whole and checked in one pass; a wrong
 guess is mended at its first wrong token and checked again, so that guesses decide about time alone.
 """

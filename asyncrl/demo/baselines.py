@@ -24,7 +24,9 @@ BASELINES = "baselines.json"
 
 
 def first_words(rows: Path) -> list[str]:
-    """Words with which the demonstrations in a Parquet file begin, sorted; no numbers."""
+    """Words with which the demonstrations in a Parquet file begin, sorted; no numbers. Empty without demonstrations."""
+    if "target" not in pq.read_schema(rows).names:
+        return []
     words = {target.split()[0] for target in pq.read_table(rows, columns=["target"])["target"].to_pylist()}
     return sorted(word for word in words if word.isalpha())
 

@@ -26,21 +26,29 @@ from asyncrl.errors import UserError, pasted
 
 def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder."""
-    changes, seed = request.changes, request.seed
-    check_changes(GRPO, changes)
+    check_changes(GRPO, request.changes)
     check_parts(from_scratch=request.from_scratch)
     folder = request.new_folder
-    grpo = folder / "grpo"
-    seconds = prepare(folder, seed, from_scratch=request.from_scratch, quick=request.quick)
+    seconds = prepare(folder, request.seed, from_scratch=request.from_scratch, quick=request.quick)
+    check = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), "--export"]
+    train_and_compare(folder, request, seconds, held_out="rows of unseen scans", check=check)
+
+
+def train_and_compare(
+    folder: Path, request: DemoRequest, seconds: dict[str, float], *, held_out: str, check: Sequence[str]
+) -> None:
+    """Score the start of FOLDER/config.yaml by each decoding, train it, check the export and say what was gained.
+
+    `held_out`: words for the rows. `check`: arguments of Python for the stage that reads the export."""
+    grpo, changes = folder / "grpo", request.changes
     score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
-    seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
+    seconds["baselines"] = run("the start with plain transformers, by each decoding", *score)
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
     seconds["grpo"] = run("asynchronous reinforcement learning (asyncrl train)", *train)
-    score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), "--export"]
-    seconds["check"] = run("the exported folder with plain transformers", *score)
-    summary = summarise(folder, seed, seconds)
+    seconds["check"] = run("the exported folder with plain transformers", *check)
+    summary = summarise(folder, request.seed, seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    print(f"\n{table(summary)}\nmodel {grpo / 'export'}")
+    print(f"\n{table(summary, held_out)}\nmodel {grpo / 'export'}")
     print(f"what it writes: asyncrl inspect {pasted(grpo)} --web\na page about it: asyncrl report {pasted(grpo)}")
 
 
@@ -87,16 +95,16 @@ def _accuracy(scores: Mapping[str, Any]) -> dict[str, float]:
     return {"accuracy": scores["accuracy"], "error": scores["accuracy_error"]}
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """The summary as text."""
-    rows = [(f"warm start, {name}", scores) for name, scores in summary["warm_start"].items()]
+def table(summary: Mapping[str, Any], held_out: str) -> str:
+    """The summary as text; `held_out`: words for the rows."""
+    rows = [(f"start, {name}", scores) for name, scores in summary["warm_start"].items()]
     rows += [(f"after {step} steps, greedy", scores) for step, scores in summary["after_steps"].items()]
     gain, seconds = summary["gain_over_best_decoding"], summary["seconds"]
     return "\n".join(
         [
-            f"held-out accuracy ± standard error, {summary['held_out_rows']} rows of unseen scans",
+            f"held-out accuracy ± standard error, {summary['held_out_rows']} {held_out}",
             *(f"  {name:<44}{scores['accuracy']:.3f} ± {scores['error']:.3f}" for name, scores in rows),
-            f"  {'gain over the best of the warm start':<43}{gain['accuracy']:+.3f} ± {gain['error']:.3f}",
+            f"  {'gain over the best of the start':<43}{gain['accuracy']:+.3f} ± {gain['error']:.3f}",
             f"training reward {summary['reward_first_steps']:.3f} -> {summary['reward_last_steps']:.3f}",
             f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
         ]

@@ -174,15 +174,10 @@ def _chat_template(parts: Composition, tokenizer: Any) -> str:
 
 def _add_image_token(token: str, language: Any, tokenizer: Any) -> int:
     """Id of the placeholder, which tokenizer and embeddings have afterwards. Its embedding is never read."""
-    from transformers.utils import logging
-
     if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
         tokenizer.add_tokens([token], special_tokens=True)
     if len(tokenizer) > language.get_input_embeddings().weight.shape[0]:
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # it would warn of how the new row is drawn, which is never read
         language.resize_token_embeddings(len(tokenizer))  # no further rows: they could be sampled
-        logging.set_verbosity(verbosity)
     return tokenizer.convert_tokens_to_ids(token)
 
 

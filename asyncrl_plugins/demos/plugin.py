@@ -9,3 +9,7 @@ VQA = Demo(
     run="asyncrl_plugins.demos.vqa:demo",
     is_main=True,
 )
+LLM = Demo(
+    help="SmolLM2-135M alone says in one short sentence what a thing is",
+    run="asyncrl_plugins.demos.llm:demo",
+)

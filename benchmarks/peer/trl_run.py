@@ -82,9 +82,11 @@ def read_rows(config: RunConfig) -> list[dict[str, Any]]:
     source = open_train(data)
     rows: list[dict[str, Any]] = []
     for row in (dict(source[index]) for index in range(len(source))):
-        images = [Image.open(io.BytesIO(image)).convert("RGB") for image in row.pop(data.image_key)]
+        images = [Image.open(io.BytesIO(image)).convert("RGB") for image in row.pop(data.image_key, ())]
         question = row.pop(data.prompt_key)
-        rows.append({"prompt": [{"role": "user", "content": question}], "images": images, **row})
+        # Without images TRL takes the rows for text; an empty column of them would be an error there.
+        pictures = {"images": images} if images else {}
+        rows.append({"prompt": [{"role": "user", "content": question}], **pictures, **row})
     return rows
 
 
@@ -112,7 +114,9 @@ def check_prompts(config: RunConfig, trainer: Any, rows: list[dict[str, Any]]) -
     writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
     for place, row in enumerate(rows[: config.batch.prompts_per_step]):
         ours = writer.write(TicketSlot(place, place, version=0, bound=0)).measured.token_ids.tolist()
-        (theirs,), *_ = trainer._tokenize_prompts([prepare_multimodal_messages(row["prompt"], images=row["images"])])
+        images = row.get("images")
+        prompt = prepare_multimodal_messages(row["prompt"], images=images) if images else row["prompt"]
+        (theirs,), *_ = trainer._tokenize_prompts([prompt])
         if ours != list(theirs):
             raise UserError(f"row {place} is another prompt in TRL: {list(theirs)}, and here {ours}")
 

@@ -1,4 +1,4 @@
-"""The configurations in configs/, for real models on real GPUs: what can be known of them without either."""
+"""The configurations in configs/, for real models: what can be known of them without the models, and without GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.vllm.rules import device_problem
 from tests.rigs.tiny import ROOT
 
-FILES = sorted((ROOT / "configs").glob("*.yaml"))
+FILES = {file.stem: file for file in sorted((ROOT / "configs").glob("*.yaml"))}
+ON_CPU = ("smollm2_135m_grpo", "smolvlm_256m_grpo_lora")
+TEXT = ("qwen3_1_7b_grpo", "qwen3_4b_grpo_lora", "smollm2_135m_grpo")
+ON_GPU = [name for name in FILES if name not in ON_CPU]
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
@@ -55,18 +58,18 @@ GOOD = "<think>The angles of a triangle add up to 180.</think> So it is \\boxed{
 EIGHT_GPUS = ("0", "1", "2", "3", "4", "5", "6", "7")
 
 
-def test_there_is_one_for_a_whole_model_one_for_adapters_and_one_for_ranks() -> None:
-    names = ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora", "qwen2_5_vl_7b_grpo_fsdp2"]
-    assert [file.stem for file in FILES] == names
-    for file in FILES:
+def test_there_is_one_of_each_kind() -> None:
+    pictures = ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora", "qwen2_5_vl_7b_grpo_fsdp2", "smolvlm_256m_grpo_lora"]
+    assert sorted(FILES) == sorted([*pictures, *TEXT])
+    for file in FILES.values():
         assert explain(load_config(file), num_rows=100).count("\n") > 20
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(file: Path) -> None:
-    config = load_config(file)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(name: str) -> None:
+    config = load_config(FILES[name])
     assert device_problem(config) == ""
-    (stated,) = map(int, re.findall(r"^# .* GPUs? of (\d+) GB", file.read_text(), re.MULTILINE))
+    (stated,) = map(int, re.findall(r"^# .* GPUs? of (\d+) GB", FILES[name].read_text(), re.MULTILINE))
     if config.trainer.mode == "sync":
         assert config.learner.max_staleness == 0
     else:
@@ -81,29 +84,32 @@ def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(file: Path) -> N
 def test_adapters_fit_24_gb(tmp_path: Path) -> None:
     """The plan of the other takes as many seconds; a run makes its own, and refuses to begin where it does not fit."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
-    plan = make_plan(changed(load_config(FILES[1]), {"model.path": str(tmp_path)}))
+    plan = make_plan(changed(load_config(FILES["qwen2_5_vl_3b_grpo_lora"]), {"model.path": str(tmp_path)}))
     assert plan.model.parameters == pytest.approx(3.81e9, rel=0.01)
     assert plan.budget / 2 < plan.peak < plan.budget
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_its_rewards_and_columns_are_of_rows_like_geometry3k(
-    file: Path, tmp_path: Path, tiny_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", FILES)
+def test_its_rewards_and_columns_are_of_rows_like_those_it_names(
+    name: str, tmp_path: Path, tiny_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load_config(file)
+    config = load_config(FILES[name])
     sample = RewardSample(completion=GOOD, answer="60")
     assert sum(BUILTIN_REWARDS[one.function](sample) * one.weight for one in config.reward.functions) == 1
-    images = pq.read_table(digits_data / "rl.parquet").to_pylist()[0]["images"]
-    row = {"images": images, "problem": "<image>Find x.", "answer": "60"}
+    row = {config.data.prompt_key: "Find x.", "answer": "60"}
+    if name not in TEXT:
+        images = pq.read_table(digits_data / "rl.parquet").to_pylist()[0]["images"]
+        row |= {"images": images, config.data.prompt_key: "<image>Find x."}
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
     place = [
         f"run_dir={tmp_path / 'run'}",
         f"model.path={tiny_model}",
         "model.max_pixels=0",
-        "data.max_response_length=512",
+        f"data.max_response_length={min(config.data.max_response_length, 512)}",
+        "data.chat_template_kwargs={}",  # names of the real model's template
     ]
     files = [f"data.{split}_files=[{tmp_path}/rows.parquet]" for split in ("train", "val")]
-    assert main(["train", str(file), "--dry-run", *place, *files]) == 0
+    assert main(["train", str(FILES[name]), "--dry-run", *place, *files]) == 0
     seen = capsys.readouterr().out
     assert "Find x." in seen
     assert config.data.system_prompt in seen
