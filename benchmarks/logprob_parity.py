@@ -70,8 +70,8 @@ def main() -> None:
         parity = compare(trainer, processor, received, config.batch.microbatch_tokens)
         completions = sum(one.group.lengths.size for one in received)
         print(
-            f"| {engine} | {config.model.dtype} | {quantization or 'own'} | {completions} | {parity.tokens} | "
-            f"{parity.tokens / seconds:.0f} | "
+            f"| {engine} | {config.model.dtype} | {quantization or 'own'} | {completions} | {parity.token_ids.size} | "
+            f"{parity.token_ids.size / seconds:.0f} | "
             f"{parity.largest:.2e} | {parity.mean:.2e} | {parity.kl:.2e} |",
             flush=True,
         )

@@ -52,13 +52,12 @@ class Parity:
     mean: float
     kl: float
     """k3 estimate of KL(engine || learner) per token: the mismatch that no staleness explains."""
-    tokens: int
     worst: str
     """Place of the largest difference: row, completion, token, and both log-probs."""
     fits: str
     """Faulty policy whose log-probs the engine's clearly are; empty: none is known."""
     token_ids: np.ndarray
-    """[M] the compared tokens."""
+    """[M] that were compared."""
     logprobs: torch.Tensor
     """[2, M] of engine and learner."""
 
@@ -100,7 +99,6 @@ def compare(
         largest=float(difference[place]),
         mean=float(difference.mean()),
         kl=float((log_ratio.expm1() - log_ratio).mean()),
-        tokens=len(difference),
         worst=f"row {batch.name_rows([row])}, token {place - batch.row_start[row]} "
         f"({processor.tokenizer.decode([token])!r}, id {token}): "
         f"engine {float(batch.behaviour_logprobs[place]):.5f}, learner {float(learner[place]):.5f}",
@@ -163,7 +161,7 @@ class ParityJudge:
         limit, mean_limit = self.limit, max_mean_logprob_difference(self.limit, self.rollout)
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
-            f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
+            f"average, over {parity.token_ids.size} tokens of {len(received)} rows at policy version {version}"
         )
         accepted = f"{limit:g} is accepted"
         if mean_limit < math.inf:
