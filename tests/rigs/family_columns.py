@@ -45,6 +45,7 @@ from tests.conftest import small_config
 from tests.plugins.tiled_images.tiny_tiled import TILED, make_tiled
 from tests.rigs.alignment_rig import answers, parity_tickets, verify
 from tests.rigs.family_matrix import make_folder
+from tests.rigs.foreign_families import make_glm4v, make_lfm2_vl
 from tests.rigs.tiny_families import make_expert_or_recurrent, make_family, make_llava
 from tests.system.test_bad_input import image_rows, write_rows
 
@@ -59,8 +60,11 @@ COLUMNS = (
     "export",
 )
 NOT_RUN = "not run"
-SAMPLED_BY_VLLM = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_moe")
-"""Families whose small copy vLLM's kernels on a CPU take; others are not run."""
+SAMPLED_BY_VLLM = (
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "phi3", "smollm3", "gemma3_text", "gpt_oss"),
+    *("lfm2 (convolutions)", "olmo2", "glm4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "llava"),
+)
+"""Families that are tried with vLLM, whose start takes the most time of a row."""
 TEXT = (
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("llama", "llama4_text", "mistral", "mistral (window 6)", "ministral3", "mixtral"),
@@ -74,8 +78,10 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     **{family: lambda folder, family=family: make_family(family, folder) for family in ("qwen2_vl", "qwen2_5_vl")},
     "qwen3_vl": lambda folder: make_family("qwen3_vl", folder),
     **{f: lambda folder, f=f: make_expert_or_recurrent(f, folder) for f in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")},
+    **{family: lambda folder, family=family: make_glm4v(family, folder) for family in ("glm4v", "glm4v_moe")},
     "llava": make_llava,
     **{family: lambda folder, family=family: make_tiled(family, folder) for family in TILED},
+    "lfm2_vl": make_lfm2_vl,
 }
 """A folder with a small random model of each family."""
 SIZES = ((40, 150), (28, 28), (90, 40), (160, 200))
@@ -94,10 +100,11 @@ class Family:
     tickets: Sequence[PreparedTicket]
 
     @classmethod
-    def made(cls, name: str, folder: Path) -> Family:
+    def made(cls, name: str, folder: Path, *, sees: bool) -> Family:
+        """Raises UserError for images of a family that are refused."""
         model = MAKERS[name](folder / "made")
         rows = [{"prompt": "one row"}, {"prompt": "another row, which is longer than that"}, {"prompt": "x"}]
-        if name not in TEXT:
+        if sees:
             rows = image_rows(folder, SIZES)
         config = small_config(
             model,
@@ -165,18 +172,22 @@ SEEN_TYPES: Mapping[str, Sequence[str]] = {}
 
 
 def measure(name: str, folder: Path, *, vllm: bool) -> dict[str, str]:
-    """The row of a family."""
+    """The row of a family; that of its text alone where its images are refused."""
+    blind = ""
     try:
-        family = Family.made(name, folder)
+        family = Family.made(name, folder, sees=name not in TEXT)
+        for item in family.tickets:
+            family.processor.encode(item.ticket.prompt, item.blobs)
     except UserError as refusal:
-        return {COLUMNS[0]: f"refused: {refusal}"}
+        blind = f"; images: refused: {' '.join(str(refusal).split())}"
+        family = Family.made(name, folder, sees=False)
     try:
         engine = family.engine()
     except UserError as refusal:
         return {COLUMNS[0]: f"refused: {refusal}"}
     plain: Any = load_model(family.config.model, device=torch.device("cpu"), text_attention="eager").eval()
     groups = family.groups()
-    cells = {COLUMNS[0]: "packed" if engine.packs else f"row by row: {engine.obstacle}"}
+    cells = {COLUMNS[0]: f"packed{blind}" if engine.packs else f"row by row: {engine.obstacle}"}
     ours = logprobs(engine, groups)
     places = [number for number, group in enumerate(groups) for _ in group.completions]
     rows = [completion for group in groups for completion in group.completions]
@@ -331,13 +342,13 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     notes: dict[str, int] = {}
 
     def cell(family: str, text: str) -> str:
-        *before, last = re.sub(rf"/tmp/\S*|\b{family.partition(' ')[0]}\b", "...", text).split("; rewritten: ")
-        for kind in ("refused: ", "row by row: "):
-            if last.startswith(kind):
-                last = f"{kind[:-2]} [{notes.setdefault(last.removeprefix(kind), len(notes) + 1)}]"
-        if re.match(r"\w*(Error|Exception)\b", last):
-            last = f"fails [{notes.setdefault(last, len(notes) + 1)}]"
-        return "; rewritten: ".join([*before, last])
+        words = re.sub(rf"/tmp/\S*|\b{family.partition(' ')[0]}\b", "...", text)
+        found = re.search(r"refused: |row by row: |\w*(?:Error|Exception): ", words)
+        if found is None:
+            return words
+        says = found[0][:-2] if found[0][0].islower() else "fails"
+        why = words[found.start() if says == "fails" else found.end() :]
+        return f"{words[: found.start()]}{says} [{notes.setdefault(why, len(notes) + 1)}]"
 
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [name for name in MAKERS if name in rows]:

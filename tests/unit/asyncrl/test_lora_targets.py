@@ -17,7 +17,15 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models import loading
-from asyncrl.models.lora import add_adapter, describe_adapter, folder_fingerprint, resolve_adapter
+from asyncrl.models.loading import skeleton
+from asyncrl.models.lora import (
+    add_adapter,
+    check_adapter,
+    describe_adapter,
+    folder_fingerprint,
+    resolve_adapter,
+    write_adapter_folder,
+)
 from asyncrl.models.small_copy import family_of
 
 MakeConfig = Callable[..., RunConfig]
@@ -191,7 +199,8 @@ FUSED = {
 
 @pytest.mark.parametrize("family", FUSED)
 def test_what_of_experts_is_adapted_is_said(family: str, tmp_path: Path) -> None:
-    """Routers, which are linear layers that choose, have no adapters, so that a pass computes."""
+    """Routers, which are linear layers that choose, have no adapters, so that a pass computes; what is written is for
+    the model that it is of."""
     from transformers import CONFIG_MAPPING
 
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -204,3 +213,9 @@ def test_what_of_experts_is_adapted_is_said(family: str, tmp_path: Path) -> None
     add_adapter(made, adapter)
     made(input_ids=torch.zeros((1, 3), dtype=torch.long))
     assert re.search(FUSED[family], describe_adapter(made)), describe_adapter(made)
+    other = skeleton(config)
+    add_adapter(other, adapter)
+    names = [(f"base_model.model.{name.replace('.policy', '')}", p) for name, p in other.named_parameters()]
+    tensors = [(name, torch.zeros(p.shape)) for name, p in names if ".lora_" in name]
+    write_adapter_folder(tmp_path / "adapter", adapter, tensors, base_path=config.path)
+    check_adapter(config, tmp_path / "adapter")

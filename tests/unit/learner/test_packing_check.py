@@ -142,6 +142,7 @@ def test_a_routers_noise_is_refused_by_its_key(tmp_path: Path) -> None:
         ("mistral (window 6)", "packed", "hf"),
         ("gpt_oss", "packed", "hf"),
         ("gemma2", "alone", "hf"),
+        ("llama4_text", "alone", "hf"),
         ("lfm2 (convolutions)", "packed", "refused"),
         ("qwen3_next", "packed", "refused"),
         ("phi3 (longrope over 16 tokens)", "refused", ""),
