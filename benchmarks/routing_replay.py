@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 Chosen = list[torch.Tensor]
-"""Of each layer, [tokens, experts per token]."""
+"""Experts of each layer, [tokens, experts per token]."""
 
 
 def model_of(seed: int, dtype: torch.dtype, attention: str) -> Any:

@@ -196,7 +196,8 @@ def measure(name: str, folder: Path, *, vllm: bool) -> dict[str, str]:
     cells[COLUMNS[1]] = nats(ours, alone)
     cells[COLUMNS[2]] = said(lambda: isolated(engine, groups, ours))
     cells[COLUMNS[3]] = said(lambda: sampled(family, engine, HFEngine(family.config, family.processor)))
-    cells[COLUMNS[4]] = said(lambda: by_vllm(family, engine)) if vllm and name in SAMPLED_BY_VLLM else NOT_RUN
+    runs_vllm, has_states = vllm and name in SAMPLED_BY_VLLM, "cannot sample" in cells[COLUMNS[3]]
+    cells[COLUMNS[4]] = said(lambda: by_vllm(family, engine, has_states=has_states)) if runs_vllm else NOT_RUN
     cells[COLUMNS[5]] = said(lambda: adapter(family, groups))
     cells[COLUMNS[6]] = said(lambda: turns(family, engine, plain, groups))
     cells[COLUMNS[7]] = said(lambda: export(family, engine, groups))
@@ -251,11 +252,13 @@ def sampled(family: Family, engine: TorchEngine, sampler: Any) -> str:
     return nats(ours, theirs.split([len(values) for values in ours]))
 
 
-def by_vllm(family: Family, engine: TorchEngine) -> str:
+def by_vllm(family: Family, engine: TorchEngine, *, has_states: bool) -> str:
     from asyncrl_plugins.vllm.engine import VLLMEngine
     from tests.plugins.vllm.vllm_rig import fork_cores
 
     rollout = {**family.config.rollout.model_dump(), "engine": "vllm", "max_concurrent_sequences": 32}
+    if has_states:  # vLLM's cache of prefixes wants prompts in chunks of models with states, and has none on a CPU
+        rollout["engine_args"] = {"enable_prefix_caching": False}
     config = RunConfig.model_validate({**family.config.model_dump(), "rollout": rollout})
     fork_cores(config)
     return sampled(family, engine, VLLMEngine(config, family.processor))
@@ -331,6 +334,7 @@ Numbers are the largest difference of log-probs in nats. Rows of families that s
 - **packed = separate**: the learner, against transformers' own pass of each row alone.
 - **isolated**: change of all other rows when one row has other tokens.
 - **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
+  vLLM has no cache of prefixes for models with states (`rollout.engine_args={enable_prefix_caching: false}`).
 - **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
 - **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
 - **export**: the learner after a step, against transformers with the exported folder.
