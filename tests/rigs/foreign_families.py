@@ -28,6 +28,7 @@ def make_glm4v(family: str, folder: Path) -> Path:
     text = {**tiny_tiled._text(tokenizer, model_type=f"{family}_text"), "head_dim": 32}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     if family == "glm4v_moe":
+        text["rope_parameters"] |= {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
         text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
         text |= {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
     else:

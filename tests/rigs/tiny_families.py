@@ -68,7 +68,7 @@ def make_expert_or_recurrent(family: Literal["qwen3_vl_moe", "qwen3_5", "qwen3_5
     text = {**_text_config(tokenizer), "head_dim": 32, "num_hidden_layers": 4}
     text["rope_parameters"]["mrope_interleaved"] = True
     if family.endswith("moe"):
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
         text |= {"shared_expert_intermediate_size": 32} if family == "qwen3_5_moe" else {}
     vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.1, "hidden_size": VISION}
     vision |= {"intermediate_size": 64, "out_hidden_size": HIDDEN, "num_position_embeddings": 64}
