@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         mixed = len({tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}) > 1
         if self.device_type == "meta" and mixed:
             args, kwargs = tree_map(lambda value: value.to("meta") if torch.is_tensor(value) else value, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = _on_meta(func, args, kwargs) if self.device_type == "meta" else func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if tensor.device.type == self.device_type:
                 self.__count(tensor.untyped_storage())
@@ -61,6 +61,55 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+_MADE: dict[Any, list[tuple[Any, ...]]] = {}
+"""Sizes, strides and dtypes of what an operation makes on the meta device, by its arguments; empty for views and
+whatever else is not new."""
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Result of an operation. Torch finds its sizes in Python, which is most of the time of a rehearsal, and the layers
+    of a model ask for the same ones again."""
+    key = func, _described(args), _described(kwargs.items())
+    try:
+        known = _MADE.get(key)
+    except TypeError:  # an argument without a hash
+        return func(*args, **kwargs)
+    if known:
+        made = tuple(torch.empty_strided(*like, dtype=dtype, device="meta") for *like, dtype in known)
+        return made if len(made) > 1 else made[0]
+    result = func(*args, **kwargs)
+    if known is None:
+        _MADE[key] = _new_tensors(result, (*args, *kwargs.values()))
+    return result
+
+
+def _described(values: Iterable[Any]) -> tuple[Any, ...]:
+    """All of the arguments that sizes, strides and dtypes of a result depend on."""
+    return tuple(
+        (value.shape, value.stride(), value.dtype, value.device.type)
+        if isinstance(value, torch.Tensor)
+        else _described(value)
+        if isinstance(value, list | tuple)
+        else (type(value), value)  # 1, 1.0 and True are equal
+        for value in values
+    )
+
+
+def _new_tensors(result: Any, arguments: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Describe a tensor or several, if each is all of a storage of its own."""
+    given = [tensor.untyped_storage() for tensor in _tensors(arguments)]
+    known = []
+    for tensor in result if isinstance(result, tuple) and len(result) > 1 else (result,):
+        if type(tensor) is not torch.Tensor or not tensor.is_meta:
+            return []
+        like, storage = (tensor.shape, tensor.stride()), tensor.untyped_storage()
+        whole = nbytes([torch.empty_strided(*like, dtype=tensor.dtype, device="meta")]) == storage.nbytes()
+        if not whole or any(storage is other for other in given):
+            return []
+        known.append((*like, tensor.dtype))
+    return known
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
