@@ -387,4 +387,6 @@ class OpenSection(Section):
 @cache
 def _shell(name: str, sections: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
     """A section that has these sub-sections, and no other key."""
-    return create_model(name, __base__=Section, **{key: (each, each()) for key, each in sections})  # pyright: ignore[reportCallIssue, reportArgumentType]
+    fields: Any = {key: (each, each()) for key, each in sections}
+    # No source has it: pydantic would look through the modules of all callers for its docstrings.
+    return create_model(name, __base__=Section, __cls_kwargs__={"use_attribute_docstrings": False}, **fields)

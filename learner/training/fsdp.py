@@ -9,11 +9,14 @@ gathered as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -29,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig
 from asyncrl.models.parts import gathered_units
-from asyncrl.models.published import load_published, published_parts, published_tensors
+from asyncrl.models.published import fitting, published_parts
 from learner.ranks.group import Ranks
 from learner.training.master_weights import LossScale, MasterWeights
 from learner.training.sharded_files import ShardedFiles
@@ -89,41 +92,54 @@ class FullySharded(ShardedFiles):
         return ShardedMasters(self, model, self.dtypes)
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter
+        return self.in_memory(parameter).detach()
 
     def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
+    def norm(self, local: torch.Tensor) -> torch.Tensor:
+        return local.new_tensor(math.sqrt(self._ranks.total(float(local) ** 2)))
+
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         self.changed()
         names = {id(weight): name for name, weight in self._model.state_dict(keep_vars=True).items()}
-        return {
-            name: self.whole(weight.detach().to(self.dtypes[names[id(weight)]]))
-            for name, weight in layer.named_parameters()
-        }
+        return {name: self._whole(names[id(weight)], weight) for name, weight in layer.named_parameters()}
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.changed()
         for name, tensor in published_parts(self._model):
-            yield name, self.whole(self.part_of(name, tensor))
+            yield name, self._whole(name, tensor)
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.changed()
-        own = dict(published_tensors(self._model))
-        load_published(self._model, ((n, self.part(t, own[n]) if n in own else t) for n, t in tensors))
+        parts = dict(published_parts(self._model))
+        outlines = {n: torch.empty(p.shape, dtype=self.dtypes.get(n, p.dtype), device="meta") for n, p in parts.items()}
+        for name, whole in fitting(outlines, tensors):
+            self._set(parts[name], whole)
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a parameter or a buffer, as it computes."""
+        part = self.part_of(name, tensor)
+        if not isinstance(part, TensorPart):
+            return part
+        size, row = self._ranks.size, part.shape[1:].numel()
+        padded = nn.functional.pad(part.elements, (0, -(-part.shape[0] // size) * row - len(part.elements)))
+        gathered = padded.new_empty(size * len(padded))
+        dist.all_gather_into_tensor(gathered, padded)
+        return gathered[: part.shape.numel()].view(part.shape)
 
     def part(self, whole: torch.Tensor | Stored, like: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_like(like)
-        assert isinstance(made, DTensor)
-        TensorPart.rows(made).fill(whole)
+        made = torch.empty_like(self.local(like))
+        self.divided(made, like).fill(whole)
         return made
 
-    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> TensorPart:
+        return replace(TensorPart.rows(cast(DTensor, parameter)), elements=local.view(-1))
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | TensorPart:
         """Rounded to the model's dtype; an adapter's are fp32."""
-        return tensor.detach().to(self.dtypes.get(name, tensor.dtype))
+        part = self.local(tensor).to(self.dtypes.get(name, tensor.dtype))
+        return self.divided(part, tensor) if isinstance(tensor, DTensor) else part
 
     def _set(self, tensor: torch.Tensor, given: torch.Tensor | Stored) -> None:
         if isinstance(tensor, DTensor):
@@ -136,25 +152,39 @@ class FullySharded(ShardedFiles):
 
 
 class ShardedMasters(MasterWeights):
-    """The parts themselves, which are fp32. Those of a 16-bit model are saved under the torch engine's names."""
+    """The parts themselves, which are fp32. Those of a 16-bit model are saved under the torch engine's names.
+
+    They are stepped as this rank's tensors: nothing in a step but its norm is between ranks.
+    """
 
     def __init__(self, sharding: FullySharded, model: nn.Module, dtypes: Mapping[str, torch.dtype]):
         super().__init__(model)
         self._sharding = sharding
         self._rounded = {name: p for name, p in self._trained.items() if dtypes[name] != torch.float32}
         self._computed_in = dtypes
+        self._parts = {name: sharding.local(p) for name, p in self._trained.items()}
+
+    def stepped(self) -> list[torch.Tensor]:
+        for name, part in self._parts.items():
+            part.data = self._sharding.local(self._trained[name])  # FSDP may have put it elsewhere
+        return list(self._parts.values())
+
+    def take_gradients(self) -> None:
+        for name, part in self._parts.items():
+            parameter: Any = self._trained[name]
+            part.grad, parameter.grad = self._sharding.in_memory(parameter.grad), None
 
     def _dtypes(self) -> Mapping[str, torch.dtype]:
         return self._computed_in
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for name, p in self._rounded.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: TensorPart.rows(cast(DTensor, p)) for name, p in self._rounded.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
         self._check_names(state.keys(), self._rounded.keys(), folder)
         for name, whole in state.items():
-            self._rounded[name].copy_(self._sharding.part(whole, self._rounded[name]))
+            TensorPart.rows(self._rounded[name]).fill(whole)
 
 
 def _call(compute: Callable[[], T]) -> T:

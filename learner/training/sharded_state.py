@@ -48,7 +48,7 @@ class TensorPart:
         mesh, shape = tensor.device_mesh, tensor.shape
         rows = -(-shape[0] // mesh.size())
         first = min(mesh.get_local_rank() * rows, shape[0])
-        return TensorPart(cast(Any, tensor.detach()).to_local().view(-1), first * shape[1:].numel(), shape)
+        return TensorPart(tensor.to_local().detach().view(-1), first * shape[1:].numel(), shape)
 
     @torch.no_grad()
     def fill(self, given: torch.Tensor | Stored) -> None:
@@ -87,8 +87,6 @@ class Stored:
 def kept(value: torch.Tensor | TensorPart, *, copies: bool) -> torch.Tensor | TensorPart:
     """A tensor, or this rank's part of it, for `write_parts`: in host memory as it is now, and not only until the next
     step where `copies`."""
-    if isinstance(value, DTensor):
-        value = TensorPart.rows(value)
     if isinstance(value, TensorPart):
         elements = value.elements.detach()
         return replace(value, elements=host_copy(elements) if copies else to_host(elements))

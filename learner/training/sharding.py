@@ -134,8 +134,11 @@ class OneDevice:
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_published(self._model, tensors)
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def norm(self, local: torch.Tensor) -> torch.Tensor:
+        return local
+
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return local
 
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return whole

@@ -66,8 +66,12 @@ class StateParts(Protocol):
 
     def masters(self, model: Any) -> MasterWeights: ...
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which this rank has a part."""
+    def norm(self, local: torch.Tensor) -> torch.Tensor:
+        """Norm of tensors of whose parts on this rank `local` is the norm."""
+        ...
+
+    def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Any:
+        """What `state_files` takes for a tensor of which this rank has the same part as of a parameter."""
         ...
 
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -101,8 +105,8 @@ class MasterUpdates:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.masters = parts.masters(model)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
-        stepped = self.masters.stepped()
-        self.optimizer = make_optimizer(kind, parameter_groups(names, stepped, optim), optim)
+        self._numbered = [p for group in parameter_groups(names, self._trained, optim) for p in group["params"]]
+        self.optimizer = make_optimizer(kind, parameter_groups(names, self.masters.stepped(), optim), optim)
         self.schedule = make_schedule(self.optimizer, optim, total_updates)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -115,7 +119,10 @@ class MasterUpdates:
             for master in stepped:
                 if master.grad is not None:
                     master.grad.div_(scale.value)
-        grad_norm = float(self._parts.whole(torch.nn.utils.clip_grad_norm_(stepped, self._optim.max_grad_norm)))
+        gradients = [master.grad for master in stepped if master.grad is not None]
+        norm = self._parts.norm(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(stepped, self._optim.max_grad_norm, norm)
+        grad_norm = float(norm)
         if scale is not None and not math.isfinite(grad_norm):
             self.optimizer.zero_grad(set_to_none=True)
             return {"lr": lr, **scale.overflowed(grad_norm)}
@@ -145,7 +152,7 @@ class MasterUpdates:
     def files(self, name: str, *, copies: bool) -> Write:
         state = {
             "masters": self.masters.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._each_moment(self.optimizer.state_dict(), self._parts.divided),
             "schedule": schedule_state(self.schedule),
             **({"loss_scale": self._scale.state_dict()} if self._scale else {}),
         }
@@ -158,20 +165,17 @@ class MasterUpdates:
         ours = self.optimizer.state_dict()["param_groups"]
         check_same_groups(state["optimizer"]["param_groups"], ours, folder)
         check_same_moments(state["optimizer"], self._kind, folder)
-        theirs = self._parts_of(state["optimizer"])
+        theirs = self._each_moment(state["optimizer"], self._parts.part)
         self.optimizer.load_state_dict({**theirs, "param_groups": ours})
         self.schedule = make_schedule(self.optimizer, self._optim, self._total_updates, made=state["schedule"])
         if self._scale is not None and "loss_scale" in state:
             self._scale.load_state_dict(state["loss_scale"])
 
-    def _parts_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimiser's state with this rank's part in the place of each moment."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def _each_moment(self, state: dict[str, Any], change: Callable[[Any, torch.Tensor], Any]) -> dict[str, Any]:
+        """An optimiser's state with each moment changed, given its parameter, too; counts of steps are scalars."""
         changed = {
             number: {
-                name: self._parts.part(value, parameters[number])
-                if getattr(value, "shape", None) == parameters[number].shape
-                else value
+                name: change(value, self._numbered[number]) if getattr(value, "shape", ()) else value
                 for name, value in values.items()
             }
             for number, values in state["state"].items()

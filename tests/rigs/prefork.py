@@ -196,6 +196,9 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
     if module == "torch.distributed.run":
         handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
         handlers.SubprocessHandler._popen = lambda _, words, env: _torchruns_rank(words, env)
+        # It seeks names for its events in the sources of all modules, which are thousands here: 1.5 s a start.
+        rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -25,6 +25,7 @@ from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
 from learner.training import sharded_state
 from learner.training.engine import TorchEngine
+from learner.training.fsdp import FullySharded
 from learner.training.reference import Reference
 from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep, NotFiniteError
@@ -156,7 +157,11 @@ def _save_checkpoint(folder: Path, roles: Roles, processor: PromptProcessor) -> 
     if roles.ranks.leads:
         for role in others:
             (folder / role.role).mkdir()
-    with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a rank has gathered a whole tensor")):
+    gathered = AssertionError("a rank has gathered a whole tensor")
+    with (
+        mock.patch.object(DTensor, "full_tensor", side_effect=gathered),
+        mock.patch.object(FullySharded, "_whole", side_effect=gathered),
+    ):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")
         engine.files(copies=True)(folder)
