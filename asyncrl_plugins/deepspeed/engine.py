@@ -80,6 +80,7 @@ def load_deepspeed(settings: ZeroSettings) -> Any:
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.ops import __compatible_ops__
+    from deepspeed.utils import nvtx
 
     if (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) < OLDEST:
         raise UserError(
@@ -91,6 +92,7 @@ def load_deepspeed(settings: ZeroSettings) -> Any:
     if not on_gpu:
         set_accelerator(CPU_Accelerator())  # also where the machine has GPUs
         os.environ.setdefault("LOCAL_SIZE", "1")  # its number of devices; else a program is asked at every bucket
+        nvtx.enable_nvtx = False  # marks in the timeline of a GPU, around each of its functions
     __compatible_ops__["deepspeed_shm_comm"] = False  # collectives of its own on CPUs: compiled for most of a minute
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed

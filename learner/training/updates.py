@@ -71,7 +71,7 @@ class StateParts(Protocol):
         ...
 
     def divided(self, local: torch.Tensor, parameter: torch.Tensor) -> Any:
-        """What `state_files` takes for a tensor of which this rank has the same part as of a parameter."""
+        """Value for `state_files` of a tensor of which this rank has the same part as of a parameter."""
         ...
 
     def part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

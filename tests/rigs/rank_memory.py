@@ -58,6 +58,8 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
     """Bytes of this rank, of all roles together; peaks are what is added to the bytes before. Rank 0 measures them: the
     others only take part."""
     peak_of = _peak_of if ranks.leads else _no_peak
+    gc.collect()
+    gc.freeze()  # later collections do not look at the models before
     actor = TorchEngine(config.model_settings, config.learner.optim, 4, ranks)
     actor.prepare()
     critic = Critic(config.critic_settings, config.critic, 4, ranks) if "critic" in config.algorithm.needs else None

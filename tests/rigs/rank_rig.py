@@ -5,6 +5,7 @@ FOLDER/rig.json has configurations; rank 0 writes metrics, weights and a checkpo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -64,6 +65,8 @@ def main(folder: Path) -> None:
     ranks = join()
     results: dict[str, Any] = {}
     for name, sections in rig["configs"].items():
+        gc.collect()
+        gc.freeze()  # DeepSpeed's and other collections do not look at the engines before
         start = rig.get("starts", {}).get(name)
         results[name] = take_steps(
             RunConfig.model_validate(sections),
