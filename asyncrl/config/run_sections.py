@@ -6,6 +6,7 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,11 +19,11 @@ from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, Reward
 from asyncrl.config.service_sections import (
     CriticConfig,
     LearnerConfig,
-    OptimConfig,
     ReferenceConfig,
     RolloutConfig,
     meant_device,
 )
+from asyncrl.plugins import descriptions, sections_of
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -100,21 +101,6 @@ class EvaluationConfig(Section):
     by: str = ""
     """Column of the held-out rows: each of its values, at most 50, has scores of its own; empty means none."""
     limits: EvaluationLimits = EvaluationLimits()
-
-
-class SftOptimConfig(OptimConfig):
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
-
-
-class SftConfig(Section):
-    """`asyncrl sft`: supervised warm start on `data.target_key`."""
-
-    steps: int = Field(default=0, ge=0)
-    """Optimiser steps; 0 means one epoch."""
-    rows_per_step: int = Field(default=64, gt=0)
-    """Rows per optimiser step."""
-    optim: SftOptimConfig = SftOptimConfig()
 
 
 class TrainerConfig(Section):
@@ -240,8 +226,9 @@ class TelemetryConfig(OpenSection):
     """Other programs that show the run, of plug-ins. metrics.jsonl is there in any case."""
 
 
-class RunSections(Section):
-    """Every section of a run, each valid by itself. `schema.RunConfig` also checks them against each other."""
+class RunSections(OpenSection):
+    """Every section of a run, each valid by itself. `schema.RunConfig` also checks them against each other. A command
+    of a plug-in may have a section of its name, which is there where it is given."""
 
     run_dir: str
     """Everything the run writes goes here; must not exist yet, or be resumed."""
@@ -256,7 +243,6 @@ class RunSections(Section):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     gpu_memory: GpuMemoryConfig = GpuMemoryConfig()
@@ -266,6 +252,14 @@ class RunSections(Section):
     replaced: dict[str, Any] = Field(default_factory=dict)
     """Written by asyncrl: what keys held that the word of a method (`asyncrl train CONFIG gspo`) has replaced. Another
     word begins there."""
+
+    @classmethod
+    def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
+        return {name: section for name, section in cls.possible_sections().items() if name in given}
+
+    @classmethod
+    def possible_sections(cls) -> Mapping[str, type[Section]]:
+        return sections_of(descriptions("commands"))
 
     @property
     def run_path(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -118,6 +119,19 @@ def labels_by(column: str, values: Sequence[Any], setting: str) -> list[str]:
     if (number := len(set(labels))) > MOST_VALUES:
         raise UserError(f"{setting} is {column!r}, which has {number} values, over {MOST_VALUES}. Name one of groups")
     return labels
+
+
+def label_values(labels: Sequence[str], rows: Sequence[Sequence[tuple[float, float] | None]]) -> dict[str, float]:
+    """Numbers of a record of evaluations.jsonl, such as `accuracy/kind=colour`; none without labels, nor where nothing
+    tells one."""
+    found = scores_by_label(labels, rows).items() if labels else ()
+    names = ("accuracy", "accuracy_error", "rows")
+    return {
+        f"{name}/{label}": value
+        for label, scores in found
+        for name in names
+        if math.isfinite(value := getattr(scores, name))
+    }
 
 
 def scores_by_label(

@@ -50,8 +50,8 @@ def find_checkpoint(run_path: Path, step: int | None) -> Path:
 
 
 def policy_folder(run_path: Path, step: int | None) -> Path:
-    """Folder with the model or the adapter of a step, or of the newest checkpoint; of a supervised run, which makes no
-    checkpoints, its export. Raises UserError."""
+    """Folder with the model or the adapter of a step, or of the newest checkpoint; of a supervised run
+    without checkpoints its export. Raises UserError."""
     if step is None and (run_path / EXPORT_FOLDER).is_dir() and not checkpoint_folders(run_path):
         return run_path / EXPORT_FOLDER
     checkpoint = find_checkpoint(run_path, step)

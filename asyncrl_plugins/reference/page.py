@@ -21,7 +21,7 @@ Relative paths are relative to the directory in which the command runs.
 """
 REPEATED = {
     "critic.optim": "`critic.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
-    "sft.optim": "`sft.optim` has the keys of [`learner.optim`](#learner); its `lr` is {lr} by default.",
+    "sft.optim": "`sft.optim` has the keys of `learner.optim`; its `lr` is {lr} by default.",
     "evaluation.limits": "`evaluation.limits` may have `turns`, `tokens`, `tokens_per_turn` and `images` of "
     "[`environment.limits`](#environment), for held-out rows. Engines make room for the larger number of tokens.",
 }
@@ -70,7 +70,8 @@ def key_tables(keys: Iterable[Key]) -> Iterator[str]:
     """Yield lines of Markdown: keys with type, default and meaning, one table per section of the file."""
     for section, group in groupby(keys, key=lambda key: key.path.partition(".")[0]):
         repeated = {each: text for each, text in REPEATED.items() if each.startswith(f"{section}.")}
-        section_class = section_of(RunConfig.model_fields[section].annotation)
+        field = RunConfig.model_fields.get(section)
+        section_class = section_of(field.annotation) if field else RunConfig.possible_sections().get(section)
         introduction = section_class.__dict__.get("__doc__") if section_class else None
         yield f"## {section}\n"
         yield from [introduction.strip() + "\n"] if introduction else []

@@ -19,11 +19,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         with telling_ranks(config):
             from asyncrl.run_folder.contents import check_run_dir
             from asyncrl.run_folder.lock import refuse_busy
+            from asyncrl_plugins.sft.start import check_start
 
             refuse_busy(config.run_path)
-            check_run_dir(config.run_path, resume=False)
+            check_start(config.run_path, resume=arguments.resume)
+            if not arguments.resume:
+                check_run_dir(config.run_path, resume=False)
             _check_inputs(config)
-    become("asyncrl_plugins.sft.run", "--config", str(arguments.config), *arguments.overrides)
+    resume = ["--resume"] if arguments.resume else []
+    become("asyncrl_plugins.sft.run", "--config", str(arguments.config), *resume, *arguments.overrides)
 
 
 def _check_inputs(config: RunConfig) -> None:

@@ -1,7 +1,8 @@
-"""Supervised warm start: `python -m asyncrl_plugins.sft.run --config CONFIG [key=value ...]`.
+"""Supervised warm start: `python -m asyncrl_plugins.sft.run --config CONFIG [--resume] [key=value ...]`.
 
 The same rows, prompts, packing, engines and ranks as reinforcement learning; the loss is the mean negative
-log-likelihood of `data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`.
+log-likelihood of `data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`. A run that
+continues from a checkpoint makes the weights that it would have made, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,46 +11,35 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
-import torch
-
-from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.data.dataset import open_train
 from asyncrl.data.prompt_sources import DataOrder
 from asyncrl.data.prompts import RenderedPrompt
-from asyncrl.data.survey.row_survey import PromptRows
-from asyncrl.devices.device import set_up_training
-from asyncrl.errors import BadStateError, UserError
-from asyncrl.memory_plan.plan import check_plan
-from asyncrl.models.export import check_export
-from asyncrl.processing.processor import PromptProcessor, prompt_processor
+from asyncrl.devices.device import compute_in_full_float32, set_up_training
+from asyncrl.processing.processor import prompt_processor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import StartMode, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
-from learner.loop.follower import Obey, engine_calls, follow
+from asyncrl_plugins.sft.continuing import find_saved, recorded_settings, refuse_changes
+from asyncrl_plugins.sft.evaluation import BEST_FOLDER, Evaluations, describe
+from asyncrl_plugins.sft.plugin import settings_of
+from asyncrl_plugins.sft.rows import DemonstrationRows
+from asyncrl_plugins.sft.start import check_start
+from asyncrl_plugins.sft.trainer import Saved, SupervisedTrainer, following
+from learner.loop.clean_stop import CleanStop, StopAsked
+from learner.loop.follower import follow
 from learner.loop.policy_export import ROWS, finish_export
-from learner.loop.resume import refuse_taken, settle_day
-from learner.loop.trainer import check_room, with_token_budget
-from learner.ranks.commands import RankCommand
-from learner.ranks.group import ALONE, Ranks
+from learner.loop.resume import DATE, refuse_taken, settle_day
+from learner.ranks.group import ALONE
 from learner.ranks.processes import Leader, leading, telling_given_ranks
 from learner.ranks.rank_variables import rank_of_service, rank_variables, with_given_ranks
-from learner.training.engine import TorchEngine
-from learner.training.packing import PackedTrajectory, TrainGroup
-from learner.training.roles import Roles
-from learner.training.token_budget import TokenBudget
-from protocol.messages import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -60,204 +50,145 @@ REPORTS = 20
 """Progress lines of a run."""
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """A row: its prompt, and the answer that is to be learnt."""
-
-    prompt: Prompt
-    blobs: Mapping[str, bytes]
-    """Encoded images and frames by content hash."""
-    target: Sequence[int]
-    """Token ids, the end of the turn included."""
-
-
-class SupervisedTrainer:
-    """Engine and steps of a supervised run. Of several ranks each has one, which makes every step."""
-
-    def __init__(self, config: RunConfig, processor: PromptProcessor, num_steps: int, ranks: Ranks = ALONE):
-        self.config, self.processor, self.ranks = config, processor, ranks
-        self.engine = TorchEngine(config.model_settings, config.sft.optim, num_steps, ranks)
-        tokens = choose_tokens(config, self.engine.device, ranks)
-        self.engine.prepare()
-        if ranks.leads:
-            check_export(self.engine.model, processor.processor)
-        self.roles = Roles(self.engine, ranks=ranks)
-        self.features = self.roles.share_features(config.learner)
-        self.budget = TokenBudget(self.roles, tokens)
-
-    def learn(self, step: int, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        """One optimiser step on the mean negative log-likelihood per target token, on all ranks."""
-        self.ranks.announce("learn", lambda: _pack(demonstrations), step=step)
-        groups = [self._group(row, each) for row, each in enumerate(demonstrations)]
-        targets = sum(len(each.target) for each in demonstrations)
-        loss = self.budget.run(partial(self._accumulate, groups, targets), groups, f"step {step}")
-        if not math.isfinite(loss):
-            raise BadStateError(f"the loss is {loss}: lower sft.optim.lr ({self.config.sft.optim.lr})")
-        updated = self.budget.update(self.engine.optimizer_step, f"step {step}")
-        reused = self.features.report(self.ranks.total) if self.features else {}
-        work = self.roles.work.report(self.ranks, self.engine.device)
-        return {"loss": loss, "tokens": float(targets), **reused, **updated, **self.budget.report(), **work}
-
-    def _accumulate(self, groups: Sequence[TrainGroup], targets: int, tokens_per_microbatch: int) -> float:
-        """Add up the gradients of a step over its micro-batches. Returns the loss."""
-        total = 0.0
-        for micro_batch in self.roles.micro_batches(groups, tokens_per_microbatch):
-            loss = -self.engine.forward(micro_batch).logprobs.sum() / targets * (not micro_batch.is_idle)
-            self.engine.backward(loss)
-            total += float(loss.detach())
-        return self.ranks.total(total)
-
-    def _group(self, row: int, shown: Demonstration) -> TrainGroup:
-        """The prompt with its one completion; several ranks compute the pixels of their shares alone."""
-        encode = partial(self.processor.encode, shown.prompt, shown.blobs)
-        ids = np.asarray(shown.target, np.int32)
-        completion = PackedTrajectory(row, ids, np.ones(len(ids), np.uint8))
-        if self.ranks.size == 1:
-            return TrainGroup(encode(), (completion,))
-        measured = self.processor.measure(shown.prompt, shown.blobs)
-        return TrainGroup(measured, (completion,), encode)
-
-
-def choose_tokens(config: RunConfig, device: torch.device, ranks: Ranks) -> int:
-    """batch.tokens_per_microbatch as a number. `auto` is chosen by the memory plan of what trains here: the policy
-    alone, on rows of one completion. Raises UserError where not even the longest row fits. A collective."""
-    if config.batch.tokens_per_microbatch != "auto":
-        return config.batch.tokens_per_microbatch
-    alone: dict[str, object] = {
-        "algorithm": AlgorithmConfig(),
-        "batch.group_size": 1,
-        "batch.prompts_per_step": config.sft.rows_per_step,
-        "rollout.engine": "hf",
-        "rollout.engine_args": {},
-        "rollout.max_concurrent_sequences": 1,
-        "rollout.device": "cpu",
-        "rollout.weights_channel": "auto",
-        "trainer.mode": "async",
-    }
-    settled = with_token_budget(changed(config, alone), device, ranks)
-    check_plan(settled)
-    check_room(settled, device, ranks.size)
-    return settled.batch.microbatch_tokens
-
-
 class SupervisedRun:
     """A supervised run on rank 0: rows, trainer and recorder, and one optimiser step after the other."""
 
-    def __init__(self, config: RunConfig, leader: Leader | None = None):
+    def __init__(self, config: RunConfig, leader: Leader | None = None, saved: Saved | None = None):
+        """`saved`: the checkpoint to continue from. Raises UserError where it is of other rows or settings."""
         self.processor = prompt_processor(
             config.model, config.environment, config.data.chat_template_kwargs, cache_mib=CACHE_MIB
         )
+        if saved and (day := saved.settings.get(DATE)):
+            config = changed(config, {DATE: day})
         self.config = config = changed(config, settle_day(config.model, self.processor))
-        self.rows = PromptRows(
-            open_train(config.data, "sft"),
-            config.data,
-            self.processor,
-            config.network.max_message_mib,
-            check=self._target_ids,
+        self.settings = settings_of(config)
+        self.rows = DemonstrationRows(config, self.processor)
+        self._recorded = recorded_settings(config, self.rows)
+        if saved:
+            refuse_changes(saved, self._recorded)
+        self.order = DataOrder(len(self.rows.usable), config.trainer.seed, config.data.shuffle)
+        self.steps = self.settings.steps or math.ceil(len(self.rows.usable) / self.settings.rows_per_step)
+        self.made = saved.state.step if saved else 0
+        """Steps that are made."""
+        begins: dict[str, Any] = {"steps": self.steps, "template_date": config.model.template_date}
+        begins |= {"checkpoint": str(saved.folder), "state": asdict(saved.state)} if saved else {"checkpoint": ""}
+        self.trainer = SupervisedTrainer(
+            config, self.processor, self.steps, leader.begin(**begins) if leader else ALONE, saved
         )
-        survey = self.rows.usable()
-        bad_rows = [vars(row) for row in survey.bad]
-        self.usable = survey.usable
-        self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
-        self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
-        ranks = leader.begin(steps=self.steps, template_date=config.model.template_date) if leader else ALONE
-        self.trainer = SupervisedTrainer(config, self.processor, self.steps, ranks)
-        self.recorder = RunRecorder(
-            config.run_path,
-            open_trackers(config.telemetry, TrackedRun(config.run_path, config.model_dump(mode="json")), Counter()),
+        tracked = TrackedRun(config.run_path, config.model_dump(mode="json"))
+        self.recorder = RunRecorder(config.run_path, open_trackers(config.telemetry, tracked, Counter()))
+        self.recorder.truncate_after(self.made, evaluations_after=self.made)
+        self.recorder.bad_rows([vars(row) for row in self.rows.survey.bad])
+        self.evaluations = (
+            Evaluations(config, self.processor, self.recorder.evaluations()) if self.settings.evaluate_every else None
         )
-        self.recorder.bad_rows(bad_rows)
+        self._saved_step = self.made
+        self._stop = CleanStop(config.trainer.stop_grace_s)
 
     def run(self) -> None:
-        started = time.monotonic()
-        for step in range(1, self.steps + 1):
-            first = (step - 1) * self.config.sft.rows_per_step
-            positions = range(first, first + self.config.sft.rows_per_step)
-            indices = [self.usable[self.order.row_at(position)] for position in positions]
-            values = self.trainer.learn(step, [self._demonstration(index) for index in indices])
-            self.recorder.step({"step": step, "time": time.time(), **values})
-            if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
-                rate = (time.monotonic() - started) / step
-                logger.info("step %d of %d: loss %.4f, %.2f s per step", step, self.steps, values["loss"], rate)
+        """Make the steps that are left, and export. A signal ends it after its step, with a checkpoint."""
+        if self.made:
+            logger.info("continuing after step %d of %d", self.made, self.steps)
+        with self._stop.listening():
+            try:
+                self._make_steps()
+                self._export()
+            except StopAsked:
+                self._save()
+                self._stop.over()
+                self._status("interrupted")
+                logger.info("stopped after step %d of %d: asyncrl sft CONFIG --resume goes on", self.made, self.steps)
+                raise
+        self._status("finished")
+
+    def _make_steps(self) -> None:
+        self._status("training")
+        if self.config.evaluation.before_training and not self.made:
+            self._evaluate()
+        started, first = time.monotonic(), self.made
+        while self.made < self.steps:
+            self._stop.check()
+            values = self._learn(self.made + 1)
+            self.made += 1
+            self.recorder.step({"step": self.made, "time": time.time(), **values})
+            is_last = self.made == self.steps
+            if is_last or self.made % max(1, self.steps // REPORTS) == 0:
+                rate = (time.monotonic() - started) / (self.made - first)
+                said = "step %d of %d: loss %.4f, %.2f s per step"
+                logger.info(said, self.made, self.steps, values["loss"], rate)
+                self._status("training")
+            if is_last or (self.settings.evaluate_every and self.made % self.settings.evaluate_every == 0):
+                self._evaluate()
+            if self.settings.save_freq and (is_last or self.made % self.settings.save_freq == 0):
+                self._save()
+
+    def _learn(self, step: int) -> dict[str, float]:
+        """Make a step on the rows at its positions of the data order."""
+        first = (step - 1) * self.settings.rows_per_step
+        positions = range(first, first + self.settings.rows_per_step)
+        indices = [self.rows.usable[self.order.row_at(position)] for position in positions]
+        return self.trainer.learn(step, [self.rows.demonstration(index) for index in indices])
+
+    def _evaluate(self) -> None:
+        """Evaluate the model of this step, unless that is recorded."""
+        if self.evaluations and all(record["step"] != self.made for record in self.evaluations.records):
+            self._status("evaluating")
+            self.recorder.evaluation(self.evaluations.evaluate(self.trainer, self.made))
+            self._status("training")
+
+    def _save(self) -> None:
+        if self.made > self._saved_step:
+            began = time.monotonic()
+            folder = self.trainer.save(self.made, self._recorded)
+            self._saved_step = self.made
+            logger.info("%s: written in %.1f s", folder, time.monotonic() - began)
+
+    def _status(self, phase: str) -> None:
+        self.recorder.status(phase=phase, waiting_for="", step=self.made, total_steps=self.steps)
+
+    def _export(self) -> None:
         folder = self.config.run_path / EXPORT_FOLDER
         self.trainer.engine.export(self.processor.processor, folder)
+        self._finish(folder)
+        if self.evaluations:
+            best = self.evaluations.best
+            if (folder := self.config.run_path / BEST_FOLDER).is_dir():
+                self._finish(folder)
+            logger.info(
+                "evaluations:\n%s\nthe best is of step %d: %s", self.evaluations.curve(), best["step"], describe(best)
+            )
+
+    def _finish(self, folder: Path) -> None:
+        """Give a folder its final form, and say how far that is from the policy."""
         record = finish_export(self.config.model, "", self.processor, self._some_prompts, folder)
         logger.log(logging.WARNING if record.differs else logging.INFO, "finished: %s is %s", folder, record.describe())
 
     def _some_prompts(self) -> list[RenderedPrompt]:
-        return [self.rows.render(index) for index in self.usable[:ROWS]]
-
-    def _demonstration(self, index: int) -> Demonstration:
-        rendered = self.rows.render(index)
-        return Demonstration(rendered.prompt, rendered.blobs, self._target_ids(rendered))
-
-    def _target_ids(self, rendered: RenderedPrompt) -> list[int]:
-        """Token ids of the demonstration. Raises UserError where there is none, or it is too long."""
-        data, row_id = self.config.data, rendered.prompt.row_id
-        if not rendered.target:
-            raise UserError(f"row {row_id}: column {data.target_key!r} (data.target_key) must be a non-empty string")
-        ids = self.processor.tokenize_completion(rendered.target)
-        if len(ids) > data.max_response_length:
-            raise UserError(
-                f"row {row_id}: the target has {len(ids)} tokens, over data.max_response_length = "
-                f"{data.max_response_length}. Raise it or shorten the target"
-            )
-        return ids
-
-
-def _pack(demonstrations: Sequence[Demonstration]) -> bytes:
-    """Rows as MessagePack for the other ranks, which need no data of their own. Images stay encoded."""
-    packed = msgpack.packb(
-        [[each.prompt.model_dump_json(), dict(each.blobs), list(each.target)] for each in demonstrations]
-    )
-    assert packed is not None
-    return packed
-
-
-def _unpack(data: bytes) -> list[Demonstration]:
-    return [
-        Demonstration(Prompt.model_validate_json(prompt), blobs, target)
-        for prompt, blobs, target in msgpack.unpackb(data)
-    ]
-
-
-@contextmanager
-def _following(
-    config: RunConfig, processor: PromptProcessor, ranks: Ranks, values: Mapping[str, Any]
-) -> Generator[Obey, None, None]:
-    """The trainer of another rank."""
-    trainer = SupervisedTrainer(config, processor, values["steps"], ranks)
-
-    def obey(command: RankCommand) -> None:
-        calls: dict[str, Callable[[], object]] = {
-            "learn": lambda: trainer.learn(command.values["step"], _unpack(ranks.broadcast(b""))),
-            **engine_calls(trainer.engine, processor, command),
-        }
-        calls[command.kind]()
-
-    yield obey
+        return [self.rows.render(index) for index in self.rows.usable[:ROWS]]
 
 
 def main(config: RunConfig, start: StartMode) -> None:
     config = with_given_ranks(config)
     set_up_training(config.learner, config.trainer)
+    compute_in_full_float32()
     if rank_of_service() > 0:
-        follow(config, _following)
+        follow(config, following)
         return
-    if start.resume:
-        raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
     environment = rank_variables(config.learner, config.trainer.mode)
     with ExitStack() as resources:
         given = resources.enter_context(telling_given_ranks(environment, config.learner.wait_timeout_s))
         held = resources.enter_context(LearnerLock(config.run_path, SERVICE))
-        refuse_taken(config.run_path)
+        check_start(config.run_path, resume=start.resume)
+        if not start.resume:
+            refuse_taken(config.run_path)
+        saved = find_saved(config.run_path) if start.resume else None
         divided = config.learner.is_divided
         leader = (
             resources.enter_context(leading(config.learner, config.network, environment, given, SERVICE))
             if divided
             else None
         )
-        run = SupervisedRun(config, leader)
+        run = SupervisedRun(config, leader, saved)
         held.accept()
         save_config(config.run_path, dump_config(run.config))
         resources.callback(run.recorder.close)

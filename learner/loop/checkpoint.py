@@ -25,10 +25,17 @@ from typing import Any
 import torch
 import xxhash
 
+from asyncrl.devices.host_copies import host_copy
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.full_disk import is_disk_full
-from asyncrl.models.lora import read_adapter
-from asyncrl.run_folder.contents import ADAPTER_FOLDER, checkpoint_folder, checkpoint_folders, export_advice
+from asyncrl.models.lora import read_adapter, write_adapter_folder
+from asyncrl.run_folder.contents import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    checkpoint_folder,
+    checkpoint_folders,
+    export_advice,
+)
 from learner.training.engine import TorchEngine
 from learner.training.sharded_files import Write
 from protocol.faults import crash_point, slow_point
@@ -76,6 +83,21 @@ class Snapshot:
         for name, write in self.roles.items():
             (building / name).mkdir(parents=True, exist_ok=True)
             write(building / name)
+
+
+def policy_files(engine: TorchEngine, processor: Any, base: str, *, copies: bool) -> tuple[str, Write]:
+    """Name of the folder that a checkpoint has the policy in, and what makes it: the model, or of one with an adapter
+    the adapter, which is small: all ranks gather it, and rank 0 writes it. `base`: its base weights' fingerprint."""
+    spec = engine.adapter
+    if spec is None:
+        return MODEL_FOLDER, engine.model_files(processor, copies=copies)
+    tensors = [(name, host_copy(tensor)) for name, tensor in engine.sharding.published()]
+
+    def write(folder: Path) -> None:
+        if engine.ranks.leads:
+            write_adapter_folder(folder, spec, tensors, base=base, base_path=engine.facts.source)
+
+    return ADAPTER_FOLDER, write
 
 
 def make_building_folder(run_path: Path, step: int) -> Path:

@@ -26,7 +26,7 @@ from asyncrl.models.export import export_model, write_whole
 from asyncrl.models.lora import is_adapter_folder, load_policy, merge
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
-from asyncrl.run_folder.contents import EXPORT_FOLDER
+from asyncrl.run_folder.contents import is_resumable
 from asyncrl.run_folder.export_record import ExportRecord, write_record
 from asyncrl.telemetry.recorder import CONFIG_FILE
 
@@ -153,7 +153,7 @@ def export_policy(run_path: Path, source: Path, target: Path, *, merged: bool | 
         return f"{target} is a copy of {source}"
     config = resolve_dtype(load_config(run_path / CONFIG_FILE, []))
     processor = prompt_processor(config.model, config.environment, config.data.chat_template_kwargs)
-    supervised = source == run_path / EXPORT_FOLDER
+    supervised = not is_resumable(run_path)
     purpose: Purpose = "sft" if supervised else config.purpose
 
     def prompts() -> list[RenderedPrompt]:

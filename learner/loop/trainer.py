@@ -16,19 +16,16 @@ import torch
 
 from asyncrl.config.installed_methods import chosen_hooks, method_of
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.devices.host_copies import host_copy
 from asyncrl.memory_plan import size
 from asyncrl.memory_plan.lines import CONTEXT_BYTES
 from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import check_export
-from asyncrl.models.lora import write_adapter_folder
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.run_folder.contents import ADAPTER_FOLDER, MODEL_FOLDER
 from learner.groups.ticket import ReceivedGroup
-from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, restore_engines
+from learner.loop.checkpoint import LearnerState, Snapshot, check_adapter, policy_files, restore_engines
 from learner.ranks.commands import pack_groups
 from learner.ranks.group import ALONE, Ranks
 from learner.training.batch import Batch, describe_batch, make_batch
@@ -37,7 +34,6 @@ from learner.training.reference import FOLDER as REFERENCE_FOLDER
 from learner.training.reference import Reference
 from learner.training.roles import FOLDER as CRITIC_FOLDER
 from learner.training.roles import Critic, Roles
-from learner.training.sharded_files import Write
 from learner.training.step import LearnerStep
 
 logger = logging.getLogger(__name__)
@@ -193,27 +189,10 @@ class Trainer:
         `copies`: training may go on before it is written.
         """
         self.ranks.announce("snapshot", folder=str(building), copies=copies)
-        engine = self.engine
-        if engine.adapter is None:
-            name, model = MODEL_FOLDER, engine.model_files(self.processor.processor, copies=copies)
-        else:
-            name, model = ADAPTER_FOLDER, self._adapter_files()
-        roles = {"": engine, **self.saved_roles}
+        name, model = policy_files(self.engine, self.processor.processor, self.base, copies=copies)
+        roles = {"": self.engine, **self.saved_roles}
         files = {folder: role.files(copies=copies) for folder, role in roles.items()}
         return Snapshot(self._state(run_id), torch.get_rng_state(), name, model, files)
-
-    def _adapter_files(self) -> Write:
-        """The adapter, which is small, as a PEFT folder; all ranks gather it, and rank 0 writes it."""
-        engine = self.engine
-        assert engine.adapter is not None
-        tensors = [(name, host_copy(tensor)) for name, tensor in engine.sharding.published()]
-        spec, base, source = engine.adapter, self.base, engine.facts.source
-
-        def write(folder: Path) -> None:
-            if self.ranks.leads:
-                write_adapter_folder(folder, spec, tensors, base=base, base_path=source)
-
-        return write
 
     def _state(self, run_id: str) -> LearnerState:
         adapter = self.engine.adapter

@@ -20,7 +20,7 @@ from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.plugins import descriptions, implementation
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.score import evaluation_scores, scores_by_label
+from asyncrl.rewards.score import evaluation_scores, label_values
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEAST_STEPS, WAYS_OUT, few_groups_left
@@ -294,11 +294,6 @@ class Reporter:
             or [None] * size
             for row in records
         ]
-        by_label = {
-            f"{score}/{label}": getattr(scores, score)
-            for label, scores in (scores_by_label(self._labels, rows) if self._labels else {}).items()
-            for score in ("accuracy", "accuracy_error", "rows")
-        }
         result = {
             "step": evaluation.step,
             "version": evaluation.version,
@@ -307,7 +302,7 @@ class Reporter:
             "group_size": size,
             "seconds": evaluation.seconds,
             "waited_s": waited_s,
-            **by_label,
+            **label_values(self._labels, rows),
             **(describe_conversations(answered) if answered else {}),
         }
         self.recorder.evaluation(result)

@@ -59,7 +59,7 @@ class TorchEngine:
         self._settings = settings
         self._optim = optim
         self._total_updates = total_updates
-        self._ranks = ranks
+        self.ranks = ranks
         self.adapter = resolve_adapter(settings.model)
         """The adapter that is trained and published; None: the model itself."""
         self.device = ranks.own(resolve_device(settings.learner.device, "learner.device"))
@@ -219,7 +219,7 @@ class TorchEngine:
         return self._published()
 
     def _published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._ranks.announce("published_state", role=self.role)
+        self.ranks.announce("published_state", role=self.role)
         yield from self.sharding.published()
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -250,12 +250,12 @@ class TorchEngine:
             write_adapter_folder(building, spec, tensors, base=base_fingerprint(model), base_path=model.path)
             processor.save_pretrained(building)
 
-        if self._ranks.leads:
+        if self.ranks.leads:
             write_whole(folder, write)
 
     def save_model(self, processor: Any, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        self._ranks.announce("save_model", role=self.role, folder=str(folder.absolute()))
+        self.ranks.announce("save_model", role=self.role, folder=str(folder.absolute()))
         self.model_files(processor, copies=False)(folder)
 
     def model_files(self, processor: Any, *, copies: bool) -> Write:
@@ -284,9 +284,9 @@ class TorchEngine:
         """Take parameters, gradients, masters and optimiser state off the device, on all ranks. Returns the bytes that
         left this one's."""
         self._sleeper.check_awake()
-        self._ranks.announce("sleep")
+        self.ranks.announce("sleep")
         moved = sum(engine.fall_asleep() for engine in (self, *self.companions))
-        self._ranks.agree(None)  # all devices are free
+        self.ranks.agree(None)  # all devices are free
         return moved
 
     def wake(self) -> int:
@@ -296,7 +296,7 @@ class TorchEngine:
         """
         if not self._sleeper.is_asleep:
             return 0
-        self._ranks.announce("wake")
+        self.ranks.announce("wake")
         return sum(engine.wake_up() for engine in (self, *self.companions))
 
     def fall_asleep(self) -> int:

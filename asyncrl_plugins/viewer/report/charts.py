@@ -169,6 +169,10 @@ def _lines(run: RecordedRun, chart: Chart) -> Drawing | None:
         curves += [Curve(name, points, "bound")] if name == "bound" else _with_mean(name, points, len(named) < 3)
     if chart.title == "Accuracy":
         curves.append(Curve("held out", run.held_out, "dots"))
+    if chart.title == "Loss":
+        curves.append(
+            Curve("held out", [(float(e["step"]), number(e["loss"])) for e in run.evaluations if "loss" in e], "dots")
+        )
     if chart.title == HELD_OUT_BY_VALUE:
         curves += [Curve(label, points) for label, points in list(run.held_out_by_label.items())[:MAX_CURVES]]
     return line_chart(chart.title, curves, unit=chart.unit, changes=run.changed_at, **_axes(chart, run))

@@ -14,7 +14,8 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import longest_sequence
 from asyncrl.memory_plan.token_choice import KEY
-from asyncrl_plugins.sft.run import SupervisedRun, choose_tokens
+from asyncrl_plugins.sft.run import SupervisedRun
+from asyncrl_plugins.sft.trainer import choose_tokens
 from learner.ranks.group import Ranks
 from tests.rigs.adapters import lora_config, spec_of
 from tests.rigs.small_runs import logs

@@ -54,16 +54,16 @@ def test_yaml_1_2_exponents_are_numbers_and_words_and_dates_are_text(tmp_path: P
     text = MINIMAL.replace("[a.parquet]", "[no, 2024-01-01, on]")
     text += "alignment: {rows: 0}\n"
     text += "rollout: {engine: scripted, engine_args: {a: no, b: 12:30, c: 0o7}}\nlearner: {optim: {lr: 1e-6}}\n"
-    data = load_config(write(tmp_path, text), ["sft.optim.lr=1E-6"])
+    data = load_config(write(tmp_path, text), ["critic.optim.lr=1E-6"])
     assert data.data.train_files == ("no", "2024-01-01", "on")
     assert data.rollout.engine_args == {"a": "no", "b": "12:30", "c": "0o7"}
-    assert data.learner.optim.lr == data.sft.optim.lr == 1e-6
+    assert data.learner.optim.lr == data.critic.optim.lr == 1e-6
 
 
 def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL + "sft: {optim: {weight_decay: 0.5}}\nlearner:\n"))
+    config = load_config(write(tmp_path, MINIMAL + "critic: {optim: {weight_decay: 0.5}}\nlearner:\n"))
     assert (config.model.path, config.batch.group_size, config.learner.optim.lr) == ("some/model", 8, 1e-6)
-    assert (config.sft.optim.lr, config.sft.optim.weight_decay) == (1e-5, 0.5)
+    assert (config.critic.optim.lr, config.critic.optim.weight_decay) == (1e-5, 0.5)
     assert config.learner.max_staleness == 2
 
 
@@ -127,7 +127,7 @@ def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path) ->
             for section, found in (
                 ("", "learner.optim"),
                 ("learner.", "learner.optim"),
-                ("sft.", "sft.optim"),
+                ("critic.", "critic.optim"),
                 ("trainer.", "learner.optim"),
             )
         ),
