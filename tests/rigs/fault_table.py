@@ -31,10 +31,11 @@ HEADING = """# Faults of engines
 
 Each fault in a real run of a tiny vision-language model: learner, a good server and a faulty one, the `hf` engine on a
 CPU in float32. Made by `python -m tests.rigs.fault_table --vllm --write docs/lab-log/engine-faults.md`; the
-injections are in `tests/rigs/faulty_server.py`, and `tests/system/test_engine_faults.py` keeps the table true. A server that is refused
-is sent away, what it holds goes to the others, and the run goes on; where it is the only one, the run stops with the
-message and exit code 3. Step N publishes version N: what is found at version 1 has sampled one step. On policy no
-token of the faulty policy is trained; off policy what the server delivers before the verdict is, with the correction.
+injections are in `tests/rigs/faulty_server.py`, and `tests/system/test_engine_faults.py` keeps the table true. A server
+that is refused is sent away, what it holds goes to the others, and the run goes on;
+where it is the only one, the run stops with the message and exit code 3. Step N publishes version N:
+what is found at version 1 has sampled one step. On policy no token of the faulty policy is trained; off
+policy what the server delivers before the verdict is, with the correction.
 
 At ca9c4c71, without checks after updates: a stale prefix cache was found by nothing until a training prompt came again;
 weights or an adapter that were not updated were a warning of step 2 on policy, without the cause, and nothing off
