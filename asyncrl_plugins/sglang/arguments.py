@@ -106,6 +106,9 @@ def server_environment(config: RunConfig, *, cuda: bool) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if not cuda:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not config.rollout.engine_args.get("enable_torch_compile"):
+            # Its first image would wait seconds for a compiler, of one small function.
+            environment.setdefault("TORCH_COMPILE_DISABLE", "1")
     if config.rollout.cpu_threads:
         environment["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
     environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"  # else it decodes our ids and encodes the text again
