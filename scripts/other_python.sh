@@ -26,7 +26,8 @@ mkdir -p "$FOLDER"
 if [ ! -d "$ROOT/project" ]; then
   debootstrap --variant=minbase --include=python3,python3-venv,python3-dev,gcc,libc6-dev,make,ca-certificates,git \
     "$SUITE" "$ROOT" "$MIRROR" >"$FOLDER/debootstrap.log" 2>&1
-  for each in /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt "$HOME/.config/pip"; do # of a machine behind a proxy
+  # The machine's own name, which torchrun connects to, and the ways of a machine behind a proxy.
+  for each in /etc/hosts /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt "$HOME/.config/pip"; do
     if [ -e "$each" ]; then mkdir -p "$ROOT$(dirname "$each")" && cp -rT "$each" "$ROOT$each"; fi
   done
   git clone -q "$(git rev-parse --show-toplevel)" "$ROOT/project"

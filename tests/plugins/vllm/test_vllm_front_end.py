@@ -109,10 +109,13 @@ def test_on_a_cpu_and_of_a_staged_version_nothing_is_copied(monkeypatch: pytest.
 
 
 def test_the_installed_vllm_knows_what_it_is_told_on_a_gpu(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import SchedulerConfig  # pyright: ignore[reportMissingImports]
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     told = start.engine_arguments(make_config(rollout={"engine": "vllm"}), cuda=True, text_config=None, banned=[])
     made = AsyncEngineArgs(**told)
     assert made.max_num_batched_tokens == 8192
+    step = SchedulerConfig.default_factory(max_num_batched_tokens=made.max_num_batched_tokens)
+    assert step.max_num_encoder_input_tokens == step.encoder_cache_size == 8192, "images have the same room"
     assert made.cudagraph_capture_sizes == told["cudagraph_capture_sizes"]
