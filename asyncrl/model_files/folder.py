@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.plugins import description, implementation, installed
+from asyncrl.user_functions import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that a PEFT folder has."""
@@ -34,7 +35,12 @@ def model_folder(config: ModelConfig, setting: str = "model.path") -> Path:
     Raises UserError if it is not a Hugging Face model folder.
     """
     folder = Path(config.path)
-    if (folder / "config.json").is_file():
+    try:
+        is_there = (folder / "config.json").is_file()
+    except OSError as error:
+        fix = "Make the folder and those above it readable (chmod), or start this as a user who may read them"
+        raise UserError(f"{setting} is {config.path!r}: {error.strerror}. {fix}") from None
+    if is_there:
         return folder
     if _HUB_NAME.fullmatch(config.path) and not folder.exists():
         return _download(config.path, setting, with_code=config.trust_remote_code)
@@ -86,9 +92,9 @@ def _download(name: str, setting: str, *, with_code: bool, files: tuple[str, ...
         ) from None
 
 
-def read_config(config: ModelConfig) -> dict[str, Any]:
+def read_config(config: ModelConfig, setting: str = "model.path") -> dict[str, Any]:
     """The folder's config.json, whatever else is there. Raises UserError where its weights are quantised."""
-    file = model_folder(config) / "config.json"
+    file = model_folder(config, setting) / "config.json"
     described = read_json(file)
     for part in ("text_config", "vision_config"):
         if not isinstance(described.get(part) or {}, dict):
@@ -111,9 +117,7 @@ def attention_heads(config: ModelConfig) -> int:
 def check_same_inputs(policy: ModelConfig, other: ModelConfig, setting: str) -> None:
     """Raise UserError unless the model of `other`, which `setting` names, reads what the policy's prompts are made of:
     it is of the same family and knows all token ids."""
-    if not (Path(other.path) / "config.json").is_file() and not _HUB_NAME.fullmatch(other.path):
-        raise UserError(f"{setting} is {other.path!r}: there is no config.json in it. Name a Hugging Face model folder")
-    ours, theirs = read_config(policy), read_config(other)
+    ours, theirs = read_config(policy), read_config(other, setting)
     keys = [key for key in ("model_type", "image_token_id", "video_token_id") if ours.get(key) != theirs.get(key)]
     problems = [f"{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in keys]
     known, used = (text_part(described).get("vocab_size", 0) for described in (theirs, ours))
@@ -149,13 +153,23 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
 
 
 def describe_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """transformers' configuration of a folder. Its Auto classes know a plug-in's model family afterwards."""
-    from transformers import AutoConfig
+    """transformers' configuration of a folder. Its Auto classes know a plug-in's model family afterwards.
+
+    Raises UserError for a family that transformers does not know.
+    """
+    from transformers import AutoConfig, __version__
 
     family = read_json(folder / "config.json").get("model_type")
     if family in installed("models") and (register := description("models", family).register):
         implementation(register)()
-    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as problem:  # transformers raises many kinds
+        raise UserError(
+            f"transformers {__version__} cannot read {folder / 'config.json'}, whose model_type is {family!r} "
+            f"({one_line(problem)}). Copy it from the original model again. A family that transformers does not know "
+            "needs another version of it, a plug-in's, or model.trust_remote_code=true where the folder brings its code"
+        ) from problem
 
 
 def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
@@ -210,9 +224,13 @@ def check_weights(config: ModelConfig) -> None:
         )
     for file in files:
         if not file.is_file():
-            raise UserError(f"{folder / INDEX} names {file.name}, which is not in the folder. Download it, too")
-        with file.open("rb") as opened:
-            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+            why = "a link to nothing" if file.is_symlink() else f"named by {folder / INDEX} and not in the folder"
+            raise UserError(f"{file} is {why}. Download it, too")
+        try:
+            with file.open("rb") as opened:
+                is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+        except OSError as error:
+            raise UserError(_unreadable(file, error)) from None
         if is_pointer:
             raise UserError(
                 f"{file} is a git-lfs pointer of {file.stat().st_size} bytes, not the weights. Fetch them with "
@@ -282,4 +300,8 @@ def open_weights(file: Path, framework: str = "numpy") -> Iterator[Any]:
             "Download it again"
         ) from None
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error}. Make it readable, or download it again") from None
+        raise UserError(_unreadable(file, error)) from None
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    return f"cannot read {file}: {error.strerror or error}. Make it readable (chmod), or download it again"

@@ -18,7 +18,7 @@ from asyncrl.attention.vision_attention import attend_by_length
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import describe_model, model_folder
+from asyncrl.model_files.folder import check_weights, describe_model, model_folder
 from asyncrl.models.generation_settings import generation_config
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.run_folder.export_record import read_record
@@ -40,8 +40,8 @@ def load_model(
     takes no other), in `config.dtype` on `device`.
 
     `stays_mapped`: on a CPU, parameters that a file has in that dtype stay there until somebody reads them, and take no
-    memory of this process's own: for a model whose parameters are copied into parts of it next. Raises UserError for a
-    generation_config.json with which it could not be saved again.
+    memory of this process's own: for a model whose parameters are copied into parts of it next. Raises UserError for
+    weights that are not whole, and a generation_config.json with which it could not be saved again.
     """
     compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
@@ -53,7 +53,14 @@ def load_model(
             *(folder, record.dtype, config.dtype, record.dtype),
         )
     sampling_defaults = generation_config(config)
-    model = kind.from_pretrained(folder, **options)
+    check_weights(config)
+    model, report = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    if unfilled := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise UserError(
+            f"the weights in {folder} do not fill the model of its config.json: {len(unfilled)} parameters are missing "
+            f"or have another shape, such as {unfilled[0]}, and would be random. Copy config.json and *.safetensors "
+            "from the original model again"
+        )
     if sampling_defaults is not None:
         model.generation_config = sampling_defaults
     place_text_after_videos(model)

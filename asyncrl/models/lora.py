@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -22,7 +23,7 @@ from torch import nn
 from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import ADAPTER_CONFIG, base_fingerprint
+from asyncrl.model_files.folder import ADAPTER_CONFIG, base_fingerprint, open_weights, read_json
 from asyncrl.models.loading import has_vision, load_model, skeleton
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import architecture_fingerprint
@@ -202,7 +203,7 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file()
+    return os.path.isfile(folder / ADAPTER_CONFIG)  # False where the folder may not be read, too
 
 
 def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> Any:
@@ -247,11 +248,9 @@ def check_adapter(config: ModelConfig, folder: Path) -> None:
 
 def _check_base(config: ModelConfig, folder: Path) -> None:
     """Compare base weights by content. An adapter without our fingerprint, for another folder, brings a warning."""
-    from safetensors import safe_open
-
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+    with open_weights(folder / ADAPTER_WEIGHTS, "pt") as opened:
         base = (opened.metadata() or {}).get(BASE_KEY)
-    named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
     if base and base != base_fingerprint(config):
         raise UserError(
             f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set "
@@ -267,11 +266,9 @@ def _check_base(config: ModelConfig, folder: Path) -> None:
 
 def _check_shapes(config: ModelConfig, folder: Path) -> None:
     """Check that the adapter's layers fit the model: PEFT ignores missing ones, and a foreign adapter names no base."""
-    from safetensors import safe_open
-
     model = skeleton(config)
     modules, whole = dict(model.named_modules()), model.state_dict()
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+    with open_weights(folder / ADAPTER_WEIGHTS, "pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no mapping)
     for name, shape in shapes.items():
         part = _PART.fullmatch(name)

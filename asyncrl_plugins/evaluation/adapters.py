@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from safetensors import safe_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.model_files.folder import ADAPTER_CONFIG
+from asyncrl.model_files.folder import ADAPTER_CONFIG, read_json
 from asyncrl.models.lora import ADAPTER_WEIGHTS, check_adapter, read_adapter, resolve_adapter
 from asyncrl.models.parts import part_of
 from asyncrl.models.published import tensor_bytes
@@ -35,7 +34,7 @@ BEFORE, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 def settings_of(config: ModelConfig, folder: Path) -> ModelConfig:
     """`config` with `lora` as the adapter of `folder` has it. Raises UserError for one that engines cannot apply."""
     check_adapter(config, folder)
-    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    described = read_json(folder / ADAPTER_CONFIG)
     unusual = [key for key in COMPUTED_OTHERWISE if described.get(key) not in (None, False, {}, [], "none")]
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         names = list(opened.keys())

@@ -257,7 +257,8 @@ def test_a_server_that_a_signal_ends_is_not_missed_while_another_one_is_left(
 ) -> None:
     """A spot machine that is taken back: what it has begun, the others go on with."""
     signalled = [counted(f"server-{number}", ending) for number in range(gone)]
-    outcome, told, restarts = watch(counted("learner", "time.sleep(0.8)"), *signalled, counted("server", STAY))
+    begun = "".join(textwrap.dedent(until_starts(tmp_path, f"server-{number}", 1)) for number in range(gone))
+    outcome, told, restarts = watch(counted("learner", f"{begun}time.sleep(0.8)"), *signalled, counted("server", STAY))
     assert outcome == Outcome(0)
     assert sorted(line.partition(" ")[0] for line in told) == [f"server-{number}" for number in range(gone)]
     assert not restarts

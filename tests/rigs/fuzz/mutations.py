@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgpack
@@ -24,6 +25,8 @@ NASTY: tuple[Any, ...] = (
     {"frame": 1, "dtype": "<i4", "shape": [0, 2**39, 2**39, 2**39]},
     {"frame": 1, "dtype": "|u1", "shape": []},
 )
+END = 500
+"""Places of a long list that are damaged, from either end."""
 TYPES = ("hello", "group", "ack", "tickets", "chunk", "chunk_request", "error", "goodbye", "from_the_future", 7)
 
 
@@ -95,8 +98,10 @@ def change_header(rng: random.Random, frames: Frames) -> Frames:
 
 
 def places(tree: Any, depth: int = 20) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of the tree, not too far down: it may have been nested."""
-    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
+    """(Container, key) in the tree, not too far down: it may have been nested. Of a long list, its ends: what
+    `enlarge` made has a million equal numbers."""
+    items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    for key, value in items if len(items) <= 2 * END else items[:END] + items[-END:]:
         yield tree, key
         if isinstance(value, dict | list) and depth:
             yield from places(value, depth - 1)
@@ -117,10 +122,15 @@ def enlarge(rng: random.Random, frames: Frames) -> Frames:
     if kind == 0:
         return [*frames, *[b""] * rng.choice((4000, 5000))]
     if kind == 1:
-        return [b"\x82\xa4type\xa5group\xa9token_ids" + pack([[0] * 60_000] * rng.choice((1, 20)))]
+        return [b"\x82\xa4type\xa5group\xa9token_ids" + _numbers(rng.choice((1, 20)))]
     if kind == 2:
         return [*frames, b"\x00" * rng.choice((1 << 20, 5 << 20))]
     return [rng.choice((b"\xdf", b"\xdd", b"\xdb", b"\xc6")) + b"\xff" * 4]
+
+
+@cache
+def _numbers(lists: int) -> bytes:
+    return pack([[0] * 60_000] * lists)
 
 
 def deep_json(rng: random.Random) -> str:

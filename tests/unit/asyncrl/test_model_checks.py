@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.checks.inputs import check_inputs, check_media, check_rotary
 from asyncrl.cli import main as asyncrl
@@ -19,6 +22,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import check_weights, describe_folder, model_folder
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import check_adapter, is_adapter_folder
 from asyncrl.processing.processor import PromptProcessor
 
 MakeConfig = Callable[..., RunConfig]
@@ -136,7 +141,7 @@ def _sharded(folder: Path) -> None:
             "is cut off or damaged: it has 4 bytes",
         ),
         (_pointer, r"is a git-lfs pointer of 64 bytes, not the weights\. Fetch them with `git lfs pull`"),
-        (_sharded, r"index\.json names model-00002-of-00002\.safetensors, which is not in the folder\. Download it"),
+        (_sharded, r"/model-00002-of-00002\.safetensors is named by .*index\.json and not in the folder\. Download it"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(
@@ -153,6 +158,83 @@ def test_weights_that_are_not_whole_are_named(
     config = make_config(model={"path": str(folder)})
     message = refused("learn", config, tmp_path, capsys)
     assert re.search(said, message), message
+
+
+def test_a_folder_that_may_not_be_read_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By root as another user, who may not look into pytest's folder either."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config, user = make_config(model={"path": str(folder)}), os.geteuid()
+    folder.chmod(0)
+    try:
+        os.seteuid(user or 65534)
+        with pytest.raises(UserError, match=r"model\.path is '.*/model': Permission denied\. Make .* readable"):
+            model_folder(config.model)
+        assert not is_adapter_folder(folder)
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+    long = make_config(model={"path": "m" * 300})
+    assert "': File name too long. Make " in refused("train", long, tmp_path, capsys)
+
+
+def _link_to_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/gone")
+
+
+def _without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[min(name for name in tensors if "mlp" in name)]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FILLED = r"do not fill the model of its config\.json: {} parameters .* such as model\..*mlp.*, and would be random"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_link_to_nothing, r"/model\.safetensors is a link to nothing\. Download it"),
+        (_without_a_tensor, FILLED.format(1)),
+        (
+            lambda folder: _edit_config(folder, lambda c: c["text_config"].update(intermediate_size=64)),
+            FILLED.format(6),
+        ),
+        (
+            lambda folder: _edit_config(folder, lambda c: c.update(model_type="new")),
+            r"model_type is 'new' \(.*trust_rem",
+        ),
+    ],
+)
+def test_a_model_is_loaded_whole_or_not_at_all(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    """Whoever loads it: services, `sft`, `eval`, an export."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    damage(folder)
+    with pytest.raises(UserError, match=said):
+        load_model(make_config(model={"path": str(folder)}).model, device=torch.device("cpu"))
+
+
+def test_weights_and_adapters_that_cannot_be_read_are_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model={"path": str(tiny_model)}).model
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is cut off or damaged: it has 4 bytes"):
+        check_adapter(config, tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*adapter_model\.safetensors: No such file"):
+        check_adapter(config, tmp_path)
+
+    def denied(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match=r"cannot read .*/model\.safetensors: Permission denied\. Make it readable"):
+        check_weights(config)
 
 
 def test_a_processor_that_cannot_be_loaded_is_named(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
