@@ -265,8 +265,9 @@ def test_a_server_that_a_signal_ends_is_not_missed_while_another_one_is_left(
     assert len(starts(tmp_path, "server-0")) == 1
 
 
-def test_the_last_server_that_a_signal_ends_ends_the_run(counted: Make) -> None:
-    servers = [counted(f"server-{number}", f"time.sleep({number / 4}); sys.exit(130)") for number in range(2)]
+def test_the_last_server_that_a_signal_ends_ends_the_run(counted: Make, tmp_path: Path) -> None:
+    later = textwrap.dedent(until_starts(tmp_path, "server-0", 1)) + "time.sleep(0.4); sys.exit(130)"
+    servers = [counted("server-0", "sys.exit(130)"), counted("server-1", later)]
     outcome, told, _ = watch(counted("learner", STAY), *servers)
     assert outcome == Outcome(130, failed=servers[1])
     assert len([line for line in told if "the other servers go on" in line]) == 1
