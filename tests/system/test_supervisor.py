@@ -36,7 +36,7 @@ Make = Callable[..., ServiceProcess]
 def counted(tmp_path: Path) -> Make:
     def counted(name: str, script: str, again: tuple[str, ...] = ()) -> ServiceProcess:
         code = textwrap.dedent(COUNT) + textwrap.dedent(script)
-        command = [sys.executable, "-c", code, str(tmp_path / f"{name}.starts")]
+        command = [sys.executable, "-S", "-c", code, str(tmp_path / f"{name}.starts")]
         return ServiceProcess(name, command, tmp_path / "logs" / f"{name}.log", {}, lambda: again)
 
     return counted
