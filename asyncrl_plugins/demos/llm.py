@@ -1,6 +1,6 @@
 """`asyncrl demo llm`: the real SmolLM2-135M learns to say what a thing is in one short sentence.
 
-    asyncrl demo llm [lora] [ALGORITHM] [--seed 1] [--folder DIR] [--steps 40] [--quick] [key=value ...]
+    asyncrl demo llm [lora] [ALGORITHM] [--seed 1] [--folder DIR] [--steps 20] [--quick] [key=value ...]
     python -m asyncrl_plugins.demos.llm FOLDER     data, model and configuration alone, for `asyncrl train` elsewhere
 
 All weights are trained; with the word `lora`, adapters. Things of held-out rows are in no row of training.
