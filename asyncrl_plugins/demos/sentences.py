@@ -41,10 +41,14 @@ def row(word: str) -> dict[str, str]:
 
 def short_sentence(sample: RewardSample) -> float:
     """1.0 if the completion is one sentence, from a capital letter to the only full stop, of SHORTEST to LONGEST words,
-    and has the word that was asked for. Whether it is true is not judged."""
+    and has the word that was asked for once. Whether it is true is not judged.
+
+    Where the word could stand there twice, twenty steps taught `A shoe is a shoe.`"""
     text = sample.completion.strip()
     words = re.findall(r"[\w'-]+", text.lower())
-    return float(SENTENCE.fullmatch(text) is not None and SHORTEST <= len(words) <= LONGEST and sample.answer in words)
+    return float(
+        SENTENCE.fullmatch(text) is not None and SHORTEST <= len(words) <= LONGEST and words.count(sample.answer) == 1
+    )
 
 
 def write_rows(folder: Path, seed: int) -> None:

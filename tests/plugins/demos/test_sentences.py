@@ -42,6 +42,7 @@ def test_no_held_out_word_is_in_a_row_of_training(tmp_path: Path) -> None:
         ("A violin is\na small instrument.", 0.0),
         ("Violins are instruments of four strings.", 0.0),
         ("It is a small instrument of wood.", 0.0),
+        ("A violin is a violin.", 0.0),  # says nothing, and was learnt where it was paid
         ("", 0.0),
     ],
 )
