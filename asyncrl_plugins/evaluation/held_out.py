@@ -50,7 +50,8 @@ def play_row(config: RunConfig, folder: Path, rendered: RenderedPrompt) -> tuple
     not begin."""
 
     async def play(config: RunConfig) -> tuple[Group, PromptProcessor]:
-        async with _playing(config) as (engine, producer, processor, _):
+        one_process = config.environment.model_copy(update={"workers": 1})
+        async with _playing(config.model_copy(update={"environment": one_process})) as (engine, producer, processor, _):
             await start_policy(engine, config, folder)
             ticket = _ticket(config, processor, 0, rendered)
             blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
