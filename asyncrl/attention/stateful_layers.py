@@ -103,8 +103,8 @@ def _row_by_row(forward: Callable[..., Any], given: dict[str, Any]) -> Callable[
         if layout is None:
             return forward(*values, **arguments)
         arguments.pop("shared_prefix", None)
-        hidden, *values = values or [arguments.pop("hidden_states")]
-        found = [forward(batch, *values, **arguments) for batch in layout.rows.apart(hidden[0])]
+        hidden, *others = values or [arguments.pop("hidden_states")]
+        found = [forward(batch, *others, **arguments) for batch in layout.rows.apart(hidden[0])]
         if isinstance(found[0], tuple):
             return layout.rows.packed([batch for batch, *_ in found])[None], *found[0][1:]
         return layout.rows.packed(found)[None]

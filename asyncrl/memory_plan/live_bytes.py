@@ -77,8 +77,8 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     except TypeError:  # an argument without a hash
         return func(*args, **kwargs)
     if known:
-        made = tuple(torch.empty_strided(*like, dtype=dtype, device="meta") for *like, dtype in known)
-        return made if len(made) > 1 else made[0]
+        made = [torch.empty_strided(*like, dtype=dtype, device="meta") for *like, dtype in known]
+        return tuple(made) if len(made) > 1 else made[0]
     result = func(*args, **kwargs)
     if known is None:
         _MADE[key] = _new_tensors(result, (*args, *kwargs.values()))

@@ -16,7 +16,7 @@ from asyncrl.processing.chat_template import ChatTemplate
 from asyncrl.processing.completion_ends import completion_ends
 
 
-def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new folder, which appears as `folder` when it is complete; an older one is replaced."""
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)

@@ -184,7 +184,7 @@ class ShardedMasters(MasterWeights):
     def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
         self._check_names(state.keys(), self._rounded.keys(), folder)
         for name, whole in state.items():
-            TensorPart.rows(self._rounded[name]).fill(whole)
+            TensorPart.rows(cast(Any, self._rounded[name])).fill(whole)
 
 
 def _call(compute: Callable[[], T]) -> T:
