@@ -68,6 +68,11 @@ def separate_rows(groups: Sequence[Group]) -> np.ndarray:
     return np.asarray(rows, np.int64).reshape(-1, 4).T
 
 
+def stateful_parts(layer: nn.Module) -> list[nn.Module]:
+    """Its parts with a state, which compute several times within one pass, on each rank as often as it has batches."""
+    return [part for part in layer.children() if any(isinstance(each, nn.Conv1d) for each in part.children())]
+
+
 def hand_on_layout(model: Any) -> None:
     """Let the layout reach layers with a causal convolution, as all recurrences of today have, and the attention of
     StableLM, whose layers (transformers 5.19) keep such arguments to themselves.
@@ -76,7 +81,7 @@ def hand_on_layout(model: Any) -> None:
     """
     for layer in model.modules():
         given: dict[str, Any] = {}
-        stateful = [part for part in layer.children() if any(isinstance(each, nn.Conv1d) for each in part.children())]
+        stateful = stateful_parts(layer)
         for part in stateful:
             part.forward = _row_by_row(part.forward, given)
         if type(layer).__name__ == "StableLmDecoderLayer":

@@ -49,6 +49,7 @@ def test_vllm_and_the_learner_take_turns_and_a_killed_servers_device_is_not_free
         pair.wait_for(lambda: metrics.exists() and len(lines(metrics)) >= 2, timeout_s=240)
         pair.wait_for(lambda: pair.has_it(pair.server))
         pair.learner.send_signal(signal.SIGSTOP)
+        pair.wait_for((run / USERS_FILE).exists)
         check_turns(run)
         (core,) = [int(line.split()[2]) for line in (run / USERS_FILE).read_text().splitlines()]
         assert core in {process.pid for process in psutil.Process(pair.server.pid).children(recursive=True)}
