@@ -32,7 +32,7 @@ __all__ = ["ROOT"]
 install_scripted_engine()
 
 LONGEST = (
-    "test_zero test_zero_memory test_vllm_front_end test_three_engines test_sglang_engine "
+    "test_zero test_zero_memory test_three_engines test_sglang_engine "
     "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
     "test_vllm_lora test_vllm_agents test_vllm_quantization test_zero_runs test_sglang_end_to_end test_zero_families "
     "test_demo test_fuzz_wire test_memory_on_ranks test_ranks test_memory_plan_ranks test_sleeping_ranks "
@@ -46,7 +46,6 @@ LONGEST = (
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 
 SHARED = {
-    "test_vllm_front_end": "vLLM",  # before all that is not the front end
     "test_vllm_end_to_end": "vLLM",  # imported once
     "test_vllm_device_channel": "vLLM",
     "test_vllm_video": "vLLM",
