@@ -69,7 +69,7 @@ def separate_rows(groups: Sequence[Group]) -> np.ndarray:
 
 
 def stateful_parts(layer: nn.Module) -> list[nn.Module]:
-    """Its parts with a state, which compute several times within one pass, on each rank as often as it has batches."""
+    """Parts of it with a state: they compute several times in one pass, on each rank as often as it has batches."""
     return [part for part in layer.children() if any(isinstance(each, nn.Conv1d) for each in part.children())]
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from asyncrl.attention.stateful_layers import stateful_parts
 from asyncrl.config.service_sections import LearnerConfig
 from asyncrl.errors import UserError
 from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
@@ -124,9 +123,6 @@ class ZeroEngine:
         deepspeed = load_deepspeed(settings)
         self._settings = settings
         self._root = Root(model)
-        for layer in model.modules():
-            for part in stateful_parts(layer):  # gathered once for all of it: ranks call what is inside unequally often
-                deepspeed.utils.set_z3_leaf_module(part, True)
         self.deepspeed: Any = deepspeed.initialize(
             model=self._root,
             optimizer=optimizer,

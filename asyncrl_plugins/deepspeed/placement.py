@@ -31,6 +31,7 @@ class ZeroWhole(ShardedFiles):
     """Stages 1 and 2: each rank has the whole weights, and steps its part of the masters."""
 
     gathers = False
+    gathers_each_call = False
 
     def __init__(self, settings: ZeroSettings, ranks: Ranks):
         super().__init__(ranks)
@@ -117,6 +118,7 @@ class ZeroParted(ZeroWhole):
     """Stage 3: each rank has a part of every weight."""
 
     gathers = True
+    gathers_each_call = True
 
     def __init__(self, settings: ZeroSettings, ranks: Ranks):
         super().__init__(settings, ranks)

@@ -32,7 +32,7 @@ from learner.ranks.group import ALONE, Ranks
 from learner.training.engine_facts import EngineFacts, facts_of
 from learner.training.master_weights import LossScale
 from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup, build_micro_batch, unpacked
-from learner.training.packing_check import check_outputs, packing_obstacle
+from learner.training.packing_check import check_outputs, packing_obstacle, stateful_obstacle
 from learner.training.sharded_files import Write
 from learner.training.sharding import make_sharding
 from learner.training.vision_features import VisionFeatures
@@ -102,6 +102,8 @@ class TorchEngine:
 
     def _check_packing(self) -> None:
         self.obstacle = packing_obstacle(self._settings.model)
+        if self.sharding.gathers_each_call and not self.obstacle:
+            self.obstacle = stateful_obstacle(self._settings.model)
         if self.obstacle:
             said = "each row of the %s is computed alone, which takes longer than packed groups: packed, %s"
             logger.warning(said, self.role, self.obstacle)

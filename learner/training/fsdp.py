@@ -48,6 +48,7 @@ class FullySharded(ShardedFiles):
     """A model in parts on all ranks. Each layer of language model and vision tower is gathered by itself."""
 
     gathers = True
+    gathers_each_call = False
 
     def __init__(self, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False):
         """`cpu_offload`: parts, gradients and optimiser state stay in host memory, and the optimiser steps there."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, register
+from asyncrl.attention.stateful_layers import stateful_parts
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import describe_model, model_folder
@@ -46,6 +47,17 @@ def packing_obstacle(config: ModelConfig) -> str:
             f"{packed}; one at a time, {alone}. Use a model of another family"
         )
     return packed
+
+
+def stateful_obstacle(config: ModelConfig) -> str:
+    """Fault of packed groups of this family where ranks gather weights at each call of a module; empty: none.
+
+    Layers with a state compute batches of rows, on one rank more than on another, and both would wait for each other.
+    """
+    family = family_of(config)
+    if family.problem or not any(map(stateful_parts, family.model(family.attention).modules())):
+        return ""
+    return "its layers with a state are called more often on one rank than on another, and each call gathers weights"
 
 
 @cache

@@ -32,6 +32,8 @@ class Sharding(Protocol):
     """Device for loading the model, before `shard`."""
     gathers: bool
     """True where weights are gathered while they compute: all ranks then compute the same modules, as often."""
+    gathers_each_call: bool
+    """True where that holds within layers, too."""
 
     def shard(self, model: Any) -> None:
         """Take the model as it was loaded; from now on its parameters are this rank's parts."""
@@ -100,6 +102,7 @@ class OneDevice:
     """The whole model on the device of the one process."""
 
     gathers = False
+    gathers_each_call = False
 
     def __init__(self, device: torch.device, *, cpu_offload: bool = False, optimizer: Optimizer = "adamw"):
         """`cpu_offload`: masters, gradients and optimiser state are in host memory, and the optimiser steps there."""
