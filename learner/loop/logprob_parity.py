@@ -40,8 +40,6 @@ SINCE_AN_UPDATE = (
 )
 CLEARLY = 4
 """Times that another policy's log-probs are nearer to the engine's than the learner's own, to be taken for its."""
-GREY = 2**-10
-"""Normalised pixel of a grey image; 0 throughout is no image for Idefics3 and SmolVLM."""
 GROWN = 10
 """Times that the mean difference is what it was as the server joined, to be worth a warning."""
 
@@ -117,8 +115,10 @@ def _logprobs(engine: TorchEngine, packed: MicroBatch) -> torch.Tensor:
 
 def _faulty_policies(engine: TorchEngine, packed: MicroBatch) -> Iterator[tuple[str, torch.Tensor]]:
     """Log-probs [n] that an engine with a known fault would have, behind what they are."""
-    seen = {name: value for name, value in packed.inputs.items() if name.startswith("pixel_values")}
-    pixels = {name: torch.full_like(value, GREY) for name, value in seen.items()}
+    pixels = {name: torch.zeros_like(value) for name, value in packed.inputs.items() if name.startswith("pixel_values")}
+    for value in pixels.values():
+        if value.ndim == 5:  # [rows, images, channels, height, width]: without one pixel Idefics3 takes it for padding
+            value[..., 0, 0, 0] = 2**-10
     if pixels:
         grey = replace(packed, inputs={**packed.inputs, **pixels})
         yield "those of grey images in place of the prompts' own", _logprobs(engine, grey)
