@@ -128,8 +128,8 @@ class Command:
     """Add options and arguments to the command's parser."""
     takes_config: bool = False
     """Begin with the arguments `config` and `overrides`, as `asyncrl train` does."""
-    section: type[BaseModel] | None = None
-    """The command's own settings, in a section of its name."""
+    section: str = ""
+    """`module:class` of the command's own settings, in a section of its name: lists of commands do not import it."""
     parses_words: bool = False
     """Leave all words of the command line to `run`, as `arguments.words`."""
 
@@ -237,7 +237,7 @@ class Parts(Generic[P]):
         return {**self.built_in, **{name: each for name, each in installed_ones if isinstance(each, self.kind)}}
 
 
-def sections_of(parts: Mapping[str, Part | Command | None]) -> dict[str, Any]:
+def sections_of(parts: Mapping[str, Part | None]) -> dict[str, Any]:
     """Sections of the parts that have settings, by their names."""
     return {name: part.section for name, part in parts.items() if part is not None and part.section is not None}
 

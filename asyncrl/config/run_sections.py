@@ -6,7 +6,7 @@ meaning is the same. Numbers that must agree are derived, never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -23,7 +23,7 @@ from asyncrl.config.service_sections import (
     RolloutConfig,
     meant_device,
 )
-from asyncrl.plugins import descriptions, sections_of
+from asyncrl.plugins import description, implementation, installed
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
@@ -255,11 +255,11 @@ class RunSections(OpenSection):
 
     @classmethod
     def chosen_sections(cls, given: Mapping[str, Any]) -> Mapping[str, type[Section]]:
-        return {name: section for name, section in cls.possible_sections().items() if name in given}
+        return _sections_of_commands(installed("commands").keys() & given.keys())
 
     @classmethod
     def possible_sections(cls) -> Mapping[str, type[Section]]:
-        return sections_of(descriptions("commands"))
+        return _sections_of_commands(installed("commands"))
 
     @property
     def run_path(self) -> Path:
@@ -369,3 +369,9 @@ class RunSections(OpenSection):
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""
         visits = self.trainer.total_epochs * num_rows
         return self.trainer.max_steps or -(-visits // self.batch.prompts_per_step)
+
+
+def _sections_of_commands(names: Iterable[str]) -> dict[str, type[Section]]:
+    """Sections of those of the commands that have settings."""
+    places = {name: description("commands", name).section for name in names}
+    return {name: implementation(place) for name, place in places.items() if place}

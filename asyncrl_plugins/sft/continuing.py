@@ -9,8 +9,8 @@ from typing import Any
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError, pasted
 from asyncrl.run_folder.contents import EXPORT_FOLDER
-from asyncrl_plugins.sft.plugin import settings_of
 from asyncrl_plugins.sft.rows import DemonstrationRows
+from asyncrl_plugins.sft.settings import settings_of
 from asyncrl_plugins.sft.trainer import TOKENS, Saved
 from learner.loop.checkpoint import newest_checkpoint, read_state
 from learner.loop.resume import DATE

@@ -20,8 +20,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.export import write_whole
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.score import evaluation_scores, label_values, labels_by
-from asyncrl_plugins.sft.plugin import settings_of
 from asyncrl_plugins.sft.rows import DemonstrationRows
+from asyncrl_plugins.sft.settings import settings_of
 from asyncrl_plugins.sft.trainer import SupervisedTrainer
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.tracker import TrackedRun, open_trackers
 from asyncrl_plugins.sft.continuing import find_saved, recorded_settings, refuse_changes
 from asyncrl_plugins.sft.evaluation import BEST_FOLDER, Evaluations, describe
-from asyncrl_plugins.sft.plugin import settings_of
 from asyncrl_plugins.sft.rows import DemonstrationRows
+from asyncrl_plugins.sft.settings import settings_of
 from asyncrl_plugins.sft.start import check_start
 from asyncrl_plugins.sft.trainer import Saved, SupervisedTrainer, following
 from learner.loop.clean_stop import CleanStop, StopAsked

@@ -22,7 +22,7 @@ from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import check_export
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import MODEL_FOLDER
-from asyncrl_plugins.sft.plugin import settings_of
+from asyncrl_plugins.sft.settings import settings_of
 from learner.loop.checkpoint import (
     LearnerState,
     Snapshot,

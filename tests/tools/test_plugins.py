@@ -10,6 +10,7 @@ import pytest
 
 from scripts.core_tree import is_copied, with_plugin
 from tests.rigs.tiny import ROOT
+from tests.unit.asyncrl.test_cli_start import HEAVY, LIGHT, run_program
 from tests.unit.asyncrl.test_layers import unpickling
 
 PLUGINS = sorted(folder.parent.name for folder in (ROOT / "asyncrl_plugins").glob("*/__init__.py"))
@@ -40,6 +41,12 @@ def test_nothing_in_a_plug_in_is_unpickled() -> None:
     files = [path.relative_to(ROOT) for path in sorted((ROOT / "asyncrl_plugins").rglob("*.py"))]
     assert len(files) > 100
     assert not unpickling(files), "\n".join(unpickling(files))
+
+
+def test_the_list_of_commands_imports_no_settings() -> None:
+    """It takes a tenth of a second, and half of one with them."""
+    output, imported = run_program("--help", packages=HEAVY | LIGHT)
+    assert imported == "[]", output
 
 
 # --- scripts/core_tree.py ------------------------------------------------------------------------------------

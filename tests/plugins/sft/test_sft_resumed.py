@@ -23,8 +23,8 @@ from asyncrl.run_folder.contents import checkpoint_folders
 from asyncrl_plugins.sft import run as module
 from asyncrl_plugins.sft.continuing import find_saved
 from asyncrl_plugins.sft.evaluation import Evaluations
-from asyncrl_plugins.sft.plugin import settings_of
 from asyncrl_plugins.sft.run import SupervisedRun
+from asyncrl_plugins.sft.settings import settings_of
 from asyncrl_plugins.sft.trainer import SupervisedTrainer
 from tests.rigs.adapters import lora_config
 from tests.system.test_end_to_end import lines
