@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from asyncrl.attention.masked_attention import MaskedAttention, Spans, attend
-from asyncrl.attention.prefix_kernels import CpuFlash, Group, Kernel, SharedAttention, VarlenFlash, similar, spans
+from asyncrl.attention.prefix_kernels import CpuFlash, Group, SharedAttention, VarlenFlash, similar, spans
 from asyncrl.attention.stateful_layers import RowBatches, separate_rows
 from asyncrl.errors import UserError
 
@@ -55,14 +55,14 @@ class SharedPrefixLayout:
     @cached_property
     def rows(self) -> RowBatches:
         """Batches of all rows alone, for layers with a state."""
-        return RowBatches(self.groups, self.device)
+        return self.form.rows if isinstance(self.form, SeparateAttention) else RowBatches(self.groups, self.device)
 
 
 class SeparateAttention:
     """Each completion behind a copy of its prompt, in causal calls of torch's own attention."""
 
     def __init__(self, groups: Sequence[Group], device: torch.device):
-        self._rows = RowBatches(groups, device)
+        self.rows = RowBatches(groups, device)
 
     def __call__(
         self,
@@ -76,12 +76,12 @@ class SeparateAttention:
         # No CUDA kernel for all dtypes takes shared key heads: torch would fall back to whole score matrices.
         repeats = 1 if query.device.type == "cpu" else query.shape[1] // key.shape[1]
         outputs: list[torch.Tensor] = []
-        for q, k, v in zip(*(self._rows.apart(each[0].transpose(0, 1)) for each in (query, key, value)), strict=True):
+        for q, k, v in zip(*(self.rows.apart(each[0].transpose(0, 1)) for each in (query, key, value)), strict=True):
             if repeats > 1:
                 k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
             attended = attend(*(each.transpose(1, 2) for each in (q, k, v)), scale=scale, sinks=sinks)
             outputs.append(attended.transpose(1, 2))
-        return self._rows.packed(outputs)
+        return self.rows.packed(outputs)
 
 
 def make_layout(
@@ -103,18 +103,14 @@ def make_layout(
     num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
     longest = max((prompt + max(completions, default=0) for prompt, completions in groups), default=0)
     form: SharedAttention | SeparateAttention | MaskedAttention
-    kernel: Kernel | None = None
-    if device.type == "cpu":
-        if shared_cost(groups) <= separate_cost(groups):
-            kernel = CpuFlash()
-    elif dtype in (torch.bfloat16, torch.float16):
-        kernel = VarlenFlash()
     if (window is not None and window < longest) or (spans and any(spans)):
         form = MaskedAttention(groups, device, window, spans)
-    elif kernel is None:
-        form = SeparateAttention(groups, device)
+    elif device.type == "cpu" and shared_cost(groups) <= separate_cost(groups):
+        form = SharedAttention(groups, CpuFlash(), device)
+    elif device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
+        form = SharedAttention(groups, VarlenFlash(), device)
     else:
-        form = SharedAttention(groups, kernel, device)
+        form = SeparateAttention(groups, device)
     return SharedPrefixLayout(num_tokens, longest, form, tuple(groups), device)
 
 
