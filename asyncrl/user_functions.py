@@ -162,7 +162,8 @@ def source_fingerprint(function: UserFunction) -> str:
 
 def imported_files(function: UserFunction) -> dict[Path, str]:
     """Files that the function's own imports from its folder or package, with their hashes. Raises UserError."""
-    return hashes_of(path for path in _sources(function) if path != function.path)
+    sources = _sources(function)
+    return {path: xxhash.xxh3_64_hexdigest(source) for path, source in sources.items() if path != function.path}
 
 
 def hashes_of(files: Iterable[Path]) -> dict[Path, str]:
