@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -271,27 +271,32 @@ def _check_shapes(config: ModelConfig, folder: Path) -> None:
     with open_weights(folder / ADAPTER_WEIGHTS, "pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no mapping)
     for name, shape in shapes.items():
-        part = _PART.fullmatch(name)
-        if part is None:  # of another kind, which PEFT knows, or of a module that is saved whole
-            own = whole.get(name.removeprefix("base_model.model."))
-            if own is not None and list(own.shape) != list(shape):
-                raise UserError(
-                    f"the adapter in {folder} is for another model than the one in {config.path}: its {name} is "
-                    f"{tuple(shape)}, and here it is {tuple(own.shape)}. Set model.path to the model that it was "
-                    "trained on"
-                )
-            continue
-        side = 1 if part[2] == "A" else 0  # A reads what the layer reads, B writes what it writes
-        layer = modules.get(part[1].replace(".base_layer", ""))
-        if layer is not None and not hasattr(layer, "weight"):  # fused experts, several weights: PEFT knows
-            continue
-        weight = getattr(layer, "weight", None)
-        if weight is None or weight.shape[side] != shape[side]:
-            here = "there is none" if weight is None else f"it is {weight.shape[side]} wide"
+        if misfit := _misfit(name, shape, modules, whole):
             raise UserError(
-                f"the adapter in {folder} is for another model than the one in {config.path}: it has a layer "
-                f"{part[1]}, {shape[side]} wide, and here {here}. Set model.path to the model that it was trained on"
+                f"the adapter in {folder} is for another model than the one in {config.path}: {misfit}. Set model.path "
+                "to the model that it was trained on"
             )
+
+
+def _misfit(
+    name: str, shape: Sequence[int], modules: Mapping[str, nn.Module], whole: Mapping[str, torch.Tensor]
+) -> str:
+    """How a tensor of an adapter does not fit a model of these modules and weights; empty if it does."""
+    part = _PART.fullmatch(name)
+    if part is None:  # of another kind, which PEFT knows, or of a module that is saved whole
+        own = whole.get(name.removeprefix("base_model.model."))
+        if own is None or list(own.shape) == list(shape):
+            return ""
+        return f"its {name} is {tuple(shape)}, and here it is {tuple(own.shape)}"
+    side = 1 if part[2] == "A" else 0  # A reads what the layer reads, B writes what it writes
+    layer = modules.get(part[1].replace(".base_layer", ""))
+    if layer is not None and not hasattr(layer, "weight"):  # fused experts, several weights: PEFT knows
+        return ""
+    weight = getattr(layer, "weight", None)
+    if weight is not None and weight.shape[side] == shape[side]:
+        return ""
+    here = "there is none" if weight is None else f"it is {weight.shape[side]} wide"
+    return f"it has a layer {part[1]}, {shape[side]} wide, and here {here}"
 
 
 def _lora_config(spec: AdapterSpec) -> Any:
