@@ -36,6 +36,7 @@ import asyncrl.demo
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_dtype
+from asyncrl.telemetry.jsonl import read_lines
 from benchmarks.peer.length_laws import LAWS, REWARD, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +95,7 @@ def run_ours(config: RunConfig, folder: Path) -> dict[str, list[float]]:
     """Run `asyncrl train`. Returns seconds, mean reward and mean number of tokens of each step."""
     command = [sys.executable, "-m", "asyncrl", "train", str(write(config, folder))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     began = lines[0]["time"] - lines[0]["step_s"]
     ends = [began, *(line["time"] for line in lines)]
     return {
@@ -250,7 +251,7 @@ def main() -> None:
 
 
 def read(record: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    return read_lines(record) if record.is_file() else []
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ synchronous rollout loop does, `at once` is the rollout server as it is. Prints 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import runpy
@@ -28,6 +27,7 @@ from pydantic import BaseModel
 
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.observation import Observation, StepResult
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.lamp import Lamp
 
 HERE = Path(__file__).resolve()
@@ -103,7 +103,7 @@ def run(config: Any, lock_step: bool) -> list[dict[str, float]]:
                 service.kill()
     if codes != [0, 0]:
         raise SystemExit(f"the run failed: {(folder / 'log').read_text()[-3000:]}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    return read_lines(folder / "metrics.jsonl")[WARM_UP_STEPS:]
 
 
 def serve_in_lock_step() -> None:

@@ -12,13 +12,13 @@ Markdown, best first.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from asyncrl.config.installed_methods import methods
 from asyncrl.config.load import shipped_overlays
+from asyncrl.telemetry.jsonl import read_lines
 from benchmarks.demo_runs import Run, make_table, read_run, table_parser
 
 MEASURED_FROM = 10
@@ -29,7 +29,7 @@ FOR_THE_DEMO = {"vapo": ("algorithm.gae.length_alpha=0.5",)}
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    first = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[0])
+    first = read_lines(run_dir / "evaluations.jsonl")[0]
     means = ("step_s", "staleness/mean", "clip_fraction", "mask_fraction", "grad_norm")
     return {"before": first["accuracy"]} | read_run(run_dir, MEASURED_FROM, means)
 

@@ -10,13 +10,14 @@ synchronous runs' own phases.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from asyncrl.telemetry.jsonl import read_lines
 
 CONFIG = Path(__file__).parent.parent / "asyncrl" / "demo" / "grpo.yaml"
 WARM_UP_STEPS = 5
@@ -43,8 +44,7 @@ def run(arguments: argparse.Namespace, staleness: int, folder: Path) -> list[dic
     ]
     command = [sys.executable, "-m", "asyncrl", "train", str(CONFIG), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][WARM_UP_STEPS:]
+    return read_lines(folder / "metrics.jsonl")[WARM_UP_STEPS:]
 
 
 def middle(records: list[dict[str, float]], key: str) -> float:

@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any
 
 from asyncrl.demo.prepare import GRPO
+from asyncrl.telemetry.jsonl import read_lines
 
 ROOT = Path(__file__).parent.parent
 SEEDS = (1, 2, 3)
@@ -58,9 +59,7 @@ class DemoRuns:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def measured(self) -> list[dict[str, Any]]:
-        if not self._lines.exists():
-            return []
-        return [json.loads(line) for line in self._lines.read_text().splitlines()]
+        return read_lines(self._lines) if self._lines.exists() else []
 
     def make(self, wanted: Sequence[Run], jobs: int, read: Callable[[Path], dict[str, Any]]) -> list[str]:
         """Make the runs that are not measured yet. `read`: what a run's line says of its folder.
@@ -131,8 +130,7 @@ class DemoRuns:
 
 def read_run(run_dir: Path, skip: int, means: Sequence[str], maxima: Sequence[str] = ()) -> dict[str, Any]:
     """Accuracy at the end, and of the steps after the first `skip` (the pipeline is full by then) means and maxima."""
-    evaluation = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[-1])
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluation, steps = read_lines(run_dir / "evaluations.jsonl")[-1], read_lines(run_dir / "metrics.jsonl")
     full = steps[skip:] or steps
     return {
         "accuracy": evaluation["accuracy"],

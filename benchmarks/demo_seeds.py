@@ -11,7 +11,6 @@ moved from the weights that GRPO began with.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.models.loading import load_model
 from asyncrl.run_folder.contents import MODEL_FOLDER
+from asyncrl.telemetry.jsonl import read_lines
 from learner.loop.checkpoint import newest_checkpoint
 from learner.training.engine import ENGINE_FILE
 
@@ -62,7 +62,7 @@ def main() -> None:
     for (seed, each), run in runs.items():
         accuracy = [evaluation["accuracy"] for evaluation in evaluations(run)]
         gains[each].append(accuracy[-1] - accuracy[0])
-        rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rewards = [step["reward/mean"] for step in read_lines(run / "metrics.jsonl")]
         print(
             f"| {seed} | {each} | {accuracy[0]:.3f} | {accuracy[len(accuracy) // 2]:.3f} | {accuracy[-1]:.3f} "
             f"| {gains[each][-1]:+.3f} | {mean(rewards[:10]):.3f} | {mean(rewards[-10:]):.3f} | {seconds[run]:.0f} |"
@@ -86,7 +86,7 @@ def call(*command: str) -> None:
 
 
 def evaluations(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    return read_lines(run / "evaluations.jsonl")
 
 
 def master_distances(run: Path) -> tuple[float, ...]:

@@ -19,10 +19,10 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from asyncrl.demo import reward as demo
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.telemetry.jsonl import read_lines
 
 FILTER = "algorithm.filters=[zero_variance]"
 EACH = (FILTER, f"{FILTER} algorithm.greso={{}}")
@@ -95,17 +95,13 @@ def spoil(source: Path, target: Path) -> None:
     pyarrow.parquet.write_table(table.append_column("teaches", [teaches]), target)
 
 
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def check(run: Path) -> list[str]:
     """Name what is not as it must be."""
     from asyncrl.journal import JOURNAL_FILE
     from asyncrl.journal.database import JournalReader
 
     problems: list[str] = []
-    steps, status = lines(run, "metrics.jsonl"), json.loads((run / "status.json").read_text())
+    steps, status = read_lines(run / "metrics.jsonl"), json.loads((run / "status.json").read_text())
     flat = sum(step["zero_variance_groups"] for step in steps)
     if flat:
         problems.append(f"{run}: {flat:g} groups without spread reached the optimiser")
@@ -124,12 +120,12 @@ def check(run: Path) -> list[str]:
 def show(runs: dict[str, Path]) -> None:
     """Print a line for each run; times are of the learner's process, evaluations included."""
     reference = next(iter(runs.values()))
-    wanted = lines(reference, "evaluations.jsonl")[-1]["accuracy"]
+    wanted = read_lines(reference / "evaluations.jsonl")[-1]["accuracy"]
     print(f"\ntime to a held-out accuracy of {wanted:.3f}\n")
     print("| setting | steps | groups sampled | filtered | held-out before | after | best | s to that accuracy | s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for each, run in runs.items():
-        steps, evaluations = lines(run, "metrics.jsonl"), lines(run, "evaluations.jsonl")
+        steps, evaluations = read_lines(run / "metrics.jsonl"), read_lines(run / "evaluations.jsonl")
         at = {step["step"]: step["uptime_s"] for step in steps}
         reached = [at.get(one["step"], 0.0) for one in evaluations if one["accuracy"] >= wanted]
         groups = json.loads((run / "status.json").read_text())["groups"]

@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO as DIGITS
 from asyncrl.telemetry.host_versions import describe_environment
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos.easy_vqa import kind_of, questions
 
 ROOT = Path(__file__).parent.parent
@@ -236,7 +237,7 @@ class Study:
 
 def read_records(file: Path) -> list[dict[str, Any]]:
     """Values of JSON lines; none without the file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    return read_lines(file) if file.is_file() else []
 
 
 def _children() -> float:

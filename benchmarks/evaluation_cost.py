@@ -10,13 +10,14 @@ Prints a Markdown table of medians.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from asyncrl.telemetry.jsonl import read_lines
 
 CONFIG = Path(__file__).parent.parent / "asyncrl" / "demo" / "grpo.yaml"
 EVERY_STEPS = 10
@@ -44,17 +45,13 @@ def run(arguments: argparse.Namespace, every_steps: int, folder: Path) -> dict[s
     ]
     command = [sys.executable, "-m", "asyncrl", "train", str(CONFIG), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    times = [record["time"] for record in _records(folder / "metrics.jsonl")]
-    evaluations = [e for e in _records(folder / "evaluations.jsonl") if e["step"] < arguments.steps]
+    times = [record["time"] for record in read_lines(folder / "metrics.jsonl")]
+    evaluations = [e for e in read_lines(folder / "evaluations.jsonl") if e["step"] < arguments.steps]
     return {
         "run": times[-1] - times[0],
         "evaluations": sum(e.get("seconds", 0.0) for e in evaluations),
         "waited": sum(e.get("waited_s", 0.0) for e in evaluations),
     }
-
-
-def _records(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from asyncrl.models.lora import is_adapter_folder, load_policy, read_adapter
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import EXPORT_FOLDER, policy_folder
 from asyncrl.run_folder.export_record import read_record
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.evaluation.adapters import settings_of, start_policy
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
@@ -97,7 +98,7 @@ def measure(run: Path) -> list[dict[str, object]]:
         export_policy(run, policy, run / "merged", merged=True)
         whole = load_policy(config.model, policy).merge_and_unload()
         export_model(whole, processor.processor, run / "rounded")
-    accuracy = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])["accuracy"]
+    accuracy = read_lines(run / "evaluations.jsonl")[-1]["accuracy"]
     tokens = sum(int(one.group.lengths.sum()) for one in received)
     return [
         {

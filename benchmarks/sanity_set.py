@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.demo.command import read_lines
 from asyncrl.demo.scoring import score_held_out
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos import sentences
 from asyncrl_plugins.demos.llm import CONFIG
 from asyncrl_plugins.demos.smollm2 import write_language_model

@@ -22,6 +22,7 @@ from asyncrl.demo.baselines import BASELINES
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.prepare import GRPO, check_parts, prepare, run
 from asyncrl.errors import UserError, pasted
+from asyncrl.telemetry.jsonl import read_lines
 
 
 def demo(request: DemoRequest) -> None:
@@ -84,11 +85,6 @@ def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str
         "reward_last_steps": sum(rewards[-ends:]) / ends,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Values of a file of JSON lines."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _accuracy(scores: Mapping[str, Any]) -> dict[str, float]:

@@ -56,6 +56,11 @@ def read_records(file: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
     return (_parse(line) for line in file if line.endswith(b"\n"))
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Objects of a file that is whole. Raises ValueError for an invalid line, OSError where there is no file."""
+    return [json.loads(line) for line in file.read_bytes().splitlines()]  # bytes: a text may have U+2028 in it
+
+
 class JsonlTail:
     """Follows a file that another process appends to, and returns each finished line once.
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.choice import DemoRequest
-from asyncrl.demo.command import check_changes, read_lines
+from asyncrl.demo.command import check_changes
 from asyncrl.demo.prepare import run
 from asyncrl.errors import UserError, pasted
 from asyncrl.launch.command import command
 from asyncrl.plugins import installed, what_to_install
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos.memory import PeakMemory
 from asyncrl_plugins.demos.packages import package_folder
 from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER

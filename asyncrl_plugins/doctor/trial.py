@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from asyncrl.config.schema import RunConfig, changed
 from asyncrl.devices.device import max_logprob_difference
 from asyncrl.errors import ExitCode
 from asyncrl.run_folder.failure import read_failure
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.recorder import METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl_plugins.doctor.disk import nearest_folder
 from asyncrl_plugins.doctor.findings import Finding, Findings, split_fix
@@ -169,4 +169,4 @@ def _completions(steps: list[Record], samples: list[Record]) -> Finding:
 
 
 def _read(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return read_lines(file) if file.exists() else []

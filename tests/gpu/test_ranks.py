@@ -6,7 +6,6 @@ a socket and every collective of a run is NCCL's.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.ports import own_port
 from tests.rigs.prefork import Service, fork_module
 from tests.rigs.small_runs import assert_every_prompt_trained_once, small
@@ -102,7 +102,7 @@ def run(config: RunConfig, folder: Path, ranks: int, *, by_torchrun: bool = True
         for process in processes:
             process.terminate()  # torchrun passes it on
             process.wait(timeout=60)
-    return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(Path(config.run_dir) / "metrics.jsonl")
 
 
 def start(name: str, command: Sequence[str], folder: Path, given: Mapping[str, str] | None = None) -> Service:

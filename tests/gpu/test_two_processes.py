@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.rigs.two_processes import start_command, write_config
 
@@ -54,7 +54,7 @@ def test_both_share_a_device_and_micro_batches_take_what_it_leaves(
     assert code == 0, logs(tmp_path)
     run = Path(config.run_dir)
     assert_every_prompt_trained_once(run, STEPS)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert "tokens_per_microbatch: auto is" in logs(run / "logs", whole=True)
     limit = 1e-6 if device == "cpu" else 0.02
     assert max(line["staleness_0/mismatch_kl_k3"] for line in lines if "staleness_0/mismatch_kl_k3" in line) < limit

@@ -19,7 +19,6 @@ passes if
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import signal
@@ -36,6 +35,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import OnStale
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.prefork import Service
 from tests.rigs.scripted_path import install_scripted_engine
 from tests.rigs.small_runs import logs
@@ -256,12 +256,12 @@ class Chaos:
         assert [row[0] for row in consumption] == list(range(self.rows)), "every position once"
         assert Counter(row[2] for row in consumption) == dict.fromkeys(range(1, steps + 1), PROMPTS_PER_STEP)
 
-        metrics = _lines(self.run_dir / "metrics.jsonl")
+        metrics = read_lines(self.run_dir / "metrics.jsonl")
         assert [line["step"] for line in metrics] == list(range(1, steps + 1))
         assert all(line["ledger_residual"] == 0 for line in metrics)
         assert all(line["staleness/max"] <= self.config.learner.max_staleness for line in metrics)
 
-        samples = _lines(self.run_dir / "samples.jsonl")
+        samples = read_lines(self.run_dir / "samples.jsonl")
         rows = Counter(sample["row_id"] for sample in samples)
         assert len(rows) == self.rows, f"{len(rows)} of {self.rows} prompts were trained"
         assert set(rows.values()) == {1}, f"trained more than once: {rows.most_common(3)}"
@@ -281,11 +281,6 @@ class Chaos:
 
     def _logs(self) -> str:
         return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    # Not `str.splitlines`: completions may hold Unicode's own line separators.
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale, fleet: bool = False) -> RunConfig:

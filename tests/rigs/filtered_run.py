@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.system.test_resume import assert_same_run, run_killed
@@ -49,7 +50,7 @@ def check_filtered_run(make_config: Callable[..., RunConfig], folder: Path, **al
         "every position was trained, filtered or passed over"
     )
     assert len(filtered) >= ROWS // 2
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(whole / "metrics.jsonl")
     assert all(line["zero_variance_groups"] == line["ledger_residual"] == 0 for line in lines)
     assert lines[-1]["dropped/zero_variance"] == len(filtered)
     status = json.loads((whole / "status.json").read_text())

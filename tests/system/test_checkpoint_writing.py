@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.run_folder.contents import MODEL_FOLDER
+from asyncrl.telemetry.jsonl import read_lines
 from learner.loop.checkpoint import CHECKSUMS_FILE, STATE_FILE, complete_checkpoints
 from learner.training.engine import ENGINE_FILE
 from tests.rigs.small_disks import needs_mount, small_disks
@@ -40,10 +41,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(make_config: MakeConfig,
     assert_same_run(runs[True], runs[False], config)
     for step in (5, 7):
         assert_same_files(*(run / f"checkpoints/step-{step:06}" for run in runs.values()))
-    *_, sixth, seventh = [json.loads(line) for line in (runs[True] / "metrics.jsonl").read_text().splitlines()]
+    *_, sixth, seventh = read_lines(runs[True] / "metrics.jsonl")
     assert sixth["checkpoint/blocked_s"] < 1
     assert not any("checkpoint/write_s" in line for line in (sixth, seventh)), "it was being written until after step 7"
-    *_, sixth, seventh = [json.loads(line) for line in (runs[False] / "metrics.jsonl").read_text().splitlines()]
+    *_, sixth, seventh = read_lines(runs[False] / "metrics.jsonl")
     assert sixth["checkpoint/blocked_s"] >= sixth["checkpoint/write_s"] > 0
 
 

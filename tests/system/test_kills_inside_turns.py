@@ -5,7 +5,6 @@ The environment's step waits for a file to go (tests/rigs/held_lamp.py), so that
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
@@ -18,6 +17,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
+from asyncrl.telemetry.jsonl import read_lines
 from protocol.messages import Group, TrajectoryStatus
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs
@@ -117,7 +117,7 @@ def kill(service: Service) -> None:
 
 def check_run(run: Path) -> None:
     assert_every_prompt_trained_once(run, STEPS)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [(line["step"], line["ledger_residual"]) for line in lines] == [(step, 0) for step in range(1, STEPS + 1)]
     with closing(JournalReader(run / JOURNAL_FILE)) as journal:
         groups: list[Group] = [journal.group(ticket_id) for ticket_id in journal.kept()]

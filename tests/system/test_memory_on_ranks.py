@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from learner.training.token_budget import BUDGET_FILE
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
@@ -50,7 +51,7 @@ def config_of(
 def check(run: Path, log: str) -> None:
     """Each sample was trained once, and the budget shrank until a pass had memory."""
     assert_every_prompt_trained_once(run, STEPS)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     kept = json.loads((run / BUDGET_FILE).read_text())["tokens"]
     assert lines[-1]["memory/tokens_per_microbatch"] == kept < 100

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.models.lora import ADAPTER_WEIGHTS
+from asyncrl.telemetry.jsonl import read_lines
 from learner.ranks.group import ALONE
 from learner.training.engine import TorchEngine
 from learner.training.roles import Critic
@@ -232,7 +233,7 @@ def check_run_with_a_killed_rank(
     with sqlite3.connect(run / JOURNAL_FILE) as db:
         rows = db.execute("SELECT step, ticket_id FROM consumption").fetchall()
     assert len({ticket for _, ticket in rows}) == len(rows) == steps * config.batch.prompts_per_step
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     # Without ranks, from the same checkpoint.
     alone = (

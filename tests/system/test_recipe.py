@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import json
 import re
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.launch.ports import free_port
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from asyncrl.telemetry.jsonl import read_lines
 from recipes.grpo_in_one_file import Group, Run
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
@@ -76,10 +75,6 @@ def test_the_page_equals_asyncrl_train_bit_for_bit(
 async def run_page(config: RunConfig) -> tuple[Run, list[tuple[list[Group], dict[str, float]]]]:
     run = Run(config)
     return run, [step async for step in run.steps()]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_page_is_a_page() -> None:

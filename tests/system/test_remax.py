@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, small
 from tests.system.test_resume import run_killed
 
 pytestmark = pytest.mark.slow
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_greedy_completions_are_scored_and_not_trained(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:

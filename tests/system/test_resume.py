@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.two_processes import start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
@@ -67,18 +67,18 @@ def batches(run: Path) -> list[tuple[int, int, int]]:
 
 def sampled(run: Path) -> list[tuple[int, str, list[list[int]]]]:
     """Step, row and token ids of every group that was trained, as the learner recorded them."""
-    lines = [json.loads(line) for line in (run / "samples.jsonl").read_bytes().splitlines()]
+    lines = read_lines(run / "samples.jsonl")
     return [(s["step"], s["row_id"], [c["token_ids"] for c in s["completions"]]) for s in lines]
 
 
 def recorded(run: Path) -> list[list[float]]:
     keys = ("step", "loss", "grad_norm", "reward/mean", "entropy", "logprob_diff_max")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     return [[line[key] for key in keys] for line in lines]
 
 
 def evaluations(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_bytes().splitlines()]
+    lines = read_lines(run / "evaluations.jsonl")
     return [(line["step"], line["accuracy"]) for line in lines]
 
 
@@ -151,7 +151,7 @@ def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
         server.kill()
     assert "making steps 5 to 8 again, from the journal" in (run / "learner.log").read_text()
     # One of them was running when the learner died: it is made again, of its own version, and recorded once.
-    recorded_evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_bytes().splitlines()]
+    recorded_evaluations = read_lines(run / "evaluations.jsonl")
     assert [(e["step"], e["version"], e["rows"]) for e in recorded_evaluations] == [(s, s, 16) for s in range(0, 13, 2)]
     trained_before, sampled_before, recorded_before = before
     assert batches(run)[: len(trained_before)] == trained_before

@@ -6,7 +6,6 @@ Two accounts that know nothing of each other must agree: the lease's own trace, 
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -22,6 +21,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.telemetry.jsonl import read_lines
 from protocol.device_lock import TRACE_FILE
 from tests.rigs.device_witness import USES_FILE, Use, read_uses
 from tests.rigs.prefork import Service
@@ -69,7 +69,7 @@ class Rig:
 
     def trace(self) -> list[dict[str, Any]]:
         file = self.run / TRACE_FILE
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return read_lines(file) if file.exists() else []
 
     def kill(self, side: str) -> None:
         """Once it has had a few turns: at a random moment, or while it surely has the device and does nothing."""

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.rewards.scorer import RewardScorer
+from asyncrl.telemetry.jsonl import read_lines
 from learner.groups.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
@@ -141,7 +141,3 @@ def check_run(
     theirs = dict(published_tensors(exported))
     assert theirs.keys() == weights.keys()
     assert all(torch.equal(theirs[name], weights[name]) for name in weights)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from protocol import faults
 from tests.rigs.ports import own_port
 from tests.rigs.prefork import Service, fork_module
@@ -63,7 +63,7 @@ def test_a_run_of_torchruns_ranks_goes_on_after_the_death_of_one(
     finally:
         end(learner, server)
     assert_every_prompt_trained_once(run, STEPS)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert all(

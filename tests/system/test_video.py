@@ -21,6 +21,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.model_inputs import prompt_positions
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl.telemetry.jsonl import read_lines
 from learner.loop.logprob_parity import compare
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.codec import Limits, decode, encode
@@ -291,10 +292,10 @@ def test_a_run_on_videos_trains_verifies_and_evaluates(
     )
     assert run_both(config, run) == (0, 0), logs(run)
     assert "is aligned" in (run / "learner.log").read_text()
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(run / "metrics.jsonl")
     assert len(steps) == 3
     assert all(step["logprob_diff_max"] < 1e-4 for step in steps)
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(run / "samples.jsonl")
     shown = next(sample for sample in samples if sample["row_id"] == "rows.jsonl:0")
     assert len(shown["videos"]) == 2
     assert shown["prompt"] == "<video> or <image> or <video>?"

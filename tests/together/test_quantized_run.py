@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.alignment_rig import limit_of
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
@@ -29,7 +30,7 @@ def test_a_run_learns_from_fp8_rollouts_and_says_what_they_are(
         trainer={"max_steps": 24, "samples_per_step": 1},
     )
     assert run_both(config, run) == (0, 0), logs(run)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(run / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
     first = steps[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.replay import replay
 from tests.rigs.filtered_run import REWARD
 from tests.rigs.small_runs import logs
@@ -56,7 +56,7 @@ def test_a_killed_run_replays_the_same_groups_again(
         assert was
         assert read(run)[: len(was)] == was
     assert {step for step, _ in before[1]} & {5, 6, 7}, "groups were replayed after the checkpoint"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     again = Counter(step for step, _ in replayed(run))
     new = Counter(step for step, *_ in batches(run))
     assert [again[line["step"]] for line in lines] == [line["replayed_groups"] for line in lines]

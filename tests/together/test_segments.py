@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +15,7 @@ from asyncrl.environments.recording import images_of
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import JournalReader
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.replay import replay
 from protocol.messages import Group
 from tests.rigs.small_runs import logs
@@ -55,7 +55,7 @@ def test_a_run_samples_trains_and_replays_rewritten_histories(
     )
     run = tmp_path / "run"
     assert run_both(config, run) == (0, 0), logs(run)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(run / "metrics.jsonl")
     assert len(steps) == STEPS
     for step in steps:
         assert step["logprob_diff_max"] < 1e-4, "engine against learner in fp32, in later segments too"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs
 from tests.rigs.two_processes import start, with_ports, write_config
@@ -71,4 +71,4 @@ def test_auto_with_a_budget_goes_on_over_another_channel_and_the_run_finishes(
 
 
 def steps(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / "metrics.jsonl")

@@ -14,6 +14,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.models.lora import write_adapter_folder
 from asyncrl.models.published import published_tensors
+from asyncrl.telemetry.jsonl import read_lines
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import lora_config, made_up_adapter, spec_of
 
@@ -75,7 +76,7 @@ def test_what_the_environment_loses_is_counted_and_is_no_reward_of_zero(
     assert f"reward 1.0000   rows {ROWS}   errors {ROWS}" in said
     assert f"ends   done {ROWS * (SIZE - 1)}   failed {ROWS}" in said
     assert f"without a score   environment_exception {ROWS}" in said
-    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    scored = read_lines(out)
     assert [one["reward"] for one in scored] == [None, 1.0, 1.0] * ROWS
     assert "search:8080" in scored[0]["error"]
 

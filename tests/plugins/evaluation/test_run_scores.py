@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import run_both, start_command
@@ -72,6 +73,6 @@ def check_played_again(tmp_path: Path) -> None:
     assert "mean reward 0.7500" in said, "the same rows, played as in the run"
     assert "conversations   turns 3.0000" in said
     assert "ends   done 6\n" in said
-    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    scored = read_lines(out)
     assert [(one["reward"], one["end"], len(one["turns"])) for one in scored] == [(0.75, "done", 3)] * 6
     assert scored[0]["turns"][0]["shown"][0]["parts"][0] == "8 signs"

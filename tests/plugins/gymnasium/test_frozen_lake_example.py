@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.telemetry.jsonl import read_lines
 from tests.rigs.tiny import ROOT
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed (the extra `gymnasium`)")
@@ -22,7 +23,7 @@ def test_the_warm_start_goes_straight_on_maps_of_training_alone(
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--out", str(tmp_path), "--moves", "64"])
     recipe = runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
     training = set(recipe["split"]()["rl"])
-    rows = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "sft.jsonl")
     assert len(rows) == 64
     for number, row in enumerate(rows):
         signs, _, cell = Path(row["images"][-1]).stem.partition("-")

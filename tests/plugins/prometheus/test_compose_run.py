@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import dump_config, load_config
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.recorder import read_status
 from asyncrl_plugins.prometheus.learner_metrics import METRICS as LEARNER
 from asyncrl_plugins.prometheus.metric_set import MetricSet
@@ -210,6 +211,6 @@ def _assert_alerts_are_quiet(prometheus: Prometheus, at: float) -> None:
 
 
 def _assert_every_prompt_once(run: Path, last: int) -> None:
-    steps: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps: list[dict[str, Any]] = read_lines(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert {step["ledger_residual"] for step in steps} == {0}

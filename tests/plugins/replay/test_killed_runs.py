@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.replay import replay
 from learner.training.roles import WEIGHTS_FILE
 from learner.training.sharded_files import read_whole_state
@@ -45,7 +45,7 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_of_both(
         mine, theirs = (read_whole_state(p / "checkpoints" / "step-000006" / role / WEIGHTS_FILE) for p in (run, whole))
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     for name in ("kl_coef", "entropy_coeff", "critic/value"):
         assert len({line[name] for line in lines}) > 3, f"{name} should move"
     assert replay.main([str(run), "--step", "5"]) == 0, capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan.plan import longest_sequence
 from asyncrl.memory_plan.token_choice import KEY
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.sft.run import SupervisedRun
 from asyncrl_plugins.sft.trainer import choose_tokens
 from learner.ranks.group import Ranks
@@ -43,7 +43,7 @@ def test_a_supervised_run_leaves_bad_rows_out(make_config: MakeConfig, tmp_path:
     assert supervised.steps == 1
     supervised.run()
     assert (config.run_path / "export" / "config.json").is_file()
-    named = [json.loads(line) for line in (config.run_path / "bad_rows.jsonl").read_text().splitlines()]
+    named = read_lines(config.run_path / "bad_rows.jsonl")
     assert [row["row_id"] for row in named] == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
     assert "data.target_key" in named[1]["reason"]
     assert "over data.max_response_length = 8" in named[2]["reason"]

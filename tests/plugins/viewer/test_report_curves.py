@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.viewer.panel.answers import Answers
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 from asyncrl_plugins.viewer.report.activity import exclusive, lanes
@@ -115,7 +116,7 @@ def test_labels_of_steps_do_not_stand_on_each_other_and_activities_do_not_look_a
 
 def test_scores_of_each_value_have_a_curve_and_stand_in_the_panel(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run", accuracy=(0.5, 0.6))
-    records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    records = read_lines(run / "evaluations.jsonl")
     parts = [{"accuracy/kind=sum": 0.9, "accuracy/kind=read": step / 10} for step in range(2)]
     made.lines(run / "evaluations.jsonl", [record | part for record, part in zip(records, parts, strict=True)])
     (drawn,) = [each for each in charts_of_run(read_run(run))[0][1] if each["title"] == HELD_OUT_BY_VALUE]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEARNS_NOTHING
 from asyncrl_plugins.viewer.panel.console import Console
 from asyncrl_plugins.viewer.panel.panel import RunPanel
@@ -173,7 +174,7 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     before = evaluated(tmp_path, (0.9, 0.5, 0.49), change=lambda n: {})
     assert "The held-out accuracy fell" in found(before)
-    records = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    records = read_lines(folder / "evaluations.jsonl")
     made.lines(
         folder / "evaluations.jsonl", [record | {"scoring_changes": int(n > 0)} for n, record in enumerate(records)]
     )
@@ -209,7 +210,7 @@ def test_the_panel_of_a_resumed_run_is_not_warned_of_what_was_before_it(tmp_path
 
 def evaluated(folder: Path, accuracies: tuple[float, ...], rows: int = 400, **more: Any) -> RecordedRun:
     run = made.make_run(folder / "run", accuracy=accuracies, **more)
-    records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    records = read_lines(run / "evaluations.jsonl")
     made.lines(run / "evaluations.jsonl", [record | {"rows": rows} for record in records])
     return read_run(run)
 

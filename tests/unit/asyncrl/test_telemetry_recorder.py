@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 
 from asyncrl.telemetry import recorder as module
-from asyncrl.telemetry.jsonl import JsonlTail
+from asyncrl.telemetry.jsonl import JsonlTail, read_lines
 from asyncrl.telemetry.recorder import MAX_WAITING, BackgroundWriter, RunRecorder, read_status
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_step_is_readable_as_soon_as_it_is_recorded_and_what_is_not_finite_is_null_with_one_warning(
@@ -30,10 +26,10 @@ def test_a_step_is_readable_as_soon_as_it_is_recorded_and_what_is_not_finite_is_
     for step in (1, 2):
         values: dict[str, Any] = {"step": step, "loss": np.float32(0.5), "rows": np.int64(3), "ess": float("nan")}
         recorder.step(values)
-        assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": step, "loss": 0.5, "rows": 3, "ess": None}
+        assert read_lines(tmp_path / "metrics.jsonl")[-1] == {"step": step, "loss": 0.5, "rows": 3, "ess": None}
     assert caplog.text.count("metrics.jsonl: ess is nan") == 1
     assert caplog.text.count("ended in the middle of a line") == 1
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_resuming_forgets_later_lines_of_every_file(tmp_path: Path) -> None:
@@ -46,17 +42,18 @@ def test_resuming_forgets_later_lines_of_every_file(tmp_path: Path) -> None:
     resumed = RunRecorder(tmp_path)
     resumed.truncate_after(3, evaluations_after=4)
     resumed.step({"step": 4, "again": 1})
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": 1}]
-    assert [line["step"] for line in lines(tmp_path / "evaluations.jsonl")] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines(tmp_path / "samples.jsonl")] == [1, 2, 3]
-    assert len(lines(tmp_path / "timeline.jsonl")) == 1, "the time was spent"
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": 1}]
+    assert [line["step"] for line in read_lines(tmp_path / "evaluations.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    assert len(read_lines(tmp_path / "timeline.jsonl")) == 1, "the time was spent"
 
 
 def test_images_are_stored_once_under_their_hash(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
     kinds = {".png": PNG, ".jpg": b"\xff\xd8\xffjpeg", ".webp": b"RIFF0000WEBP", ".bin": b"unknown"}
     images = {letter * 64: data for letter, data in zip("abcd", kinds.values(), strict=True)}
-    recorder.sample({"step": 1, "images": list(images), "completions": [{"text": "half \udc80 é"}]}, images)
+    text = "half \udc80 é, and \u2028, which ends lines elsewhere"
+    recorder.sample({"step": 1, "images": list(images), "completions": [{"text": text}]}, images)
     stored = tmp_path / "images" / f"{'a' * 64}.png"
     before = stored.stat().st_mtime_ns
     recorder.sample({"step": 2, "images": ["a" * 64]}, {"a" * 64: PNG})
@@ -64,7 +61,7 @@ def test_images_are_stored_once_under_their_hash(tmp_path: Path) -> None:
     assert stored.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="hexadecimal"):
         recorder.sample({"step": 3}, {"../../escape": PNG})
-    assert lines(tmp_path / "samples.jsonl")[0]["completions"][0]["text"] == "half \udc80 é", "not valid Unicode"
+    assert read_lines(tmp_path / "samples.jsonl")[0]["completions"][0]["text"] == text, "not valid Unicode"
 
 
 def test_readers_of_the_status_never_see_a_part_and_the_newest_wins(tmp_path: Path) -> None:
