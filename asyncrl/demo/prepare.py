@@ -66,16 +66,17 @@ def prepare(folder: Path, seed: int, *, from_scratch: bool = False, quick: bool 
     if from_scratch:
         seconds |= make_warm_start(folder, seed, quick=quick)
     shutil.copytree(folder / "sft" / "export" if from_scratch else WARM_START, folder / "warm_start")
-    config = load_config(
-        GRPO,
-        [
-            *(f"run_dir={folder}/grpo", f"model.path={folder}/warm_start", f"trainer.seed={seed}"),
-            *(f"data.train_files=[{folder}/data/rl.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"),
-            *(QUICK_STEPS if quick else ()),
-        ],
-    )
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_config(folder, GRPO, "warm_start", seed, QUICK_STEPS if quick else ())
     return seconds
+
+
+def write_config(folder: Path, shipped: Path, start: str, seed: int, changes: Sequence[str] = ()) -> None:
+    """Write FOLDER/config.yaml: the `shipped` one for the rows of FOLDER/data and the model in FOLDER/START."""
+    own = [
+        *(f"run_dir={folder}/grpo", f"model.path={folder}/{start}", f"trainer.seed={seed}"),
+        *(f"data.train_files=[{folder}/data/rl.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"),
+    ]
+    (folder / "config.yaml").write_text(dump_config(load_config(shipped, [*own, *changes])), encoding="utf-8")
 
 
 def make_warm_start(folder: Path, seed: int, *, quick: bool = False) -> dict[str, float]:

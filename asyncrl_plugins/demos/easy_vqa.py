@@ -14,7 +14,6 @@ picture shows: colour and shape follow from its questions. They are empty where 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -27,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.launch.command import command
+from asyncrl_plugins.demos.command_line import folder_and_seed
 from asyncrl_plugins.demos.packages import package_folder
 
 COLOURS = ("black", "gray", "red", "green", "blue", "teal", "brown", "yellow")
@@ -154,11 +154,7 @@ def write_rows(folder: Path, seed: int) -> dict[str, int]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of the order and choice of training rows")
-    arguments = parser.parse_args(argv)
-    written = write_rows(arguments.folder, arguments.seed)
+    written = write_rows(*folder_and_seed(argv, __doc__, "the order and choice of training rows"))
     print(", ".join(f"{name} {size}" for name, size in written.items()))
     return 0
 

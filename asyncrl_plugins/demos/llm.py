@@ -8,17 +8,16 @@ All weights are trained; with the word `lora`, adapters. Things of held-out rows
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.command import check_changes, train_and_compare
-from asyncrl.demo.prepare import run
+from asyncrl.demo.prepare import run, write_config
 from asyncrl.errors import UserError
 from asyncrl.launch.command import command
+from asyncrl_plugins.demos.command_line import folder_and_seed
 from asyncrl_plugins.demos.memory import PeakMemory
 from asyncrl_plugins.demos.packages import package_folder
 
@@ -58,24 +57,16 @@ def prepare(folder: Path, request: DemoRequest) -> dict[str, float]:
         "data": run("things to be asked about", *rows),
         "model": run("SmolLM2-135M-Instruct from its package", "-m", f"{MODULE}.smollm2", str(folder / "model")),
     }
-    changes = [
-        *(f"run_dir={folder}/grpo", f"model.path={folder}/model", f"trainer.seed={request.seed}"),
-        *(f"data.train_files=[{folder}/data/rl.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"),
-        *(QUICK if request.quick else ()),
-    ]
-    (folder / "config.yaml").write_text(dump_config(load_config(CONFIG, changes)), encoding="utf-8")
+    write_config(folder, CONFIG, "model", request.seed, QUICK if request.quick else ())
     return seconds
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of rows, order and sampling")
-    arguments = parser.parse_args(argv)
-    request = DemoRequest(seed=arguments.seed)
+    folder, seed = folder_and_seed(argv, __doc__, "rows, order and sampling")
+    request = DemoRequest(seed=seed)
     _check(request)
-    prepare(arguments.folder, request)
+    prepare(folder, request)
     return 0
 
 

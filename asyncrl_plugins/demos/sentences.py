@@ -8,7 +8,6 @@ has one. Columns: prompt, answer (the word).
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.launch.command import command
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.demos.command_line import folder_and_seed
 
 WORDS = Path(__file__).parent / "words.txt"
 HELD_OUT_WORDS = 100
@@ -62,11 +62,7 @@ def write_rows(folder: Path, seed: int) -> None:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of the order of training rows")
-    arguments = parser.parse_args(argv)
-    write_rows(arguments.folder, arguments.seed)
+    write_rows(*folder_and_seed(argv, __doc__, "the order of training rows"))
     return 0
 
 

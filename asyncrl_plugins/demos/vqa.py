@@ -8,7 +8,6 @@ and shape well and answer yes-or-no questions poorly. `--from-scratch` makes all
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
@@ -16,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.command import check_changes
-from asyncrl.demo.prepare import run
+from asyncrl.demo.prepare import run, write_config
 from asyncrl.errors import UserError, pasted
 from asyncrl.launch.command import command
 from asyncrl.plugins import installed, what_to_install
 from asyncrl.telemetry.jsonl import read_lines
+from asyncrl_plugins.demos.command_line import folder_and_seed
 from asyncrl_plugins.demos.memory import PeakMemory
 from asyncrl_plugins.demos.packages import package_folder
 from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER
@@ -88,11 +87,7 @@ def prepare(folder: Path, request: DemoRequest) -> dict[str, float]:
     ]
     seconds["compose"] += run("what supervised training has changed in the language model", *apply)
     shutil.rmtree(parts)
-    changes = [
-        *(f"run_dir={folder}/grpo", f"model.path={folder}/warm_start", f"trainer.seed={request.seed}"),
-        *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]"),
-    ]
-    (folder / "config.yaml").write_text(dump_config(load_config(HERE / "vqa.yaml", changes)), encoding="utf-8")
+    write_config(folder, HERE / "vqa.yaml", "warm_start", request.seed)
     return seconds
 
 
@@ -170,13 +165,10 @@ def _cpu_seconds() -> float:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1, help="of rows, order and sampling")
-    arguments = parser.parse_args(argv)
-    request = DemoRequest(seed=arguments.seed)
+    folder, seed = folder_and_seed(argv, __doc__, "rows, order and sampling")
+    request = DemoRequest(seed=seed)
     _check(request)
-    prepare(arguments.folder, request)
+    prepare(folder, request)
     return 0
 
 
