@@ -12,7 +12,8 @@ copy benchmarks/measured/easy_vqa.jsonl to RUNS/records.jsonl. `benchmarks/easy_
 - blind: grpo of rows without their pictures
 - digits: settings of `asyncrl demo digits`: all weights, 32 prompts and 8 completions, for as many completions as grpo
 
-CPU seconds are those of all processes of a run: other work beside it changes its seconds, and these little.
+CPU seconds are those of all processes of a run: other work beside it changes its seconds, and these little. A run
+that goes on has loaded once more, which counts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO as DIGITS
+from asyncrl.run_folder.contents import checkpoint_folders
 from asyncrl.telemetry.host_versions import describe_environment
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos.easy_vqa import kind_of, questions
@@ -143,6 +145,7 @@ class Study:
         for steps in SFT_STEPS:
             name = f"sft-of-{steps}"
             if not self._has(name, "train"):
+                (self.folder / f"{name}.cpu").unlink(missing_ok=True)  # one that goes on would count its loading twice
                 self._train("sft", name, seed, steps, [str(DEMO / "vqa_sft.yaml"), *words, f"sft.steps={steps}"])
                 shutil.rmtree(self.folder / name)
         few, many = (self._record(f"sft-of-{steps}", "train")["cpu_s"] for steps in SFT_STEPS)
@@ -151,15 +154,15 @@ class Study:
 
     def _train(self, arm: str, name: str, seed: int, steps: int, settings: Sequence[str]) -> None:
         run, spent = self.folder / name, self.folder / f"{name}.cpu"
-        before = float(spent.read_text()) if spent.is_file() else 0.0
-        if not before or arm == "sft":  # supervised runs cannot go on
+        goes_on = spent.is_file() and bool(checkpoint_folders(run))  # both are there where a signal has stopped it
+        before = float(spent.read_text()) if goes_on else 0.0
+        if not goes_on:
             shutil.rmtree(run, ignore_errors=True)
-            before = 0.0
         spent.unlink(missing_ok=True)  # an attempt that is killed loses its count, and the run is made again
-        train = ["sft", *settings] if arm == "sft" else ["train", "--unattended", *settings]
+        train = ["sft", *["--resume"] * goes_on] if arm == "sft" else ["train", "--unattended"]
         began, cpu = time.monotonic(), _children()
         try:
-            self._call(name, "-m", "asyncrl", *train, f"run_dir={run}", *self._changes)
+            self._call(name, "-m", "asyncrl", *train, *settings, f"run_dir={run}", *self._changes)
         finally:
             spent.write_text(str(before + _children() - cpu))
         lines = read_records(run / "metrics.jsonl")
