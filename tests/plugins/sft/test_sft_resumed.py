@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from asyncrl_plugins.sft.evaluation import Evaluations
 from asyncrl_plugins.sft.run import SupervisedRun
 from asyncrl_plugins.sft.settings import settings_of
 from asyncrl_plugins.sft.trainer import SupervisedTrainer
+from learner.loop.clean_stop import StopAsked
 from tests.rigs.adapters import lora_config
 from tests.system.test_end_to_end import lines
 
@@ -56,13 +58,17 @@ def config_of(make: Callable[..., RunConfig], data: Path, **settings: Any) -> Ru
     return make(data=rows, sft=sft, evaluation={"before_training": True, "by": "kind"})
 
 
-def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, kill_at: int = 0, *, resume: bool = False) -> None:
-    """Run to the end, or until the learner is killed within step `kill_at`."""
+def run(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, kill_at: int = 0, *, stop_at: int = 0, resume: bool = False
+) -> None:
+    """Run to the end, or until the learner is killed or told to stop within a step."""
     learn = SupervisedTrainer.learn
 
     def dying(self: SupervisedTrainer, step: int, rows: Any) -> dict[str, float]:
         if step == kill_at:
             raise Killed
+        if step == stop_at:
+            signal.raise_signal(signal.SIGTERM)
         return learn(self, step, rows)
 
     with monkeypatch.context() as patch:
@@ -71,8 +77,8 @@ def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, kill_at: int = 0, *,
         supervised = SupervisedRun(config, saved=find_saved(config.run_path) if resume else None)
         try:
             supervised.run()
-        except Killed:
-            assert kill_at
+        except (Killed, StopAsked):
+            assert kill_at or stop_at
 
 
 def recorded(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -84,18 +90,20 @@ def same_weights(one: RunConfig, other: RunConfig, folder: str, name: str) -> bo
     return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
 
 
-def test_a_killed_run_continues_exactly(
+def test_a_run_that_was_stopped_and_killed_continues_exactly(
     make_config: MakeConfig, digits_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An adapter and a whole connector in bf16, so that weights, moments and masters are continued. It is killed after
-    an evaluation that follows its checkpoint: that is made again."""
+    """An adapter and a whole connector in bf16, so that weights, moments and masters are continued. It is told to stop
+    within its first step, and later killed after an evaluation that follows its checkpoint: that is made again."""
     lora = {"rank": 4, "modules_to_save": ["connector"]}
     make: Any = partial(lora_config, make_config, lora, reward={"functions": []}, environment={})
     whole = config_of(make, digits_data, save_freq=2, evaluate_every=3)
     whole = changed(whole, {"model.dtype": "bfloat16", "trainer.save_limit": 1, "run_dir": str(tmp_path / "whole")})
     killed = changed(whole, {"run_dir": str(tmp_path / "killed")})
     run(whole, monkeypatch)
-    run(killed, monkeypatch, kill_at=4)
+    run(killed, monkeypatch, stop_at=1)
+    assert list(checkpoint_folders(killed.run_path)) == [1], "whatever sft.save_freq is"
+    run(killed, monkeypatch, kill_at=4, resume=True)
     assert list(checkpoint_folders(killed.run_path)) == [2]
     run(killed, monkeypatch, resume=True)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
