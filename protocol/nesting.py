@@ -1,5 +1,8 @@
 """Depth of values that come from others, bounded wherever they are decoded: msgpack reads maps 1024 deep, and whatever
-walks such a value (validation, JSON, a repr) meets Python's own limit at a depth that depends on its caller."""
+walks such a value (validation, JSON, a repr) meets Python's own limit at a depth that depends on its caller.
+
+Workers of environments import this module: it imports no pydantic.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 MAX_DEPTH = 64
 """Most maps and lists in each other; the columns of a ticket's row count by themselves."""
-
+LONGEST_INFO = 4096
+"""Characters of an environment's facts about one turn, as JSON."""
 
 _NESTED = (dict, list, tuple)
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from asyncrl.errors import BadStateError, UserError, file_hint
@@ -119,6 +118,8 @@ def _levels(image: Image.Image, where: str, otherwise: str) -> tuple[float, floa
     """
     if not image.mode.startswith("I") and image.mode != "F":
         return None
+    import numpy as np  # few images need it, and workers of environments start faster
+
     numbers = np.asarray(image)
     least, most = float(numbers.min()), float(numbers.max())
     tags: Any = getattr(image, "tag_v2", {})
@@ -150,6 +151,8 @@ def _number(tags: Any, *codes: int) -> float | None:
 
 
 def _as_grey8(image: Image.Image, black: float, white: float) -> Image.Image:
+    import numpy as np
+
     numbers = np.asarray(image)
     scaled = (numbers.astype(np.float32) - black) * (255 / (white - black))
     grey = Image.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8))

@@ -84,13 +84,18 @@ class EnvironmentWorkers:
 
     async def start(self) -> None:
         """Start the processes, with the environment loaded. Raises UserError where they cannot be."""
-        config, source = self.config.model_dump(), source_of(self.config)
+        source = source_of(self.config)
         path = source["path"]
         imported = imported_files(UserFunction(Path(path), source["name"], source["package"])) if path else {}
         await self._pool.start(
             WorkerProgram(
                 module="asyncrl.environments.worker",
-                setup={"config": config, "source": source, "rule": asdict(self._rule)},
+                setup={
+                    "name": self.config.name,
+                    "config": self.config.config,
+                    "source": source,
+                    "rule": asdict(self._rule),
+                },
                 section="environment",
                 loads="the environment's files",
                 memory_limit_mib=self.config.memory_limit_mib,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import plugins, user_functions
-from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.config.secrets import with_secrets, without_secrets
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, EpisodeOver, PromptTools, Start, ToolError
-from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult, key_of
-from asyncrl.environments.recording import recorded_info
+from asyncrl.environments.observation import Message, Observation, PastTurn, StepResult, key_of, recorded_info
 from asyncrl.errors import UserError, did_you_mean, field_problem
 from asyncrl.workers import channel
+
+if TYPE_CHECKING:  # a worker reads no configuration: pydantic and the sections would be half of its start
+    from asyncrl.config.environment import EnvironmentConfig
 
 Source = dict[str, Any]
 """Name, path, package and bytes of a user's file as it was when the run began; of an installed part `module:name` as
@@ -96,11 +95,12 @@ class LoadedEnvironment:
         return past if past.shown is None else replace(past, shown=self.rule.fit_observation(past.shown))
 
 
-async def load(config: EnvironmentConfig, source: Source, rule: ImageRule) -> LoadedEnvironment:
-    """Run the user's file and look at what it defines. Raises UserError."""
+async def load(name: str, values: dict[str, Any], source: Source, rule: ImageRule) -> LoadedEnvironment:
+    """Run the user's file and look at what it defines. `name` and `values` are environment.name and environment.config.
+    Raises UserError."""
     author = _class_of(source)
-    _check_class(author, config.name)
-    settings = _settings(author, config.config)
+    _check_class(author, name)
+    settings = _settings(author, values)
     cls = type(author.__name__, (author,), {"__module__": author.__module__})
     tools = await cls.prepare(settings, rule) if hasattr(cls, "prepare") else None
     return LoadedEnvironment(cls, settings, tools, source["path"], rule)
@@ -156,6 +156,8 @@ def _settings(cls: type[Any], values: dict[str, Any]) -> Any:
                 "the class a pydantic model named Config"
             )
         return {}
+    from pydantic import BaseModel, ConfigDict, ValidationError  # as the author's file does
+
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise UserError(f"{cls.__name__}.Config is {model!r:.80}, expected a pydantic model")
     strict = type("Config", (model,), {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__})

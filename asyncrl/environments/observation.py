@@ -7,11 +7,14 @@ server asks, the bridge encodes, the record carries, the learner encodes again. 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Set
+import json
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.errors import UserError
+from asyncrl.user_functions import storable
+from protocol.nesting import LONGEST_INFO, check_depth
 
 THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
 LEFT_OUT = "[image left out]"
@@ -83,6 +86,19 @@ class StepResult:
     history: tuple[PastTurn, ...] = ()
     """All that the next turn is to see between the prompt and the observation, in place of what was there; empty: it
     stays."""
+
+
+def recorded_info(info: Mapping[str, Any]) -> str:
+    """JSON of the environment's own facts; empty where there are none. Raises TypeError or ValueError for what is no
+    JSON, too long, or too deep."""
+    facts = {key: value for key, value in info.items() if key != "calls"}
+    if not facts:
+        return ""
+    check_depth(facts)
+    text = storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
+    if len(text) > LONGEST_INFO:
+        raise ValueError(f"info has {len(text)} characters as JSON, over the limit of {LONGEST_INFO}")
+    return text
 
 
 def check_history(history: Sequence[PastTurn], shown: Sequence[Observation], seen: Set[bytes]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +23,7 @@ from protocol.messages import (
     ToolCall,
     TrajectoryRecord,
 )
-from protocol.messages.groups import LONGEST_CALL, LONGEST_INFO, MOST_CALLS, CallErrorKind
-from protocol.nesting import check_depth
+from protocol.messages.groups import LONGEST_CALL, MOST_CALLS, CallErrorKind
 
 Decode = Callable[[np.ndarray], str]
 """Token ids as text. [T]"""
@@ -104,19 +102,6 @@ def recorded_calls(info: Mapping[str, Any]) -> tuple[ToolCall, ...]:
         )
         for call in list(info.get("calls", ()))[:MOST_CALLS]
     )
-
-
-def recorded_info(info: Mapping[str, Any]) -> str:
-    """JSON of the environment's own facts; empty where there are none. Raises TypeError or ValueError for what is no
-    JSON, too long, or too deep."""
-    facts = {key: value for key, value in info.items() if key != "calls"}
-    if not facts:
-        return ""
-    check_depth(facts)
-    text = storable(json.dumps(facts, ensure_ascii=False, allow_nan=False))
-    if len(text) > LONGEST_INFO:
-        raise ValueError(f"info has {len(text)} characters as JSON, over the limit of {LONGEST_INFO}")
-    return text
 
 
 def _cut(text: str, longest: int) -> str:

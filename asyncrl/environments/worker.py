@@ -3,7 +3,7 @@
 Loads the environment once and runs many episodes, each in a task of its own, so that async ones wait side by side. A
 plain method runs in the event loop: the other episodes of the process wait until it returns.
 
-setup    {"config", "source", "rule"}; the parent is told {"tools": PromptTools as JSON, or empty}
+setup    {"name", "config", "source", "rule"}; the parent is told {"tools": PromptTools as JSON, or empty}
 request  {"episode", "do": "reset", "step" or "close"}, {"cancel": episode}
 reply    result of the method, {"failed": reason} or {"cancelled": True}; after a cancel
          {"busy": episode that holds the event loop at this moment, or None}
@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.environment import EnvironmentConfig
 from asyncrl.environments.image_rule import ImageRule
 from asyncrl.environments.interface import Action, Start
 from asyncrl.environments.loading import LoadedEnvironment, load, waited
@@ -30,9 +29,7 @@ CLOSE_S = 1.0
 
 
 def _load(setup: dict[str, Any]) -> tuple[dict[str, Any], Serve]:
-    loaded = asyncio.run(
-        load(EnvironmentConfig.model_validate(setup["config"]), setup["source"], ImageRule(**setup["rule"]))
-    )
+    loaded = asyncio.run(load(setup["name"], setup["config"], setup["source"], ImageRule(**setup["rule"])))
     told = {"tools": loaded.tools.as_json if loaded.tools else ""}
     return told, lambda channel: asyncio.run(_Worker(loaded, channel).run())
 

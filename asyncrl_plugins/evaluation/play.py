@@ -58,7 +58,7 @@ class Played:
 def open_environment(config: EnvironmentConfig, unit: int) -> LoadedEnvironment:
     """The environment in this process. Raises UserError."""
     rule = ImageRule(unit, config.limits.image_pixels)
-    return asyncio.run(load(config, source_of(config), rule))
+    return asyncio.run(load(config.name, config.config, source_of(config), rule))
 
 
 def policy_of(loaded: LoadedEnvironment, name: str) -> Policy:

@@ -57,6 +57,7 @@ def server_arguments(
             "sampling_backend": "pytorch",
             "mm_attention_backend": "sdpa",
             "disable_overlap_schedule": True,
+            "sleep_on_idle": True,  # else it asks for requests without a pause, on a core that the learner may need
             "mem_fraction_static": 0.8,  # a limit; max_total_tokens decides
             "max_total_tokens": cpu_cache_tokens(config, text_config),
         }

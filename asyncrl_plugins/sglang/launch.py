@@ -4,12 +4,14 @@ The process group ends with the rollout server, also where that is killed.
 """
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import select
 import signal
 import sys
 import threading
+from typing import Any
 
 OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Process id of the rollout server."""
@@ -43,8 +45,17 @@ def end_with(owner: int) -> None:
     threading.Thread(target=watch, name="end-with-owner", daemon=True).start()
 
 
+def fork_processes() -> None:
+    """Let SGLang fork its processes, which it would spawn: each would import again what takes 20 s of processor time.
+    CUDA allows no fork."""
+    set_start_method: Any = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=force)
+
+
 if __name__ == "__main__":
     if sys.platform == "linux":
         end_with(int(os.environ[OWNER_VARIABLE]))
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        fork_processes()
     sys.path.pop(0)  # this folder: no module of ours is to be found under a name of SGLang's
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

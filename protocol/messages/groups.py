@@ -12,14 +12,12 @@ from pydantic import AfterValidator, Field, model_validator
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
 from protocol.messages.tickets import FinishReason, PartialRollout, TextPart
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, TokenSource, TrajectoryRole, Wire
-from protocol.nesting import read_json
+from protocol.nesting import LONGEST_INFO, read_json
 
 MOST_CALLS = 64
 """Calls of one turn that its record keeps."""
 LONGEST_CALL = 1000
 """Characters of a call's arguments, or of its error, that a record keeps."""
-LONGEST_INFO = 4096
-"""Characters of an environment's facts about one turn."""
 CallErrorKind = Literal["", "malformed", "unknown_tool", "arguments", "tool", "not_run"]
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from asyncrl.data.images import content_hash
 from asyncrl.data.survey.row_survey import overlong_opening
 from asyncrl.environments.episodes import EnvironmentFailed
-from asyncrl.environments.observation import Message, Observation, Part
-from asyncrl.environments.recording import recorded, recorded_calls, recorded_history, recorded_info
+from asyncrl.environments.observation import Message, Observation, Part, recorded_info
+from asyncrl.environments.recording import recorded, recorded_calls, recorded_history
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.bridge import TurnBridge, start_of
 from asyncrl.processing.history import History, Shown

@@ -19,6 +19,8 @@ from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start_command, with_ports, write_config
 from tests.system.test_end_to_end import lines
 
+STEPS = 24
+
 
 def check_digits_run(
     make_config: Callable[..., RunConfig], folder: Path, engine: str, *, processes: int, timeout_s: float
@@ -32,7 +34,7 @@ def check_digits_run(
             batch={"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024},
             data={"max_response_length": 16},
             rollout={"engine": engine, "weights_channel": "zmq", "weight_update": "recompute"},
-            trainer={"max_steps": 32, "samples_per_step": 1},
+            trainer={"max_steps": STEPS, "samples_per_step": 1},
         ),
         free_port,
     )
@@ -63,10 +65,10 @@ def check_digits_run(
 
     steps = lines(run / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == 32
+    assert len(steps) == STEPS
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5]), rewards
     assert all(step["ledger_residual"] == 0 for step in steps)
     assert all(step["rows/error"] == step["rows/timed_out"] == 0 for step in steps)
     assert any((run / "images").iterdir())
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
-        assert db.execute("SELECT count(*) FROM consumption").fetchone() == (256,)
+        assert db.execute("SELECT count(*) FROM consumption").fetchone() == (8 * STEPS,)

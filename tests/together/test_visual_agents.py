@@ -34,7 +34,7 @@ def play(agent: str, answer: Any, *turns: str, **config: Any) -> list[StepResult
     settings = EnvironmentConfig.model_validate(section)
 
     async def episode() -> list[StepResult]:
-        loaded = await load(settings, source_of(settings), ImageRule())
+        loaded = await load(settings.name, settings.config, source_of(settings), ImageRule())
         start = Start(row={"answer": answer}, images=[PICTURE], seed=1, config=loaded.config)
         one, opening = await loaded.begin(start)
         assert opening is None

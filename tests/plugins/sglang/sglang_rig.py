@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl_plugins.sglang import process
 from asyncrl_plugins.sglang.engine import SGLangEngine
 from asyncrl_plugins.sglang.environment import python_of
 from asyncrl_plugins.sglang.plugin import SGLangConfig
@@ -19,7 +18,6 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from tests.rigs.engine_rig import Rig
 from tests.rigs.policies import Weights
 
-FORKED = Path(__file__).with_name("forked_launch.py")
 MISSING = not python_of(SGLangConfig()).is_file()
 NEEDS_SGLANG = [
     pytest.mark.slow,
@@ -35,7 +33,6 @@ class SGLangRig(Rig):
     def make_engine(self) -> Any:
         self.answers: list[dict[str, Any]] = []
         """Answers of SGLang to requests for completions, as they came."""
-        process.ENTRY = FORKED
         return WatchedEngine(self.config, self.processor, self.answers)
 
     async def sampled(self, tokens: int, requests: Sequence[GenerationRequest]) -> None:

@@ -53,7 +53,8 @@ def made(make_config: Callable[..., RunConfig], tmp_path: Path, settings: dict[s
 
 
 def settings_of(config: RunConfig) -> Any:
-    return asyncio.run(load(config.environment, source_of(config.environment), ImageRule())).config
+    section = config.environment
+    return asyncio.run(load(section.name, section.config, source_of(section), ImageRule())).config
 
 
 def test_an_environment_has_the_value_and_the_configuration_the_name(
