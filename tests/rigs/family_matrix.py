@@ -1,16 +1,27 @@
 """Every text family of transformers as a small folder, trained and sampled from, against its own plain forward pass.
 
 `python -m tests.rigs.family_matrix [FAMILY ...]` prints a line for each; `--write FILE` keeps the table.
+
+Each family has a process with limits of memory, files and time: a family that cannot be made small would fill the
+machine. Models are counted before they are built.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import json
+import multiprocessing
+import resource
+import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +36,7 @@ from asyncrl.config.service_sections import LearnerConfig, OptimConfig, RolloutC
 from asyncrl.demo.model import build_tokenizer
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import read_config
-from asyncrl.models.loading import load_model
+from asyncrl.models.loading import load_model, model_class
 from asyncrl.models.small_copy import SmallFamily, family_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
@@ -51,6 +62,10 @@ LONGEST = 40
 """Tokens of the longest row at most."""
 TEMPERATURE = 8.0
 """Keeps distributions of the small models spread, so that each token's log-prob says something."""
+MOST_PARAMETERS = 300_000_000
+MEMORY, FILE = 8 << 30, 2 << 30
+"""Bytes of data and of a file that a family's process may have: a model is there twice, with gradients."""
+DEADLINE_S = 600
 ROPE = {"rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,13 +128,22 @@ class Verdict:
     """Reason of a refusal, or of rows alone."""
 
 
+class TooLargeError(Exception):
+    """A family of which no model can be made that is small enough."""
+
+
 def make_folder(family: str, folder: Path) -> Path:
-    """A folder with a small random model, a tokenizer and its template. Raises what the family's own code raises."""
+    """A folder with a small random model, a tokenizer and its template.
+
+    Raises TooLargeError, and what the family's own code raises.
+    """
     kind, settings = KINDS.get(family, (family, {}))
     given = folder / "given"
     transformers.CONFIG_MAPPING[kind](**settings).save_pretrained(given)
     tokenizer = build_tokenizer()
     small = SmallFamily(ModelConfig(path=str(given)))
+    if small.problem:
+        raise TooLargeError(small.problem)
     text = getattr(small.described, "text_config", None) or small.described
     text.vocab_size = (len(tokenizer) + 63) // 64 * 64
     for part in {id(part): part for part in (text, small.described)}.values():
@@ -132,6 +156,10 @@ def make_folder(family: str, folder: Path) -> Path:
         for name, value in settings.items():
             if "window" in name or "rope" in name or "position" in name:
                 setattr(part, name, value)
+    with torch.device("meta"):
+        counted = model_class(small.described).from_config(copy.deepcopy(small.described))
+    if (parameters := sum(p.numel() for p in counted.parameters())) > MOST_PARAMETERS:
+        raise TooLargeError(f"its smallest model has {parameters:,} parameters, and {MOST_PARAMETERS:,} are the limit")
     model = small.model("eager")
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder / "model")
@@ -258,6 +286,38 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def examine_apart(family: str) -> Verdict:
+    """`examine` in a process with limits, whose folder goes with it, however it ends."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-family-", ignore_cleanup_errors=True) as folder:
+        process = multiprocessing.get_context("fork").Process(target=_examine_within, args=(family, Path(folder)))
+        process.start()
+        try:
+            process.join(DEADLINE_S)
+        finally:
+            ended = process.exitcode is not None
+            process.kill()
+            process.join()
+        if not ended:
+            return Verdict("crash", "", f"it took longer than {DEADLINE_S} s")
+        written = Path(folder) / "verdict.json"
+        if not written.exists():
+            return Verdict("crash", "", f"its process ended with {process.exitcode}")
+        return Verdict(**json.loads(written.read_text()))
+
+
+def _examine_within(family: str, folder: Path) -> None:
+    """The child: its verdict is a file, so that nothing waits for one that was killed."""
+    torch.set_num_threads(1)  # a fork has none of its parent's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for kind, most in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE)):
+        resource.setrlimit(kind, (most, most))
+    try:
+        verdict = examine(family, folder)
+    except Exception as error:
+        verdict = Verdict("crash", "", _said(error))
+    (folder / "verdict.json").write_text(json.dumps(asdict(verdict)))
+
+
 def table(verdicts: Mapping[str, Verdict]) -> str:
     """Families of each verdict, as Markdown."""
     rows: dict[tuple[str, str], list[str]] = {}
@@ -266,7 +326,10 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
     lines = ["| rows are trained | hf engine | families |", "|---|---|---|"]
     for (trains, samples), names in sorted(rows.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {trains} ({len(names)}) | {samples or '-'} | {', '.join(f'`{name}`' for name in names)} |")
-    return "\n".join(lines) + "\n"
+    large = [
+        f"- `{family}`: {one.why}" for family, one in verdicts.items() if one.why.startswith(TooLargeError.__name__)
+    ]
+    return "\n".join([*lines, *(["", "Left out for their size:", "", *large] if large else [])]) + "\n"
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -274,15 +337,14 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args(list(arguments) if arguments is not None else None)
+    with contextlib.suppress(ImportError):  # else each child would import it with its first model, for seconds
+        import_module("deepspeed")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # which removes the folder of the family at work
     verdicts: dict[str, Verdict] = {}
     for family in given.families or families():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                verdicts[family] = verdict = examine(family, Path(folder))
-            except Exception as error:
-                verdicts[family] = verdict = Verdict("crash", "", _said(error))
+        verdicts[family] = verdict = examine_apart(family)
         print(f"{family:32} {verdict.trains:10} {verdict.samples:8} {verdict.why[:300]}", flush=True)
     if given.write:
         wrong = sum(not {"WRONG", "crash"}.isdisjoint((one.trains, one.samples)) for one in verdicts.values())
