@@ -217,5 +217,15 @@ def scaled_logits(model: Any, hidden: torch.Tensor, layer: Layer | None = None) 
 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """[T, D] of one packed sequence after the model's last layer and norm."""
-    inner = model.base_model if model.base_model is not model else model.model  # Llama 4 names its base wrongly
-    return inner(**inputs, use_cache=False)[0][0]
+    inner = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if inner is not None:  # Llama 4's text names its base wrongly
+        return inner(**inputs, use_cache=False)[0][0]
+    given: list[torch.Tensor] = []  # Llama 4 with images has none: all but the head is the whole model's own pass
+
+    def take(_: Any, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+        given.extend(arguments)
+        return arguments[0][:, :0]
+
+    with model.get_output_embeddings().register_forward_pre_hook(take):
+        model(**inputs, use_cache=False)
+    return given[0][0]

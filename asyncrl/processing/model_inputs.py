@@ -88,6 +88,8 @@ def media_inputs(model: Any, prompts: Sequence[EncodedPrompt], token_types: torc
     inputs: dict[str, torch.Tensor] = {}
     if seen:
         pixels = torch.cat([pixels for _, pixels in seen])
+        if pixels.dtype != torch.float32:  # rounded by its processor; the tower of Llama 4 casts none
+            pixels = pixels.to(model.dtype)
         inputs |= images_of(model).model_inputs(pixels, [prompt for prompt, _ in seen], token_types)
     if frames:
         inputs["pixel_values_videos"] = torch.cat(frames)

@@ -6,7 +6,7 @@ placeholders, fences and line breaks, so that the whole prompt is tokenised afte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,10 +34,17 @@ class WrittenImages(ImageGrids):
         known = type(processor).__name__ == cls.PROCESSOR and cls._is_known(processor.image_processor)
         return cls(processor) if known else None
 
-    @staticmethod
-    def _is_known(settings: Any) -> bool:
+    @classmethod
+    def _is_known(cls, settings: Any) -> bool:
         """Return whether every tile has the one size of the vision tower."""
         return bool(settings.do_resize and one_size(settings))
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Height and width of a tile in pixels."""
+        size = one_size(self._processor.image_processor)
+        assert size is not None, "else it is refused"
+        return size
 
     def _written(self, grids: np.ndarray) -> list[str]:
         """Placeholder text of each image, by the processor's own method."""
@@ -126,9 +133,7 @@ class InternVLImages(SquareImages):
         return self._with_size(int(tiles) for tiles in output["num_patches"])
 
     def _with_size(self, tiles: Any) -> np.ndarray:
-        size = one_size(self._processor.image_processor)
-        assert size is not None, "else it is refused"
-        return np.asarray([(number, *size) for number in tiles], np.int32).reshape(-1, 3)
+        return np.asarray([(number, *self._tile) for number in tiles], np.int32).reshape(-1, 3)
 
     def _facts(self, grids: np.ndarray) -> dict[str, Any]:
         return {"num_patches": grids[:, 0].tolist()}
@@ -141,8 +146,8 @@ class Idefics3Images(WrittenImages):
     PROCESSOR = "Idefics3Processor"
     OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt", "return_row_col_info": True}
 
-    @staticmethod
-    def _is_known(settings: Any) -> bool:
+    @classmethod
+    def _is_known(cls, settings: Any) -> bool:
         return bool(settings.do_resize)
 
     def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -196,12 +201,6 @@ class LlavaNextImages(WrittenImages):
         chosen = select_best_resolution((height, width), self._processor.image_processor.image_grid_pinpoints)
         return 1 + int(np.prod([-(-side // tile) for side, tile in zip(chosen, self._tile, strict=True)]))
 
-    @property
-    def _tile(self) -> tuple[int, int]:
-        size = one_size(self._processor.image_processor)
-        assert size is not None, "else it is refused"
-        return size
-
     def made(self, output: Mapping[str, Any]) -> np.ndarray:
         tiles = [len(pixels) for pixels in output["pixel_values"]]
         return np.asarray([(n, *size) for n, size in zip(tiles, output["image_sizes"], strict=True)], np.int32)
@@ -245,8 +244,8 @@ class Mistral3Images(WrittenImages):
 
     PROCESSOR = "PixtralProcessor"
 
-    @staticmethod
-    def _is_known(settings: Any) -> bool:
+    @classmethod
+    def _is_known(cls, settings: Any) -> bool:
         return bool(settings.do_resize and settings.size.get("longest_edge") and not settings.do_center_crop)
 
     @property
@@ -290,3 +289,145 @@ class Mistral3Images(WrittenImages):
     @staticmethod
     def patches(grids: np.ndarray, vision_config: Any) -> int:
         return int((grids[:, 1:] // vision_config.patch_size).prod(axis=1).sum())
+
+
+class Llama4Images(WrittenImages):
+    """Llama 4: rows and columns of tiles of the best canvas, a separator behind each, and the whole image once more.
+    Grids: tiles, rows, columns; 1, 1, 1 for an image that is not cut. Its processor rounds pixels to bfloat16."""
+
+    PROCESSOR = "Llama4Processor"
+
+    @property
+    def _image_token(self) -> str:
+        return self._processor.img_patch_token
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        from transformers.models.llama4 import image_processing_llama4 as processing
+
+        part, (tile, _) = self._processor.image_processor, self._tile
+        canvases = torch.tensor(processing.find_supported_resolutions(part.max_patches, part.size))
+        found = [
+            processing.get_best_fit((height, width), canvases, resize_to_max_canvas=part.resize_to_max_canvas) // tile
+            for width, height in sizes
+        ]
+        return self._with_tiles(found)
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        return self._with_tiles(output["aspect_ratios"])
+
+    @staticmethod
+    def _with_tiles(ratios: Iterable[torch.Tensor]) -> np.ndarray:
+        pairs = [ratio.tolist() for ratio in ratios]
+        return np.asarray([(r * c + (r * c > 1), r, c) for r, c in pairs], np.int32).reshape(-1, 3)
+
+    def _facts(self, grids: np.ndarray) -> dict[str, Any]:
+        tile = torch.empty((3, *self._tile), device="meta")  # of which the shape alone is read
+        return {"aspect_ratios": grids[:, 1:].tolist(), "pixel_values": [tile]}
+
+
+class Lfm2VlImages(WrittenImages):
+    """LFM2-VL: rows and columns of square tiles and the whole image at its own aspect ratio, or that alone.
+
+    Grids: `_code` of rows, columns and a tile's side, height and width of the whole, all in patches. Pixels of a
+    prompt's images are one list of patches: tiles and images have different numbers of them.
+    """
+
+    PROCESSOR = "Lfm2VlProcessor"
+    OPTIONS: ClassVar[dict[str, Any]] = {"return_tensors": "pt", "return_row_col_info": True}
+    MOST_TILES = 100
+
+    @classmethod
+    def _is_known(cls, settings: Any) -> bool:
+        """Return whether an image that is cut has tiles, and comes whole once more: else its text does not fit."""
+        cut = settings.min_tiles > 1 and settings.max_tiles < cls.MOST_TILES and settings.use_thumbnail
+        return bool(settings.do_resize and settings.do_pad and (cut or not settings.do_image_splitting))
+
+    @property
+    def _side(self) -> int:
+        """Patches of a tile's side."""
+        part = self._processor.image_processor
+        return part.tile_size // part.encoder_patch_size
+
+    def _code(self, rows: int, columns: int) -> int:
+        return (self._side * self.MOST_TILES + rows) * self.MOST_TILES + columns
+
+    @classmethod
+    def _decoded(cls, grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, columns and a tile's side of each image."""
+        rest, columns = np.divmod(grids[:, 0], cls.MOST_TILES)
+        side, rows = np.divmod(rest, cls.MOST_TILES)
+        return rows, columns, side
+
+    def grids(self, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        part = self._processor.image_processor
+        names = ("max_image_tokens", "encoder_patch_size", "downsample_factor")
+        limits = {name: getattr(part, name) for name in names}
+        found: list[tuple[int, int, int]] = []
+        for width, height in sizes:
+            rows = columns = 1
+            if part.do_image_splitting and part._is_image_too_large(
+                height, width, max_pixels_tolerance=part.max_pixels_tolerance, **limits
+            ):
+                columns, rows, *_ = part._get_grid_layout(height, width, part.min_tiles, part.max_tiles, part.tile_size)
+            whole = part.smart_resize(height, width, min_image_tokens=part.min_image_tokens, **limits)
+            found.append((self._code(rows, columns), *(pixels // part.encoder_patch_size for pixels in whole[::-1])))
+        return np.asarray(found, np.int32).reshape(-1, 3)
+
+    def made(self, output: Mapping[str, Any]) -> np.ndarray:
+        cut = zip(*(np.asarray(output[name]).tolist() for name in ("image_rows", "image_cols")), strict=True)
+        whole = np.asarray(output["image_sizes"]) // self._processor.image_processor.encoder_patch_size
+        return np.asarray([(self._code(*c), *size) for c, size in zip(cut, whole, strict=True)], np.int32)
+
+    def _pixels(self, output: Mapping[str, Any]) -> torch.Tensor:
+        """[patches, features] without padding."""
+        return output["pixel_values"][output["pixel_attention_mask"].bool()]
+
+    def _written(self, grids: np.ndarray) -> list[str]:
+        rows, columns, _ = self._decoded(grids)
+        sizes = (grids[:, 1:] * self._processor.image_processor.encoder_patch_size).tolist()
+        facts = {"image_rows": rows.tolist(), "image_cols": columns.tolist(), "image_sizes": sizes}
+        return [
+            self._processor.replace_image_token(facts, number, use_image_special_tokens=True)
+            for number in range(len(grids))
+        ]
+
+    def describe(self, grid: Sequence[int]) -> str:
+        rows, columns, _ = self._decoded(np.asarray([grid]))
+        return f"{rows[0]} x {columns[0]} tile(s), {grid[1]} x {grid[2]} patches of the whole"
+
+    @classmethod
+    def _shapes(cls, grids: np.ndarray) -> list[tuple[int, int]]:
+        """Rows and columns of patches of each tile, and of each whole image."""
+        found: list[tuple[int, int]] = []
+        for rows, columns, side, (_, height, width) in zip(*cls._decoded(grids), grids.tolist(), strict=True):
+            tiles = int(rows * columns) if rows * columns > 1 else 0
+            found += [(int(side), int(side))] * tiles + [(height, width)]
+        return found
+
+    @staticmethod
+    def model_inputs(pixels: torch.Tensor, prompts: Sequence[SeenImages], token_types: torch.Tensor) -> Inputs:
+        shapes = torch.tensor(Lfm2VlImages._shapes(np.concatenate([prompt.image_grids for prompt in prompts])))
+        lengths = shapes.prod(1)
+        pieces = pixels.split(lengths.tolist())
+        padded = torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
+        mask = (torch.arange(padded.shape[1]) < lengths[:, None]).int()
+        return {"pixel_values": padded, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+    @staticmethod
+    def apart(inputs: Mapping[str, torch.Tensor]) -> list[Inputs] | None:
+        shapes = inputs["spatial_shapes"].split(1)
+        pieces = [
+            row[:, : int(shape.prod())] for row, shape in zip(inputs["pixel_values"].split(1), shapes, strict=True)
+        ]
+        return [
+            {
+                "pixel_values": piece,
+                "pixel_attention_mask": piece.new_ones(piece.shape[:2], dtype=torch.int),
+                "spatial_shapes": shape,
+            }
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+
+    @staticmethod
+    def patches(grids: np.ndarray, vision_config: Any) -> int:
+        return sum(height * width for height, width in Lfm2VlImages._shapes(grids))

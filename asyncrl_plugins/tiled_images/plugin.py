@@ -9,6 +9,8 @@ _FAMILIES = "asyncrl_plugins.tiled_images.families"
 GEMMA3 = ModelFamily(images=f"{_FAMILIES}:Gemma3Images")
 IDEFICS3 = ModelFamily(images=f"{_FAMILIES}:Idefics3Images")
 INTERNVL = ModelFamily(images=f"{_FAMILIES}:InternVLImages")
+LFM2_VL = ModelFamily(images=f"{_FAMILIES}:Lfm2VlImages")
+LLAMA4 = ModelFamily(images=f"{_FAMILIES}:Llama4Images")
 LLAVA_NEXT = ModelFamily(images=f"{_FAMILIES}:LlavaNextImages")
 LLAVA_ONEVISION = ModelFamily(images=f"{_FAMILIES}:LlavaOnevisionImages")
 MISTRAL3 = ModelFamily(images=f"{_FAMILIES}:Mistral3Images")

@@ -1,7 +1,7 @@
 """Families that people use, with a column for each promise, as docs/families.md.
 
 `python -m tests.rigs.family_columns --write docs/families.md [FAMILY ...]` measures and writes the page; rows of
-families that are not named are kept, so that it can be made in parts. `--vllm` samples with vLLM, too.
+families that are not named are kept as the page has them. `--vllm` samples with vLLM, too.
 
 Each cell is a number of nats, the largest difference between log-probs, or the words of a refusal. References are
 transformers' own passes of each row alone, over what the family's own processor makes of its prompt.
@@ -45,7 +45,7 @@ from tests.conftest import small_config
 from tests.plugins.tiled_images.tiny_tiled import TILED, make_tiled
 from tests.rigs.alignment_rig import answers, parity_tickets, verify
 from tests.rigs.family_matrix import make_folder
-from tests.rigs.foreign_families import make_glm4v, make_lfm2_vl
+from tests.rigs.foreign_families import make_glm4v
 from tests.rigs.tiny_families import make_expert_or_recurrent, make_family, make_llava
 from tests.system.test_bad_input import image_rows, write_rows
 
@@ -82,7 +82,6 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     **{family: lambda folder, family=family: make_glm4v(family, folder) for family in ("glm4v", "glm4v_moe")},
     "llava": make_llava,
     **{family: lambda folder, family=family: make_tiled(family, folder) for family in TILED},
-    "lfm2_vl": make_lfm2_vl,
 }
 """A folder with a small random model of each family."""
 SIZES = ((40, 150), (28, 28), (90, 40), (160, 200))
@@ -167,6 +166,8 @@ class Family:
                 inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(ids)))
         if not images:
             inputs = {"input_ids": inputs["input_ids"]}
+        elif "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)  # Llama 4 has them in bfloat16
         logits = model(**inputs, use_cache=False).logits[0, -len(ids) - 1 : -1]
         banned = torch.tensor(sorted(self.processor.placeholder_ids), dtype=torch.long)
         logprobs = sampling_logprobs(logits, temperature=self.config.rollout.temperature, banned=banned)
@@ -363,24 +364,34 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     return f"{HEADING}\n{versions}\n\n" + "\n".join(lines) + f"\n\n## Words\n\n{words}\n"
 
 
+def written(text: str) -> dict[str, dict[str, str]]:
+    """Rows of a page, their words in their places again."""
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+
+    def whole(cell: str) -> str:
+        said = re.sub(r"\bfails \[(\d+)\]", lambda found: notes[found[1]], cell)
+        return re.sub(r" \[(\d+)\]", lambda found: f": {notes[found[1]]}", said)
+
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {name: dict(zip(COLUMNS, map(whole, cells), strict=True)) for name, *cells in lines[1:]}
+
+
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--kept", type=Path, default=Path("/tmp/family_columns.json"), help="rows measured so far")
     given = parser.parse_args(list(arguments) if arguments is not None else None)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    rows: dict[str, dict[str, str]] = json.loads(given.kept.read_text()) if given.kept.exists() else {}
-    for name in given.families or [name for name in MAKERS if name not in rows]:
+    rows = written(given.write.read_text()) if given.write and given.families else {}
+    for name in given.families or MAKERS:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows[name] = measure(name, Path(folder), vllm=given.vllm)
             except Exception as error:  # of the family's own code
                 rows[name] = {COLUMNS[0]: f"{type(error).__name__}: {' '.join(str(error).split())}"}
         print(name, json.dumps(rows[name]), flush=True)
-        given.kept.write_text(json.dumps(rows, indent=1))
         if given.write:
             given.write.write_text(page(rows))
 

@@ -1,4 +1,4 @@
-"""Random models of families with images that have no class here: GLM-4V, which is told by its grids, and LFM2-VL."""
+"""Random models of GLM-4V, whose images have no class here: they are told by its grids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.plugins.tiled_images import tiny_tiled
-from tests.plugins.tiled_images.tiny_tiled import PATCH, TILE, VISION
+from tests.plugins.tiled_images.tiny_tiled import PATCH, TILE
 
 GLM = {
     "image_token": "<|image|>",
@@ -19,7 +19,6 @@ GLM = {
     "video_start_token": "<|begin_of_video|>",
     "video_end_token": "<|end_of_video|>",
 }
-LFM = {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
 
 
 def make_glm4v(family: str, folder: Path) -> Path:
@@ -47,24 +46,6 @@ def make_glm4v(family: str, folder: Path) -> Path:
         chat_template=tiny_tiled._template("<|begin_of_image|><|image|><|end_of_image|>"),
     )
     return _saved(getattr(transformers, f"{name}ForConditionalGeneration")(config), processor, tokenizer, folder)
-
-
-def make_lfm2_vl(folder: Path) -> Path:
-    tokenizer = tiny_tiled._tokenizer(LFM)
-    text = tiny_tiled._text(tokenizer, model_type="lfm2", layer_types=["conv", "full_attention"])
-    torch.manual_seed(0)
-    config = transformers.Lfm2VlConfig(
-        vision_config={**VISION, "num_patches": 64, "vision_use_head": False},
-        text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids(LFM["image_token"]),
-        projector_hidden_size=64,
-    )
-    processor = transformers.Lfm2VlProcessor(
-        transformers.Lfm2VlImageProcessor(encoder_patch_size=PATCH, tile_size=2 * TILE, max_image_tokens=16),
-        tokenizer,
-        chat_template=tiny_tiled._template("<image>"),
-    )
-    return _saved(transformers.Lfm2VlForConditionalGeneration(config), processor, tokenizer, folder)
 
 
 def _saved(model: Any, processor: Any, tokenizer: Any, folder: Path) -> Path:

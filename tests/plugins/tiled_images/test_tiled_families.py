@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from tests.plugins.tiled_images.tiny_tiled import TILED, make_tiled
+from tests.plugins.tiled_images.tiny_tiled import NOT_SAMPLED, TILED, make_tiled
 from tests.system.test_family_runs import check_run
 from tests.unit.learner import test_families, test_vision_features
 from tests.unit.learner.test_padded_step import check_step
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
 
 
-@pytest.fixture(scope="module", params=TILED)
+@pytest.fixture(scope="module", params=[family for family in TILED if family not in NOT_SAMPLED])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "smolvlm":
         pytest.importorskip("num2words", reason="transformers' SmolVLMProcessor needs it")
     return make_tiled(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(params=["gemma3", "internvl"])
+@pytest.fixture(params=["gemma3", "internvl", "lfm2_vl"])
 def make_run(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunConfig]:
     return runs_of(make_tiled(request.param, tmp_path / "model"), make_config, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,58 @@ def _mistral3(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
     return transformers.Mistral3ForConditionalGeneration(config), processor
 
 
+def _llama4(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    """One layer with rotary positions and chunks that are shorter than a prompt, one without either, with experts."""
+    text = _text(tokenizer, model_type="llama4_text", head_dim=32, intermediate_size_mlp=128, num_local_experts=4)
+    config = transformers.Llama4Config(
+        text_config={**text, "no_rope_layers": [1, 0], "moe_layers": [1], "attention_chunk_size": 16},
+        vision_config={
+            **VISION,
+            "image_size": TILE,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "initializer_range": 0.1,
+        },
+        image_token_index=ids["patch_token"],
+        boi_token_index=ids["image_start_token"],
+        eoi_token_index=ids["image_end_token"],
+    )
+    processor = transformers.Llama4Processor(
+        transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
+        tokenizer,
+        patch_size=PATCH,
+        chat_template=_template("<|image|>"),
+    )
+    return transformers.Llama4ForConditionalGeneration(config), processor
+
+
+def _lfm2_vl(tokenizer: Any, ids: dict[str, int], layers: Sequence[str] = ("full_attention",) * 2) -> tuple[Any, Any]:
+    config = transformers.Lfm2VlConfig(
+        vision_config={**VISION, "num_patches": 16, "vision_use_head": False, "initializer_range": 0.1},
+        text_config=_text(tokenizer, model_type="lfm2", layer_types=list(layers)),
+        image_token_id=ids["image_token"],
+        projector_hidden_size=64,
+    )
+    part = transformers.Lfm2VlImageProcessor(
+        encoder_patch_size=PATCH, tile_size=TILE, min_image_tokens=4, max_image_tokens=16, max_tiles=4
+    )
+    processor = transformers.Lfm2VlProcessor(part, tokenizer, chat_template=_template("<image>"))
+    return transformers.Lfm2VlForConditionalGeneration(config), processor
+
+
+def _lfm2_vl_convolutions(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
+    return _lfm2_vl(tokenizer, ids, ("conv", "full_attention"))
+
+
+_LFM2_VL = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+    **{f"row_{row}_col_{col}_token": f"<|img_row_{row}_col_{col}|>" for row in range(1, 5) for col in range(1, 5)},
+}
 _FENCES = {f"row_{row}_col_{col}_token": f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)}
 _SPLIT = {
     "image_token": "<image>",
@@ -223,6 +276,19 @@ _MAKERS: dict[str, Any] = {
         },
         _internvl,
     ),
+    "lfm2_vl": (_LFM2_VL, _lfm2_vl),
+    "lfm2_vl (convolutions)": (_LFM2_VL, _lfm2_vl_convolutions),
+    "llama4": (
+        {
+            "placeholder_token": "<|image|>",
+            "patch_token": "<|patch|>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "tile_x_token": "<|tile_x_separator|>",
+            "tile_y_token": "<|tile_y_separator|>",
+        },
+        _llama4,
+    ),
     "llava_next": ({"image_token": "<image>"}, _llava_next),
     "llava_onevision": ({"image_token": "<image>", "video_token": "<video>"}, _llava_onevision),
     "mistral3": (
@@ -232,3 +298,5 @@ _MAKERS: dict[str, Any] = {
     "smolvlm": ({**_SPLIT, "video_token": "<video>"}, _smolvlm),
 }
 TILED = tuple(_MAKERS)
+NOT_SAMPLED = ("lfm2_vl (convolutions)",)
+"""Families with layers that the hf engine does not sample from."""

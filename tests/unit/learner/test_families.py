@@ -21,7 +21,7 @@ from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.training.batch import make_batch
-from learner.training.packing import build_micro_batch
+from learner.training.roles import Roles
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.pictures import picture
@@ -65,6 +65,8 @@ def separately(model: Any, processor: PromptProcessor, config: RunConfig, one: R
     for index in range(2):
         ids = torch.from_numpy(group.token_ids[group.span(index)].astype(np.int64))
         inputs = {**made, "input_ids": torch.cat([made["input_ids"], ids[None]], dim=1)}
+        if "pixel_values" in made:  # some processors round them
+            inputs["pixel_values"] = made["pixel_values"].to(model.dtype)
         if "token_type_ids" in made:
             inputs["token_type_ids"] = torch.nn.functional.pad(made["token_type_ids"], (0, len(ids)))
         logits = model(**inputs, use_cache=False).logits[0, -len(ids) - 1 : -1]
@@ -76,8 +78,8 @@ def separately(model: Any, processor: PromptProcessor, config: RunConfig, one: R
 def test_a_family_is_sampled_verified_and_trained_as_its_own_model_computes(
     make_config: MakeConfig, folder: Path, tmp_path: Path
 ) -> None:
-    """Rows of no, one and three images: ids, the engine's log-probs, the learner's in a packed micro-batch, and their
-    gradients are those of the released processor and a plain forward pass."""
+    """Rows of no, one and three images: ids, the engine's log-probs, the learner's in a packed micro-batch (row by row
+    for a family that it does not pack), and their gradients are those of the released processor and a plain pass."""
     config = rows_of_none_one_and_three_images(make_config, folder, tmp_path)
     processor = PromptProcessor(config.model)
     received = answer(HFEngine(config, processor), processor, parity_tickets(config, processor))
@@ -85,8 +87,10 @@ def test_a_family_is_sampled_verified_and_trained_as_its_own_model_computes(
     for one in received:
         verify(one)
     batch, learner = make_batch(received, processor), learner_engine(config)
-    packed = build_micro_batch(learner.model, batch.train_groups, learner.device)
-    logprobs = learner.forward(packed).logprobs
+    parts = list(Roles(learner).micro_batches(batch.train_groups, 4096))
+    assert (len(parts) == 1) == learner.packs
+    order = torch.cat([part.row * 4096 + part.column for part in parts]).argsort()
+    logprobs = torch.cat([learner.forward(part).logprobs for part in parts])[order]
     plain: Any = load_model(config.model, device=torch.device("cpu")).train()
     alone = torch.cat([part for one in received for part in separately(plain, processor, config, one)])
     assert len(alone) == len(logprobs) >= 6
