@@ -307,10 +307,10 @@ class Llama4Images(WrittenImages):
         part, (tile, _) = self._processor.image_processor, self._tile
         canvases = torch.tensor(processing.find_supported_resolutions(part.max_patches, part.size))
         found = [
-            processing.get_best_fit((height, width), canvases, resize_to_max_canvas=part.resize_to_max_canvas) // tile
+            processing.get_best_fit((height, width), canvases, resize_to_max_canvas=part.resize_to_max_canvas)
             for width, height in sizes
         ]
-        return self._with_tiles(found)
+        return self._with_tiles([np.asarray(canvas) // tile for canvas in found])
 
     def made(self, output: Mapping[str, Any]) -> np.ndarray:
         return self._with_tiles(output["aspect_ratios"])
