@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import multiprocessing
+import re
 import resource
 import signal
 import sys
@@ -128,14 +129,14 @@ class Verdict:
     """Reason of a refusal, or of rows alone."""
 
 
-class TooLargeError(Exception):
-    """A family of which no model can be made that is small enough."""
+class NoSmallCopyError(Exception):
+    """A family of which no small model can be made, or none that is small enough."""
 
 
 def make_folder(family: str, folder: Path) -> Path:
     """A folder with a small random model, a tokenizer and its template.
 
-    Raises TooLargeError, and what the family's own code raises.
+    Raises NoSmallCopyError, and what the family's own code raises.
     """
     kind, settings = KINDS.get(family, (family, {}))
     given = folder / "given"
@@ -143,7 +144,7 @@ def make_folder(family: str, folder: Path) -> Path:
     tokenizer = build_tokenizer()
     small = SmallFamily(ModelConfig(path=str(given)))
     if small.problem:
-        raise TooLargeError(small.problem)
+        raise NoSmallCopyError(small.problem)
     text = getattr(small.described, "text_config", None) or small.described
     text.vocab_size = (len(tokenizer) + 63) // 64 * 64
     for part in {id(part): part for part in (text, small.described)}.values():
@@ -159,7 +160,9 @@ def make_folder(family: str, folder: Path) -> Path:
     with torch.device("meta"):
         counted = model_class(small.described).from_config(copy.deepcopy(small.described))
     if (parameters := sum(p.numel() for p in counted.parameters())) > MOST_PARAMETERS:
-        raise TooLargeError(f"its smallest model has {parameters:,} parameters, and {MOST_PARAMETERS:,} are the limit")
+        raise NoSmallCopyError(
+            f"its smallest model has {parameters:,} parameters, and {MOST_PARAMETERS:,} are the limit"
+        )
     model = small.model("eager")
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder / "model")
@@ -326,9 +329,8 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
     lines = ["| rows are trained | hf engine | families |", "|---|---|---|"]
     for (trains, samples), names in sorted(rows.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {trains} ({len(names)}) | {samples or '-'} | {', '.join(f'`{name}`' for name in names)} |")
-    large = [
-        f"- `{family}`: {one.why}" for family, one in verdicts.items() if one.why.startswith(TooLargeError.__name__)
-    ]
+    unbuilt = {name: one.why for name, one in verdicts.items() if one.trains == "not built"}
+    large = [f"- `{name}`: {why}" for name, why in unbuilt.items() if re.search(r"[\d,]+ parameters", why)]
     return "\n".join([*lines, *(["", "Left out for their size:", "", *large] if large else [])]) + "\n"
 
 
