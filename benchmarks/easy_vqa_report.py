@@ -216,8 +216,7 @@ def sheet(records: Records) -> Image.Image | None:
 
 def with_table(results: str, records: Records) -> str:
     """The page of results with the table in its place."""
-    left = missing(records)
-    note = f"\n\nNot made yet: {'; '.join(left)}." if left else ""
+    note = "\n\nPieces that are not made yet are listed in the log." if missing(records) else ""
     block = f"{BEGIN}\n{table(records)}\n\n{verdict(records)}{note}\n{END}"
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, results, flags=re.S)
 
