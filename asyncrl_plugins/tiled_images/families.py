@@ -316,7 +316,7 @@ class Llama4Images(WrittenImages):
         return self._with_tiles(output["aspect_ratios"])
 
     @staticmethod
-    def _with_tiles(ratios: Iterable[torch.Tensor]) -> np.ndarray:
+    def _with_tiles(ratios: Iterable[np.ndarray | torch.Tensor]) -> np.ndarray:
         pairs = [ratio.tolist() for ratio in ratios]
         return np.asarray([(r * c + (r * c > 1), r, c) for r, c in pairs], np.int32).reshape(-1, 3)
 
