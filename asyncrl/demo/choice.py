@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl import plugins
+from asyncrl.errors import UserError
 
 DIGITS = plugins.Demo(help="handwritten digits, with a tiny model of random weights", run="asyncrl.demo.command:demo")
 
@@ -24,7 +25,11 @@ class DemoRequest:
 
     @property
     def new_folder(self) -> Path:
-        """The given folder, or the first of runs/demo-1, runs/demo-2, ... that is not there."""
+        """The given folder, or the first of runs/demo-1, runs/demo-2, ... that is not there.
+
+        Raises UserError for a folder that has something in it."""
+        if self.folder and self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"--folder is {self.folder}, which is there already and not empty: name a new folder")
         return self.folder or next_folder("demo")
 
 

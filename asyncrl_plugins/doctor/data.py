@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig, ModelConfig, component_name
+from asyncrl.config.sections import DataConfig, ModelConfig, RewardConfig, component_name
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.data.survey.row_survey import PromptRows, RowSurvey
@@ -126,6 +126,9 @@ ROWS = 3
 ROWS_TRIED = 100
 """Rows looked at for that: those that cannot be rendered do not count."""
 NOTHING = "nothing"
+BOXED = "the answer in \\boxed{}"
+_WHOLE = ("boxed_match", "contains", "exact_match")
+"""Rewards that look for the whole answer."""
 _FORM = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, fix it"
 
 
@@ -156,6 +159,7 @@ def find_rewards(
         return
     completions = list(dict.fromkeys(name for scores in scored.values() for name in scores))
     answers = [one.prompt.answer for one, _ in rendered if one.prompt.answer is not None]
+    yield from _worked_answers(config.reward, answers)
     yield from _judge_components(config, list(scored.values()), completions, answers)
     alike = [row for row, scores in scored.items() if len({score.reward for score in scores.values()}) == 1]
     if alike and not config.environment.is_used:
@@ -165,6 +169,16 @@ def find_rewards(
         if on:
             fix = "look at the answers of these rows (data.answer_key)"
         yield Finding("reward", f"the weighted sum does not tell {told} from {NOTHING}{on}", "warning", fix)
+
+
+def _worked_answers(config: RewardConfig, answers: Sequence[Any]) -> Iterator[Finding]:
+    """A warning where a reward looks for the whole answer, and the answer is a worked solution."""
+    name = next((each.function for each in config.functions if each.function in _WHOLE), None)
+    worked = next((a for a in answers if isinstance(a, str) and ("\n" in a.strip() or "####" in a)), None)
+    if name and worked:
+        value = f"{name} looks for the whole answer, and an answer is a worked solution: {worked[:60]!r}"
+        fix = "reward its last number by number_match (GSM8K's `#### 72`), or write the short answer into a column"
+        yield Finding("reward", value, "warning", f"{fix} and name it in data.answer_key")
 
 
 def _judge_components(
@@ -250,14 +264,18 @@ def _said(answer: Any) -> str:
 async def _score(
     config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]
 ) -> dict[str, dict[str, Score]]:
-    """Score up to three completions per row, as a group: the answer, an empty text, and a demonstration. By row."""
+    """Score up to four completions per row, as a group: the answer (also in a box, where a reward reads one), an empty
+    text, and a demonstration. By row."""
     processor = PromptProcessor(config.model)
+    wants_box = any(each.function == "boxed_match" for each in config.reward.functions)
     scorer, key = RewardScorer(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await scorer.start()
     try:
         scored: dict[str, dict[str, Score]] = {}
         for rendered, row in rows:
-            completions = {"the answer": _said(rendered.prompt.answer), NOTHING: ""}
+            said = _said(rendered.prompt.answer)
+            boxed = {BOXED: f"\\boxed{{{said}}}"} if wants_box else {}
+            completions = {"the answer": said, **boxed, NOTHING: ""}
             if row.get(key):
                 completions[key] = str(row[key])
             samples = [

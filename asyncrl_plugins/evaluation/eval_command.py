@@ -12,6 +12,8 @@ from statistics import fmean
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig
+from asyncrl.data.dataset import open_validation
 from asyncrl.demo.scoring import EvaluatedRow, known_scores, score_held_out, scores_line, summarise
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.errors import BadStateError, UserError
@@ -28,6 +30,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     if arguments.out and not arguments.out.absolute().parent.is_dir():
         raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
+    if column := arguments.by or config.evaluation.by:
+        check_column(config.data, column)
     if config.environment.is_used:
         if arguments.prefix:
             raise UserError("--prefix begins completions of one turn, and an environment answers: leave --prefix out")
@@ -39,11 +43,19 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.out:
         write_scored(scored, arguments.out)
     print(describe_scores(config, scored))
-    if column := arguments.by or config.evaluation.by:
+    if column:
         print(describe_by(config, scored, column))
     if other := scored_otherwise(config, arguments.model):
         print(f"note: {other}")
     return 0
+
+
+def check_column(config: DataConfig, column: str) -> None:
+    """Raise UserError for a column that the held-out rows do not have, before minutes are spent on their scores."""
+    rows = open_validation(config)
+    columns = sorted({*rows.columns} - config.prompt_columns) if rows else []
+    if rows and column not in columns:
+        raise UserError(f"--by is {column!r}, and the rows have the columns {', '.join(columns) or 'none'}")
 
 
 def scored_otherwise(config: RunConfig, model: Path) -> str:
@@ -81,13 +93,8 @@ def describe_scores(config: RunConfig, scored: Sequence[EvaluatedRow]) -> str:
 
 
 def describe_by(config: RunConfig, scored: Sequence[EvaluatedRow], column: str) -> str:
-    """A line of scores for each value of a column.
-
-    Raises UserError for a column that no row has, and for one with more than MOST_VALUES values."""
+    """A line of scores for each value of a column. Raises UserError for one with more than MOST_VALUES values."""
     size, name = config.evaluation.group_size, config.reward.accuracy_component
-    columns = {name for item in scored for name in item.sample.columns}
-    if column not in columns:
-        raise UserError(f"--by is {column!r}, and the rows have the columns {', '.join(sorted(columns)) or 'none'}")
     labels = labels_by(column, [item.sample.columns.get(column) for item in scored[::size]], "--by")
     found = scores_by_label(labels, known_scores([item.score for item in scored], size, name))
     width = max(map(len, found))

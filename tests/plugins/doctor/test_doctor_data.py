@@ -76,6 +76,17 @@ def test_held_out_rows_that_are_trained_on(make_config: MakeConfig, tmp_path: Pa
     assert [finding.verdict for finding in list(find_overlap(train, other))] == ["ok"]
 
 
+@pytest.mark.parametrize(("function", "warned"), [("boxed_match", 1), ("contains", 1), ("number_match", 0)])
+def test_a_worked_solution_is_no_answer_of_a_reward_that_looks_for_all_of_it(
+    make_config: MakeConfig, tmp_path: Path, function: str, warned: int
+) -> None:
+    rows = [{"prompt": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}]
+    reward = {"functions": [{"function": function}], "workers": 1, "accuracy": ""}
+    config = make_config(data=write_rows(tmp_path, rows), reward=reward)
+    found = list(find_rewards(config, open_train(config.data), PromptRenderer(config.data)))
+    assert sum("number_match" in each.fix and each.verdict == "warning" for each in found) == warned
+
+
 def rewards_of(make_config: MakeConfig, tmp_path: Path, body: str, **reward: Any) -> list[Finding]:
     file = tmp_path / "my_reward.py"
     file.write_text(f"import time\ndef score(sample):\n    {body}\n")
@@ -114,6 +125,7 @@ def test_what_a_reward_gives_for_the_answer_and_for_nothing(
         ([5.0, 6.0], "exact_match", "exact_match: 1, 1 for the answer; 0, 0 for nothing"),
         (["5", "five"], "exact_match", "exact_match: 1, 1 for the answer; 0, 0 for nothing"),
         (["5", {"x": 1}], "exact_match", "reward_exception on the answer: "),
+        (["5"], "boxed_match", "boxed_match: 0 for the answer; 1 for the answer in \\boxed{}; 0 for nothing"),
         (["5", "6", "x"], "NUMBERS", "the weighted sum does not tell the answer from nothing on rows.jsonl:2"),
     ],
 )

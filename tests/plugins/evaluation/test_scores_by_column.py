@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.demo.scoring import EvaluatedRow
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
+from asyncrl_plugins.evaluation import eval_command
 from asyncrl_plugins.evaluation.eval_command import describe_by
 
 
@@ -33,9 +37,20 @@ def test_each_value_has_its_scores_and_one_without_any_says_so(make_config: Call
     assert lines[0].endswith("rows 1   errors 1")
 
 
-def test_a_column_that_is_not_there_or_groups_nothing_is_refused(make_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(UserError, match="the rows have the columns id, kind"):
-        describe_by(make_config(), [row("yes", 1.0)], "sort")
+def test_a_column_that_is_not_there_is_refused_before_a_row_is_scored(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b", "kind": "yes"}\n')
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config(data={"train_files": (str(rows),), "val_files": (str(rows),)})))
+    monkeypatch.setattr(eval_command, "score_held_out", lambda *_, **__: pytest.fail("scored"))
+    given = Namespace(config=file, overrides=[], out=None, by="sort", prefix="", model=tmp_path)
+    with pytest.raises(UserError, match="--by is 'sort', and the rows have the columns kind"):
+        eval_command.run_eval(given)
+
+
+def test_a_column_that_groups_nothing_is_refused(make_config: Callable[..., RunConfig]) -> None:
     many = [row(f"{number}", 1.0) for number in range(60)]
     with pytest.raises(UserError, match="has 60 values, over 50"):
         describe_by(make_config(), many, "kind")
