@@ -194,6 +194,7 @@ class Learner:
                 self.training.base,
                 scoring_fingerprints(self._inputs),
                 config.model.template_date,
+                self.engine.traces,
             ),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,

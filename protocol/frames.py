@@ -109,6 +109,8 @@ Int32Matrix = Annotated[np.ndarray, _decoded_array("<i4", ndim=2), _encoded_arra
 """[N, M] little-endian int32, one raw frame."""
 Float32Array = Annotated[np.ndarray, _decoded_array("<f4"), _encoded_array("<f4")]
 """[N] little-endian float32, one raw frame."""
+UInt8Matrix = Annotated[np.ndarray, _decoded_array("|u1", ndim=2), _encoded_array("|u1")]
+"""[N, M] uint8, one raw frame."""
 UInt8Array = Annotated[np.ndarray, _decoded_array("|u1"), _encoded_array("|u1")]
 """[N] uint8, one raw frame."""
 Blob = Annotated[memoryview, BeforeValidator(_decode_blob), PlainSerializer(_encode_blob)]

@@ -33,6 +33,7 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "prompt_source": ("Choice of rows", "NAME, a section of `algorithm` whose presence chooses it"),
     "replay_buffer": ("Replay of groups", "NAME, a section of `algorithm` whose presence chooses it"),
     "staleness_controller": ("Staleness bound", "NAME, a section of `algorithm` whose presence chooses it"),
+    "token_trace": ("Traces of tokens", "NAME, a section of `algorithm` whose presence chooses it"),
 }
 OF_ONE_UPDATE = """\
 With the defaults (`algorithm.updates_per_batch=1`, `algorithm.proximal=recompute`) the ratio `r` is 1 wherever a loss
@@ -55,6 +56,7 @@ These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/confi
 [research methods](../asyncrl_plugins/methods/README.md),
 [losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md),
 [masked and distorted images](../asyncrl_plugins/perception/README.md),
+[experts](../asyncrl_plugins/moe/README.md),
 [a choice of rows](../asyncrl_plugins/curricula/README.md), and
 [a staleness bound that moves](../asyncrl_plugins/adaptive_staleness/README.md). Your own is named as
 `file.py:function` ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py`."""
@@ -73,6 +75,41 @@ explains the letters of the formulas). The rows' demonstrations are members of t
 parts of them as hints: a hook of tickets (`learner/tickets/ticket_hook.py`) whose section, `algorithm.demonstrations`,
 each of the losses gives. A group of a row without a demonstration is sampled alone. Written by `scripts/make_docs.py`
 from the rows in `plugin.py`.""",
+    "moe": """# Models of experts
+
+```bash
+asyncrl train config.yaml algorithm.routing_replay={} algorithm.router_losses.z_coef=0.001
+```
+
+Routing replay (R3): a rounding, or weights of another version, makes a router choose other experts, and a token's
+log-prob jumps. The engine sends the experts of each token and layer, of prompts and completions, with the group; they
+are checked, journaled and packed, and the learner's model takes them in each of its passes: the log-prob check at the
+start, proximal log-probs, training, and layers that checkpointing computes again. The weights of the chosen experts
+are the learner's own, with their gradient. The reference policy chooses for itself. A token that new weights meet in
+flight keeps the experts of the pass that predicted from it; a prompt has those of the group's first completion.
+
+A token has layers × experts per token bytes (twice that over 256 experts): 384 of Qwen3-30B-A3B, 25 MB for 8
+completions of 8,192 tokens. `network.max_message_mib` bounds a group.
+
+| engine | |
+|---|---|
+| `hf` | recorded in the routers themselves |
+| `vllm` | `enable_return_routed_experts` of vLLM 0.32 |
+| `sglang` | refused: its `return_routed_experts` was not run |
+
+Refused, too: models without experts, routers that do not choose by one `topk`, and hooks of tickets that insert whole
+completions. A server that leaves gives its tickets back without what it has sampled of them, as experts do not travel
+with it. A second pass after other images (PAPO) takes the same experts.
+
+Router losses are over all tokens of an update, prompts included; nothing is padded. The balance loss is that of
+transformers' `load_balancing_loss_func`, summed over micro-batches and ranks with one denominator. The shares of tokens
+in it are those of the update's micro-batches so far: exact with one micro-batch, and else an approximation
+(arXiv 2501.11873). Families for which transformers has no such loss are refused. metrics.jsonl has
+`router/balance_loss`, `router/z_loss`, `router/load_max` (tokens of the busiest expert of a layer over the mean) and
+`router/other_experts` (share of tokens and layers in which the learner's router would choose otherwise); with both
+coefficients 0 the section only measures. Measurements: [agreement](../../docs/lab-log/agreement.md).
+
+Written by `scripts/make_docs.py` from the rows in `plugin.py`.""",
     "perception": """# Perception
 
 Methods for policies that see images; they go with any estimator and loss

@@ -16,11 +16,12 @@ from asyncrl.plugins import no_problems
 
 Kind = Literal[
     "advantage", "policy_loss", "selection", "group_filter", "addition", "ticket_hook", "loss_hook", "prompt_source",
-    "replay_buffer", "staleness_controller",
+    "replay_buffer", "staleness_controller", "token_trace",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BY_SECTION: tuple[Kind, ...] = (
     "addition", "ticket_hook", "loss_hook", "prompt_source", "replay_buffer", "staleness_controller",
+    "token_trace",
 )  # fmt: skip
 """Kinds whose methods go with any other, each chosen by its section `algorithm.NAME`."""
 CHOICE_KEYS: Mapping[Kind, str] = {
@@ -54,6 +55,10 @@ TAKES_FROM: Mapping[str, str] = {
 
 NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
 """Default of losses that weigh by target over behaviour themselves."""
+
+
+def no_bytes(config: Any) -> int:
+    return 0
 
 
 def no_notes(config: Any, total_steps: int) -> Iterable[str]:
@@ -101,6 +106,8 @@ class Method:
     inserts: Callable[[Any], int] | None = None
     """Ticket hook: insert tokens, which losses that need `inserted` learn from. Gives, from its settings, how many of a
     group's last trajectories it may insert whole."""
+    bytes_per_token: Callable[[Any], int] = no_bytes
+    """Token trace: bytes that it adds to each token of a group, from a RunConfig. Imports no torch."""
     takes_from: str = "loss"
     """Selection: key of TAKES_FROM."""
     name: str = ""
@@ -136,6 +143,8 @@ class MethodSet:
     """Classes of a `ReplayBuffer` (learner/tickets/replay_buffer.py), each chosen by its section `algorithm.NAME`."""
     staleness_controllers: Mapping[str, Method] = field(default_factory=dict)
     """Classes of a `StalenessController` (learner/loop/trainer.py), each chosen by its section `algorithm.NAME`."""
+    token_traces: Mapping[str, Method] = field(default_factory=dict)
+    """Classes of a `TokenTrace` (asyncrl/models/token_trace.py), each chosen by its section `algorithm.NAME`."""
     overlays: Path | None = None
     """Folder of YAML files `NAME.yaml`, each the word for a whole method."""
 
@@ -143,6 +152,6 @@ class MethodSet:
         by_kind = (
             self.advantages, self.policy_losses, self.selections, self.group_filters, self.additions,
             self.ticket_hooks, self.loss_hooks, self.prompt_sources, self.replay_buffers,
-            self.staleness_controllers,
+            self.staleness_controllers, self.token_traces,
         )  # fmt: skip
         return by_kind[KINDS.index(kind)]

@@ -79,6 +79,8 @@ class ModelSettings:
     """Distribution that was sampled from: outputs are log-probs of that."""
     run_path: Path
     seed: int
+    algorithm: AlgorithmConfig
+    """Choice of methods: the actor takes their token traces."""
 
 
 @dataclass(frozen=True)

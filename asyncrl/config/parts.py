@@ -4,7 +4,7 @@ memory must know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ CACHE_BLOCK = 32
 """Columns by which the hf engine's key-value cache grows: one step in so many copies it."""
 NCCL_BYTES = 1 << 29
 """Device memory that NCCL takes for itself on each device, generously."""
+ANY_TRACE = "*"
+"""Stands for all token traces that record a torch model in the engine's process (`RolloutEngine.traces`)."""
 
 
 def cache_columns(tokens: int) -> int:
@@ -51,6 +53,8 @@ class RolloutEngine(Part):
     """True if its first start on a GPU may compile for many minutes."""
     not_quantized: str = "which has none"
     """Reason, as half a sentence, for an engine that samples with the learner's own weights only."""
+    traces: Set[str] = frozenset()
+    """Names of the token traces that its completions come with; ANY_TRACE: all that record a torch model."""
     metric_prefix: str = ""
     """Prefix of its own Prometheus metrics, which the server's endpoint shows, too."""
 
@@ -59,7 +63,7 @@ ROLLOUT_ENGINES = Parts(
     "rollout_engines",
     "rollout.engine",
     RolloutEngine,
-    {"hf": RolloutEngine(implementation="rollout_server.engines.hf.engine:HFEngine")},
+    {"hf": RolloutEngine(implementation="rollout_server.engines.hf.engine:HFEngine", traces={ANY_TRACE})},
 )
 
 

@@ -83,7 +83,7 @@ def number_problems(config: RunSections) -> Iterator[str]:
     if group_mib > config.network.max_message_mib / 2:
         yield (
             f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
-            f"{TOKEN_BYTES} bytes, and its prompt), over half of network.max_message_mib = "
+            f"{TOKEN_BYTES} bytes, and its prompt and traces), over half of network.max_message_mib = "
             f"{config.network.max_message_mib}. Raise the latter"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length

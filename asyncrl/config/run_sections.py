@@ -362,8 +362,10 @@ class RunSections(OpenSection):
         tokens = self.longest_completion if is_held_out else self.data.max_response_length
         prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
         columns = group_size * (_LENGTH_BYTES + tokens * TOKEN_BYTES)
+        traced = sum(method.bytes_per_token(self) for method in self.algorithm.chosen_methods)
+        traces = traced * (self.data.max_prompt_length + group_size * tokens)
         images = limits.images * (group_size + 1) if self.environment.is_used else 0  # an opening's, too
-        return prompt_bytes + columns + images * limits.image_pixels * _PIXEL_BYTES
+        return prompt_bytes + columns + traces + images * limits.image_pixels * _PIXEL_BYTES
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""

@@ -112,7 +112,7 @@ class RunConfig(RunSections):
 
     @property
     def model_settings(self) -> ModelSettings:
-        return ModelSettings(self.model, self.learner, self.rollout, self.run_path, self.trainer.seed)
+        return ModelSettings(self.model, self.learner, self.rollout, self.run_path, self.trainer.seed, self.algorithm)
 
     @property
     def critic_settings(self) -> ModelSettings:

@@ -41,15 +41,15 @@ class Papo:
         """PAPO's terms, 0 at tokens after prompts without images; None where the batch has no image."""
         if not any(has_images(group) for group in seen.batch.train_groups):
             return None
-        nothing = torch.zeros_like(seen.outputs.logprobs.detach())
-        if not any(has_images(group) for group in seen.groups):
+        nothing, groups = torch.zeros_like(seen.outputs.logprobs.detach()), seen.micro_batch.groups
+        if not any(has_images(group) for group in groups):
             return AdditionalLoss(nothing, {"kl_prcp": nothing})
-        masked = seen.again([self._masked(group, seen) for group in seen.groups], trains_entropy=self.trains_entropy)
+        masked = seen.again([self._masked(group, seen) for group in groups], trains_entropy=self.trains_entropy)
         found = perception_loss(
             seen.outputs.logprobs, masked.logprobs, seen.outputs.entropies, masked.entropies, self._settings
         )
-        rows = [completion.row for group in seen.groups if has_images(group) for completion in group.completions]
-        sees = torch.isin(seen.row, torch.tensor(rows)).to(nothing.device)
+        rows = [completion.row for group in groups if has_images(group) for completion in group.completions]
+        sees = torch.isin(seen.micro_batch.row, torch.tensor(rows)).to(nothing.device)
         kl = torch.where(sees, found.kl.detach(), 0.0)
         return AdditionalLoss(torch.where(sees, found.token_loss, 0.0), {"kl_prcp": kl})
 

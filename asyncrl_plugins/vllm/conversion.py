@@ -12,8 +12,8 @@ import numpy as np
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.encoded_prompt import EncodedPrompt, VideoFrames
-from asyncrl_plugins.vllm.plugin import too_cold
-from protocol.messages import FinishReason
+from asyncrl_plugins.vllm.plugin import ROUTED_EXPERTS, too_cold
+from protocol.messages import FinishReason, TokenTraces
 from rollout_server.engines.base import Completion, GenerationRequest, version_column
 
 ABORTED = "abort"
@@ -136,8 +136,24 @@ def to_completion(request: GenerationRequest, index: int, output: Any, submitted
         logprobs=logprobs,
         versions=versions,
         finish_reason=None if output.finish_reason == ABORTED else FinishReason(output.finish_reason),
+        traces={}
+        if output.routed_experts is None
+        else {ROUTED_EXPERTS: _experts(request, index, output, len(token_ids))},
         stream=request.stream,
     )
+
+
+def _experts(request: GenerationRequest, index: int, output: Any, length: int) -> TokenTraces:
+    """Experts of the prompt's tokens, and of `length` of the completion, whose last one was no input."""
+    found: np.ndarray = output.routed_experts
+    prompt = len(request.seen_by(index).token_ids)
+    if len(found) != prompt + length - 1:
+        raise BadStateError(
+            f"vLLM returned the experts of {len(found)} tokens for the {prompt + length - 1} that it computed of "
+            f"ticket {request.request_id}"
+        )
+    rows = np.ascontiguousarray(found).view(np.uint8).reshape(len(found), -1)
+    return TokenTraces(prompt=rows[:prompt], completions=np.concatenate([rows[prompt:], np.zeros_like(rows[:1])]))
 
 
 def check_alignment(prompt: EncodedPrompt, engine_input: Any, prefix: Sequence[int] = ()) -> None:

@@ -13,6 +13,8 @@ COLDEST = 0.01
 """Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
 LARGEST_RANK = 512
 """Largest rank of adapters that vLLM has a slot for."""
+ROUTED_EXPERTS = "routing_replay"
+"""Token trace that vLLM has itself: the experts of each layer, as uint8 or, over 256 experts, uint16."""
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 """Types of the vision towers that vLLM's LLaVA can have."""
 
@@ -80,5 +82,6 @@ ENGINE = RolloutEngine(
     memory="asyncrl_plugins.vllm.memory:MEMORY",
     spans_devices=True,
     compiles=True,
+    traces={ROUTED_EXPERTS},
     metric_prefix="vllm:",
 )

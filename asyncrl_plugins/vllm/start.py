@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import psutil
 import torch
 
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.parts import ROLLOUT_WEIGHTS, device_channels
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -34,7 +35,7 @@ from asyncrl_plugins.vllm.engine_process import (
     import_modules,
 )
 from asyncrl_plugins.vllm.memory import OFFLOADS_GRAPHS, cache_bytes, graph_sizes, memory_utilization, step_tokens
-from asyncrl_plugins.vllm.plugin import LARGEST_RANK
+from asyncrl_plugins.vllm.plugin import LARGEST_RANK, ROUTED_EXPERTS
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 
@@ -111,6 +112,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
+    if ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
+        arguments["enable_return_routed_experts"] = True
     if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
         arguments |= {
             "quantization": "online",
@@ -199,6 +202,8 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
         defaults["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one, the default on a CPU, does not record them
     # Forked processes would import nothing anew, and would not watch their owner.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[OWNER_VARIABLE] = str(os.getpid())

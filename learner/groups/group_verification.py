@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from asyncrl.errors import UserError
+from asyncrl.models.token_trace import TokenTrace
 from asyncrl.processing.bridge import TurnBridge
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.user_functions import one_line
@@ -58,12 +59,14 @@ def verify_group(
     components: Collection[str],
     bridge: TurnBridge | None = None,
     max_prompt_length: float = math.inf,
+    traces: Mapping[str, TokenTrace] | None = None,
 ) -> None:
     """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`.
 
     `sender` is the server whose connection it came over, `components` are the names of the reward's components.
     `bridge` makes the tokens between turns, for the ticket of a conversation. `max_prompt_length` is the most tokens of
-    a prompt with what the environment opened with; the row's own is measured before the run.
+    a prompt with what the environment opened with; the row's own is measured before the run. `traces` are those that
+    the learner takes.
     """
     problems = chain(
         [f"it is signed by {group.server_id}"] if group.server_id != sender else [],
@@ -77,6 +80,7 @@ def verify_group(
         _ending_problems(group, ticket) if ticket.conversation is None else (),
         _version_problems(group, ticket, version),
         _score_problems(group, components),
+        _trace_problems(group, traces or {}),
     )
     if problem := next(problems, None):
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
@@ -249,6 +253,27 @@ def _score_problems(group: Group, components: Collection[str]) -> Iterator[str]:
             )
         if not all(map(math.isfinite, record.rewards.values())):
             yield f"trajectory {index} has a reward component that is not finite"
+
+
+def _trace_problems(group: Group, traces: Mapping[str, TokenTrace]) -> Iterator[str]:
+    if group.traces.keys() != traces.keys():
+        yield (
+            f"it has the traces {_named(group.traces)}, here they are {_named(traces)}. Do both sides have the same "
+            "`algorithm` section?"
+        )
+        return
+    ends = [end - 1 for end in np.cumsum(group.lengths).tolist()]
+    for start, record in zip((np.cumsum(group.lengths) - group.lengths).tolist(), group.trajectories, strict=True):
+        ends += [start + first - 1 for first in record.segment_starts[1:]]
+    for name, trace in traces.items():
+        for part, rows in (
+            ("prompt", group.traces[name].prompt),
+            ("completions", np.delete(group.traces[name].completions, [end for end in ends if end >= 0], axis=0)),
+        ):
+            if rows.shape[1] != trace.width:
+                yield f"the trace {name} has {rows.shape[1]} bytes per token, here it has {trace.width}"
+            elif problem := trace.problem(rows):
+                yield f"the trace {name} of the {part}: {problem}"
 
 
 def _named(components: Collection[str]) -> str:

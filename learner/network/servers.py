@@ -10,11 +10,12 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.run_sections import NetworkConfig
+from asyncrl.models.token_trace import TokenTrace
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
 from protocol.device_lock import process_birth
@@ -58,6 +59,8 @@ class ModelFacts:
     """Fingerprints of whatever scores completions (`scoring_fingerprints`)."""
     template_date: str = ""
     """Day of the run's prompts where its chat template writes one. Servers take it over."""
+    traces: Mapping[str, TokenTrace] = field(default_factory=dict)
+    """Traces that groups must have."""
 
 
 @dataclass

@@ -149,6 +149,7 @@ class NetworkThread:
         verify = partial(
             verify_group,
             vocabulary=facts.vocabulary,
+            traces=facts.traces,
             components=settings.components,
             max_prompt_length=settings.max_prompt_length,
         )

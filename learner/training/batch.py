@@ -220,13 +220,15 @@ def make_batch(
         for index, (record, is_out, (start, end), (before, after)) in enumerate(rows):
             if after > before and not is_out and record.status.is_scored:
                 token_ids, mask = group.token_ids[start:end], is_trained[start:end]
-                completions.append(PackedTrajectory(len(scores), token_ids, mask, segments_of(item, index)))
+                traces = {name: columns.completions[start:end] for name, columns in group.traces.items()}
+                completions.append(PackedTrajectory(len(scores), token_ids, mask, segments_of(item, index), traces))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:
             encode = partial(processor.encode, item.prompt, item.blobs)
             prompt = processor.measure(item.prompt, item.blobs) if defers_pixels else encode()
-            train_groups.append(TrainGroup(prompt, tuple(completions), encode if defers_pixels else None))
+            traces = {name: columns.prompt for name, columns in group.traces.items()}
+            train_groups.append(TrainGroup(prompt, tuple(completions), encode if defers_pixels else None, traces))
     lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
     return Batch(
         received=tuple(received),

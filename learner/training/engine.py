@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, 
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.small_copy import family_of
+from asyncrl.models.token_trace import Replay, TokenTrace, token_traces
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.ranks.group import ALONE, Ranks
@@ -67,6 +68,9 @@ class TorchEngine:
         self._sleeper = Sleeper(OWNER, self.device, settings.run_path, has_views=settings.learner.is_divided)
         self.companions: tuple[TorchEngine, ...] = ()
         """Engines that sleep and wake with this one."""
+        self.traces: dict[str, TokenTrace] = {}
+        """Traces that packed groups must have, of the actor."""
+        self._replays: dict[str, Replay] = {}
         self.features: VisionFeatures | None = None
         """Cache of image features; None: they are computed in each pass."""
         self.obstacle = ""
@@ -91,6 +95,9 @@ class TorchEngine:
         if self._settings.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
+        if self.role == "actor":  # other roles are other models, or the policy that it was at first
+            self.traces = token_traces(self._settings.algorithm, self._settings.model)
+            self._replays = {name: trace.replay(self.model) for name, trace in self.traces.items()}
         self._make_head()
         self.facts: EngineFacts = facts_of(self.model, self.adapter)
         self.sharding.shard(self.model)
@@ -156,7 +163,10 @@ class TorchEngine:
         return self.sharding.run(lambda: self._states(micro_batch))
 
     def _states(self, micro_batch: MicroBatch) -> torch.Tensor:
-        return hidden_states(self.model, self._inputs(micro_batch))[micro_batch.predict_from]
+        with ExitStack() as taking:
+            for name in self._replays.keys() & micro_batch.traces.keys():
+                taking.enter_context(self._replays[name](micro_batch.traces[name]))
+            return hidden_states(self.model, self._inputs(micro_batch))[micro_batch.predict_from]
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the model, with features in the place of pixels where features are kept."""
@@ -170,8 +180,14 @@ class TorchEngine:
         return tokens_per_microbatch if self.packs else 1
 
     def pack(self, groups: Sequence[TrainGroup]) -> MicroBatch:
-        """One micro-batch of these groups, on the device."""
+        """One micro-batch of these groups, on the device. Raises BadStateError where they lack a trace."""
         self._sleeper.check_awake()
+        for name in self.traces:
+            if not all(name in group.traces for group in groups):
+                raise BadStateError(
+                    f"algorithm.{name} is chosen, and groups from before that are without it. Leave it out until they "
+                    "are trained, or begin a new run"
+                )
         # Pixels whose features are kept never get to the device.
         media_on = torch.device("cpu") if self.features else self.device
         return build_micro_batch(self.model, groups, self.device, self.facts.dtype, media_on=media_on)
@@ -236,8 +252,12 @@ class TorchEngine:
             raise UserError(
                 "the reference policy is the adapter switched off, and model.lora.rank is 0. Set model.lora.rank=16"
             )
-        with torch.no_grad(), self._adapted.disable_adapter():
-            yield
+        replays, self._replays = self._replays, {}  # they are the adapted policy's
+        try:
+            with torch.no_grad(), self._adapted.disable_adapter():
+                yield
+        finally:
+            self._replays = replays
 
     def export(self, processor: Any, folder: Path) -> None:
         """Write the policy: an ordinary Hugging Face folder, or its adapter as a PEFT folder with the processor's

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,7 +18,7 @@ from asyncrl.models.output_head import TokenOutputs
 from asyncrl.plugins import implementation
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
-from learner.training.packing import TrainGroup
+from learner.training.packing import MicroBatch, TrainGroup
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class PolicyPass:
 
     actor: TorchEngine
     batch: Batch
-    groups: Sequence[TrainGroup]
-    """Packed groups of the micro-batch."""
-    row: torch.Tensor
-    """[n] int64 row in the batch of each token, on the CPU."""
+    micro_batch: MicroBatch
+    number: int
+    """Number of the micro-batch in its update, from 1."""
+    update_tokens: int
+    """Packed tokens of all micro-batches of the update, on all ranks."""
     outputs: TokenOutputs
     """Log-probs with gradient, and entropies, which have one where `trains_entropy` asks for it."""
 
@@ -49,6 +50,9 @@ class AdditionalLoss:
     columns: Mapping[str, torch.Tensor]
     """[n] each, detached: their means over the step's tokens are metrics of these names. All micro-batches of a step
     have the same ones."""
+    of_update: torch.Tensor | None = None
+    """Scalar with gradient that is added as it is, weighed by no token: the term is the sum over the update's
+    micro-batches, on all ranks."""
 
 
 class LossHook(Protocol):
@@ -61,6 +65,15 @@ class LossHook(Protocol):
 
     def __call__(self, seen: PolicyPass) -> AdditionalLoss | None:
         """Additional terms for a micro-batch; None in all micro-batches of a step, or in none."""
+        ...
+
+
+@runtime_checkable
+class WatchingHook(LossHook, Protocol):
+    """Hook that reads what the model computes on its way to the outputs."""
+
+    def before_pass(self, actor: TorchEngine) -> None:
+        """Watch the pass that comes next; the hook is called after it."""
         ...
 
 

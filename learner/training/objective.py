@@ -18,7 +18,7 @@ from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
 from learner.training.batch import Batch
 from learner.training.controllers import StepCoefficients
-from learner.training.loss_hook import PolicyPass, loss_hooks
+from learner.training.loss_hook import PolicyPass, WatchingHook, loss_hooks
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored
 
@@ -116,11 +116,24 @@ class Objective:
         self._hooks = loss_hooks(algorithm)
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
-    def __call__(self, roles: Roles, micro_batch: MicroBatch, decided: Decided, weights: UpdateWeights) -> MicroLoss:
-        """`weights` [N]: of each of the batch's trained tokens in this update."""
+    def __call__(
+        self,
+        roles: Roles,
+        micro_batch: MicroBatch,
+        decided: Decided,
+        weights: UpdateWeights,
+        *,
+        number: int,
+        update_tokens: int,
+    ) -> MicroLoss:
+        """`weights` [N]: of each of the batch's trained tokens in this update. `number`, `update_tokens`: of
+        PolicyPass."""
         algorithm, device, selected = self._algorithm, roles.actor.device, decided.selected
         is_exact = bool(algorithm.kl_loss_coef) and algorithm.loss_kl_estimator == "full"
         trains_entropy = decided.coefficients.entropy_coeff or any(h.trains_entropy for h in self._hooks.values())
+        for hook in self._hooks.values():
+            if isinstance(hook, WatchingHook):
+                hook.before_pass(roles.actor)
         outputs = roles.actor.forward(
             micro_batch,
             entropy="gradient" if trains_entropy else "value",
@@ -156,18 +169,20 @@ class Objective:
             kl = reference_kl(algorithm.loss_kl_estimator, outputs.logprobs, reference, behaviour)
         if kl is not None:
             of_policy = of_policy + decided.coefficients.kl_loss_coef * kl
-        seen = PolicyPass(roles.actor, decided.batch, micro_batch.groups, micro_batch.row, outputs)
+        seen = PolicyPass(roles.actor, decided.batch, micro_batch, number, update_tokens, outputs)
         additional: dict[str, torch.Tensor] = {}
+        of_update: list[torch.Tensor] = []
         for found in filter(None, (hook(seen) for hook in self._hooks.values())):
             of_policy = of_policy + found.token_loss
             additional |= found.columns
+            of_update += [] if found.of_update is None or micro_batch.is_idle else [found.of_update]
         if tokens.provenance is not None:
             of_policy = torch.where(tokens.provenance.is_inserted, 0.0, of_policy)
         token_loss = token_loss + of_policy
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
         # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
         here = weights.map(lambda column: column[place].to(device))
-        loss = (here.loss * torch.where(correction.masked, 0.0, token_loss)).sum()
+        loss = (here.loss * torch.where(correction.masked, 0.0, token_loss)).sum() + sum(of_update)
         if decided.coefficients.entropy_coeff:
             gone = correction.masked | (here.entropy == 0)
             entropies = torch.where(gone, 0.0, outputs.entropies)

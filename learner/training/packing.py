@@ -7,7 +7,7 @@ completions, its segments, which stay together: losses may weigh whole trajector
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -45,6 +45,8 @@ class PackedTrajectory:
     """bool: tokens that count in the loss."""
     segments: tuple[Segment, ...] = (Segment(),)
     """Segments in order; the first one begins with token 0. They are packed like completions of their own."""
+    traces: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    """[T, width] uint8, by name."""
 
     @property
     def num_inputs(self) -> int:
@@ -70,6 +72,8 @@ class TrainGroup:
     completions: tuple[PackedTrajectory, ...]
     encode: Callable[[], EncodedPrompt] | None = field(default=None, compare=False)
     """Computes the prompt with its pixels, where `prompt` has none: for the rank that packs it."""
+    traces: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    """[P, width] uint8 of the prompt's tokens, by name."""
 
     @property
     def whole_prompt(self) -> EncodedPrompt:
@@ -97,6 +101,8 @@ class MicroBatch:
     """[N] its place in the row's completion."""
     groups: tuple[TrainGroup, ...] = ()
     """The packed groups."""
+    traces: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[L, width] uint8 of all packed tokens, by name: those that all groups have."""
     is_idle: bool = False
     """True for a placeholder that keeps collectives aligned: it belongs to another rank and counts nowhere."""
 
@@ -209,6 +215,14 @@ def build_micro_batch(
         row=torch.from_numpy(rows[owner[kept]]),
         column=torch.from_numpy(column[kept]),
         groups=tuple(groups),
+        traces={
+            name: _packed(
+                is_prompt,
+                np.concatenate([group.traces[name] for group in groups]).T,
+                np.concatenate([completion.traces[name] for completion in completions])[is_input].T,
+            ).T.to(device)
+            for name in set(groups[0].traces).intersection(*(group.traces for group in groups[1:]))
+        },
     )
 
 
@@ -230,7 +244,9 @@ def unpacked(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def _packed(is_prompt: np.ndarray, prompts: np.ndarray, inputs: np.ndarray) -> torch.Tensor:
-    """[..., L] int64 of all prompts [..., P] and all inputs of completions [..., C], each in their order."""
-    packed = np.empty((*prompts.shape[:-1], len(is_prompt)), np.int64)
+    """[..., L] of all prompts [..., P] and all inputs of completions [..., C], each in their order; integers, but for
+    bytes, as int64."""
+    kind = np.uint8 if prompts.dtype == np.uint8 else np.int64
+    packed = np.empty((*prompts.shape[:-1], len(is_prompt)), kind)
     packed[..., is_prompt], packed[..., ~is_prompt] = prompts, inputs
     return torch.from_numpy(packed)

@@ -129,7 +129,8 @@ def _untrained(group: TrainGroup, shown: Callable[[EncodedPrompt], int]) -> Trai
     if shown(group.prompt):
         first = group.completions[0]
         ids = first.token_ids[:1]
-        return replace(group, completions=(PackedTrajectory(first.row, ids, np.zeros_like(ids)),))
+        traces = {name: rows[:1] for name, rows in first.traces.items()}
+        return replace(group, completions=(PackedTrajectory(first.row, ids, np.zeros_like(ids), traces=traces),))
     showing = min((c for c in group.completions if any(map(shown, c.observed))), key=lambda c: len(c.token_ids))
     return replace(group, completions=(replace(showing, is_trained=np.zeros_like(showing.is_trained)),))
 

@@ -123,6 +123,11 @@ class Roles:
             tokens_per_microbatch = role.tokens_at_once(tokens_per_microbatch) if role else tokens_per_microbatch
         return plan_shares(groups, tokens_per_microbatch, self.ranks.size)
 
+    def packed_tokens(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> int:
+        """Input tokens of all ranks' micro-batches: a prompt counts in each that has it."""
+        shares = [share for shares in self.plan(groups, tokens_per_microbatch) for share in shares]
+        return sum(group.num_tokens for share in shares if not share.is_idle for group in share.groups)
+
     def _micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
         for shares in self.plan(groups, tokens_per_microbatch):
             share = shares[self.ranks.rank]

@@ -21,6 +21,7 @@ from protocol.messages.groups import (
     ObservedMessage,
     TicketFailed,
     TicketReturned,
+    TokenTraces,
     ToolCall,
     TrajectoryRecord,
     TrajectoryStatus,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
-from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array, UInt8Matrix
 from protocol.messages.tickets import FinishReason, PartialRollout, TextPart
 from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, TokenSource, TrajectoryRole, Wire
 from protocol.nesting import LONGEST_INFO, read_json
@@ -175,6 +175,16 @@ class GroupTimings(Wire):
     """Waits for the environment, of all trajectories together."""
 
 
+class TokenTraces(Wire):
+    """Bytes of each token that the engine's model has computed beside its logits. A token that was no input, as the
+    last one of a completion, has zeros."""
+
+    prompt: UInt8Matrix
+    """[P, width]"""
+    completions: UInt8Matrix
+    """[N, width]"""
+
+
 TOKEN_COLUMNS = ("token_ids", "source", "logprobs", "versions")
 
 
@@ -212,6 +222,10 @@ class Group(Wire):
     was current then, an observed one that of the token before it."""
     trajectories: Many[TrajectoryRecord]
     timings: GroupTimings
+    traces: Annotated[dict[PeerId, TokenTraces], Field(exclude_if=lambda traces: not traces)] = Field(
+        default_factory=dict
+    )
+    """Traces by the names of the methods that ask for them; not on the wire where none does."""
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Group:
@@ -227,6 +241,10 @@ class Group(Wire):
         grids = (0, 3) if self.video_grids is None else self.video_grids.shape
         if grids != (len(self.video_hashes), 3):
             raise ValueError(f"video_grids {grids} for {len(self.video_hashes)} videos")
+        for name, traces in self.traces.items():
+            shapes = traces.prompt.shape, traces.completions.shape
+            if shapes != ((self.prompt_ids.size, shapes[0][1]), (total, shapes[0][1])):
+                raise ValueError(f"traces {name} {shapes} of {self.prompt_ids.size} and {total} tokens")
         for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
             for turn in record.turns:
                 if turn.start > turn.end or turn.end > length or turn.context > turn.start:

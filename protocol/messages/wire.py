@@ -30,7 +30,7 @@ class TrajectoryRole(StrEnum):
     """No token of it was sampled."""
 
 
-PROTOCOL_MAJOR = 16
+PROTOCOL_MAJOR = 17
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
 PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""

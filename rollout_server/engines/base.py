@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import BadStateError
 from asyncrl.processing.encoded_prompt import EncodedPrompt
-from protocol.messages import FinishReason, PartialRollout, Sampling, TrajectoryRequest
+from protocol.messages import FinishReason, PartialRollout, Sampling, TokenTraces, TrajectoryRequest
 from rollout_server.engines.arrived_weights import ArrivedWeights, ModelProcesses
 
 
@@ -118,6 +118,8 @@ class Completion:
     current when it was put there."""
     finish_reason: FinishReason | None
     """None: it is not finished, and was asked back (`interrupt`)."""
+    traces: Mapping[str, TokenTraces] = field(default_factory=dict)
+    """Traces of the prompt's tokens and of these, by name, where the run asks for them and it has sampled any here."""
     stream: tuple[int, ...] = ()
     """The request's: it tells later turns of one ticket apart."""
 

@@ -44,7 +44,7 @@ from rollout_server.engines.base import (
 from rollout_server.production.conversation import ConversationProducer
 from rollout_server.production.environments import Environments
 from rollout_server.production.rounds import AtOnce
-from rollout_server.production.trajectory import status_of
+from rollout_server.production.trajectory import joined_traces, status_of
 
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
@@ -215,6 +215,8 @@ class GroupProducer:
             if any(c.finish_reason is None for c in group.completions.values()):
                 for score in group.scores:
                     score.cancel()
+                if any(c.traces for c in group.completions.values()):  # which a partial rollout does not carry
+                    return ticket_as_it_came(group.ticket)
                 return TicketReturned(
                     ticket_id=group.ticket.ticket_id,
                     partial=partial_rollout(group.completions.values()),
@@ -250,6 +252,7 @@ class GroupProducer:
                 generate_s=generated_at - group.started_at,
                 reward_s=time.monotonic() - generated_at,
             ),
+            traces=joined_traces([c.traces for c in ordered], [bool(request.images_of(c.index)) for c in ordered]),
         )
 
 

@@ -6,7 +6,7 @@ attention goes by mask, so the padding to the left of a row may grow and shrink 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
+from asyncrl.models.token_trace import Recorder
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.model_inputs import media_inputs, prompt_positions
-from protocol.messages import FinishReason, Sampling
+from protocol.messages import FinishReason, Sampling, TokenTraces
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.growing_cache import GrowingCache
 
@@ -82,6 +83,10 @@ class DecodeRow:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    prompt_traces: dict[str, np.ndarray] = field(default_factory=dict)
+    """[P, width] uint8 of its prompt, by name."""
+    traces: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """[width] uint8 of each token that the model has taken, by name."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -97,8 +102,15 @@ class DecodeRow:
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             finish_reason=self.finish_reason,
+            traces={name: self._traces(name, prompt) for name, prompt in self.prompt_traces.items()},
             stream=self.request.stream,
         )
+
+    def _traces(self, name: str, prompt: np.ndarray) -> TokenTraces:
+        rows = np.zeros((len(self.token_ids), prompt.shape[1]), np.uint8)
+        if known := self.traces.get(name):
+            rows[: len(known)] = known
+        return TokenTraces(prompt=prompt, completions=rows)
 
 
 def new_rows(request: GenerationRequest, version: int) -> list[DecodeRow]:
@@ -143,8 +155,16 @@ class Joining:
 class DecodeBatch:
     """All sequences in flight. Not thread-safe: the engine's decode thread owns it."""
 
-    def __init__(self, model: Any, banned_token_ids: Sequence[int], device: torch.device):
+    def __init__(
+        self,
+        model: Any,
+        banned_token_ids: Sequence[int],
+        device: torch.device,
+        recorders: Mapping[str, Recorder] | None = None,
+    ):
+        """`recorders`: of the traces that completions are to have."""
         self.model = model
+        self._recorders = recorders or {}
         self.device = device
         self.banned = torch.tensor(sorted(banned_token_ids), dtype=torch.long, device=device)
         self.rows: list[DecodeRow] = []
@@ -173,7 +193,7 @@ class DecodeBatch:
             return Joining(rows, done, prefilled, which)
         if first:
             self._sample(prefilled.logits[which[first]], [rows[number] for number in first], version)
-        beside = DecodeBatch(self.model, (), self.device)
+        beside = DecodeBatch(self.model, (), self.device, self._recorders)
         beside.rows = rows
         beside._add(prefilled, which)
         beside._feed_tokens()
@@ -192,7 +212,18 @@ class DecodeBatch:
             if key not in distinct:
                 distinct[key] = row.request.encoded_prompt(row.index)
         place = {key: number for number, key in enumerate(distinct)}
-        return prefill(self.model, list(distinct.values()), self.device), [place[key] for key in keys]
+        prefilled = prefill(self.model, list(distinct.values()), self.device)
+        prompts, found = [place[key] for key in keys], self._recorded(len(distinct))
+        for row, prompt in zip(rows, prompts, strict=True):
+            length = len(row.request.seen_by(row.index).token_ids)
+            for name, traces in found.items():
+                row.prompt_traces.setdefault(name, traces[prompt, traces.shape[1] - length :])
+        return prefilled, prompts
+
+    def _recorded(self, rows: int) -> dict[str, np.ndarray]:
+        """[rows, M, width] of the last forward pass, by name."""
+        found = {name: recorder() for name, recorder in self._recorders.items()}
+        return {name: traces.view(rows, -1, traces.shape[1]).cpu().numpy() for name, traces in found.items()}
 
     @torch.inference_mode()
     def join(self, joining: Joining) -> list[DecodeRow]:
@@ -219,6 +250,7 @@ class DecodeBatch:
         self._attention = torch.cat([self._attention, grown], dim=1)
         ids, positions = columns.long().split(1, dim=1)
         logits = self._forward(ids, positions, self._attention)
+        self._keep_traces([len(row.token_ids) - 1 for row in self.rows])
         self._sample(logits, self.rows, version)
         for row in self.rows:
             row.next_position += 1
@@ -266,7 +298,16 @@ class DecodeBatch:
             piece = slice(start, start + width)
             self._attention = torch.cat([self._attention, real[:, piece]], dim=1)
             self._forward(ids[:, piece], positions[:, piece], self._attention)
+            self._keep_traces([start] * len(self.rows), [len(tokens) for tokens in fed])
         self._close_gaps()
+
+    def _keep_traces(self, places: Sequence[int], ends: Sequence[int] | None = None) -> None:
+        """Keep the traces of the last forward pass, over each row's tokens from its place on, and before its end. Those
+        that a row has are of the pass that predicted from these tokens: they stay."""
+        for name, traces in self._recorded(len(self.rows)).items():
+            for row, found, place, end in zip(self.rows, traces, places, ends or [p + 1 for p in places], strict=True):
+                known = row.traces.setdefault(name, [])
+                known.extend(found[max(0, len(known) - place) : max(0, end - place)])
 
     def _close_gaps(self) -> None:
         """Move the padding behind a completion to the left of the prompt."""

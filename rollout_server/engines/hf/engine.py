@@ -24,6 +24,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
 from asyncrl.models.small_copy import family_of
+from asyncrl.models.token_trace import token_traces
 from asyncrl.plugins import implementation
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
@@ -61,7 +62,7 @@ class HFEngine:
     async def start(self) -> None:
         await asyncio.to_thread(self._load)
         self._loop = DecodeLoop(
-            lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
+            lambda: DecodeBatch(self._model, self._placeholder_ids, self._device, self._recorders),
             self._config.rollout.max_concurrent_sequences,
         )
         self._loop.start()
@@ -77,6 +78,8 @@ class HFEngine:
             add_adapter(self._model, self._adapter)
             self._model.requires_grad_(False)
         self._fingerprint = architecture_fingerprint(self._model, self._adapter)
+        traces = token_traces(self._config.algorithm, self._config.model)
+        self._recorders = {name: trace.record(self._model) for name, trace in traces.items()}
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         self._fixed_tokens = fixed_tokens(vocabulary, self._placeholder_ids)
 
