@@ -94,7 +94,7 @@ completions of 8,192 tokens. `network.max_message_mib` bounds a group.
 | engine | |
 |---|---|
 | `hf` | recorded in the routers themselves |
-| `vllm` | `enable_return_routed_experts` of vLLM 0.32 |
+| `vllm` | `enable_return_routed_experts` of vLLM 0.32, on a GPU: not run; refused on a CPU, where it needs Triton |
 | `sglang` | refused: its `return_routed_experts` was not run |
 
 Refused, too: models without experts, routers that do not choose by one `topk`, and hooks of tickets that insert whole

@@ -6,13 +6,14 @@ import math
 
 import torch
 
+from asyncrl.config.installed_methods import chosen_hooks
 from asyncrl.config.parts import ROLLOUT_WEIGHTS
 from asyncrl.config.schema import RunConfig
 from asyncrl.devices.device import resolve_device
 from asyncrl.model_files.folder import attention_heads, read_config
 from asyncrl.plugins import implementation
 from asyncrl.telemetry.host_versions import installed_version
-from asyncrl_plugins.vllm.plugin import unserved
+from asyncrl_plugins.vllm.plugin import ROUTED_EXPERTS, unserved
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 """Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""
@@ -73,6 +74,12 @@ def problems(config: RunConfig) -> list[str]:
     """One line, with its fix, for each thing that would go wrong, or be ignored, once vLLM has started."""
     if problem := device_problem(config):
         return [problem]
+    on_cpu = resolve_device(config.rollout.device, "rollout.device").type == "cpu"
+    if on_cpu and ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
+        return [
+            f"algorithm.{ROUTED_EXPERTS} is chosen, and vLLM records experts with its model runner 2 alone, which has "
+            f"no code for a CPU without Triton. Set rollout.engine=hf, or leave algorithm.{ROUTED_EXPERTS} out"
+        ]
     cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
     return model_problems(config) + setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
 
