@@ -42,6 +42,16 @@ def replay_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.{REPLAY} is chosen, and rollout.engine {engine} does not say which experts it chose. Set "
             f"rollout.engine to one of {', '.join(having)}, or leave algorithm.{REPLAY} out"
         )
+    if config.environment.is_used:
+        yield (
+            f"algorithm.{REPLAY} is chosen, and experts are not recorded over the turns of an environment. Leave "
+            f"algorithm.{REPLAY} or environment.name out"
+        )
+    if config.learner.num_processes > 1:
+        yield (
+            f"algorithm.{REPLAY} is chosen, and learner.num_processes is {config.learner.num_processes}: replay has "
+            f"not run with ranks. Set learner.num_processes=1, or leave algorithm.{REPLAY} out"
+        )
     for name, (method, _) in chosen_hooks("ticket_hook", config.algorithm).items():
         if method.inserts is not None:
             yield (

@@ -262,13 +262,11 @@ def _trace_problems(group: Group, traces: Mapping[str, TokenTrace]) -> Iterator[
             "`algorithm` section?"
         )
         return
-    ends = [end - 1 for end in np.cumsum(group.lengths).tolist()]
-    for start, record in zip((np.cumsum(group.lengths) - group.lengths).tolist(), group.trajectories, strict=True):
-        ends += [start + first - 1 for first in record.segment_starts[1:]]
+    ends = np.cumsum(group.lengths)[group.lengths > 0] - 1  # tokens that were no input
     for name, trace in traces.items():
         for part, rows in (
             ("prompt", group.traces[name].prompt),
-            ("completions", np.delete(group.traces[name].completions, [end for end in ends if end >= 0], axis=0)),
+            ("completions", np.delete(group.traces[name].completions, ends, axis=0)),
         ):
             if rows.shape[1] != trace.width:
                 yield f"the trace {name} has {rows.shape[1]} bytes per token, here it has {trace.width}"

@@ -50,7 +50,7 @@ from rollout_server.engines.base import (
 )
 from rollout_server.production.environments import Environments
 from rollout_server.production.rounds import AtOnce, Rounds
-from rollout_server.production.trajectory import Trajectory, joined_traces
+from rollout_server.production.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -389,5 +389,4 @@ class ConversationProducer:
                 reward_s=time.monotonic() - generated_at,
                 environment_s=sum(trajectory.environment_s for trajectory in trajectories),
             ),
-            traces=joined_traces([trajectory.traces for trajectory in trajectories]),
         )

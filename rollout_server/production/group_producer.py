@@ -30,6 +30,7 @@ from protocol.messages import (
     TicketKind,
     TicketReturned,
     TokenSource,
+    TokenTraces,
     TrajectoryRecord,
     TrajectoryRole,
     Turn,
@@ -44,7 +45,7 @@ from rollout_server.engines.base import (
 from rollout_server.production.conversation import ConversationProducer
 from rollout_server.production.environments import Environments
 from rollout_server.production.rounds import AtOnce
-from rollout_server.production.trajectory import joined_traces, status_of
+from rollout_server.production.trajectory import status_of
 
 logger = logging.getLogger(__name__)
 MESSAGE_LENGTH = 1000
@@ -318,3 +319,14 @@ def check_sampling(tickets: Iterable[Ticket], config: RolloutConfig) -> None:
         ]
         if differing:
             raise UserError(f"{'; '.join(differing)}. Start both services with the same configuration")
+
+
+def joined_traces(
+    traces: Sequence[Mapping[str, TokenTraces]], saw_others: Sequence[bool] = ()
+) -> dict[str, TokenTraces]:
+    """Traces of a group from those of its trajectories; the prompt's are of the first that did not see other images."""
+    first = traces[[*saw_others, False].index(False) % len(traces)]
+    return {
+        name: TokenTraces(prompt=of_name.prompt, completions=np.concatenate([t[name].completions for t in traces]))
+        for name, of_name in first.items()
+    }

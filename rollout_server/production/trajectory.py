@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,15 +12,7 @@ from asyncrl.environments.recording import recorded
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.history import Shown
 from asyncrl.rewards.score import Score
-from protocol.messages import (
-    FinishReason,
-    Limit,
-    TokenTraces,
-    TrajectoryRecord,
-    TrajectoryRole,
-    TrajectoryStatus,
-    Turn,
-)
+from protocol.messages import FinishReason, Limit, TrajectoryRecord, TrajectoryRole, TrajectoryStatus, Turn
 from rollout_server.engines.base import Completion
 from rollout_server.production.environments import EnvironmentSession
 
@@ -43,8 +34,6 @@ class Trajectory:
     images: list[bytes] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
-    traces: dict[str, TokenTraces] = field(default_factory=dict)
-    """Traces of the prompt and of all tokens up to the last turn's end, by name."""
     text: str = ""
     """Text of the last turn."""
     limit: Limit = ""
@@ -58,23 +47,10 @@ class Trajectory:
 
     def add_turn(self, sampled: Completion) -> None:
         start = self.length
-        self.traces = {name: self._with_traces(name, traces) for name, traces in sampled.traces.items()}
         self.pieces.append(EncodedPrompt.of_text(sampled.token_ids))
         self.turns.append(Turn(start=start, end=self.length, finish_reason=sampled.finish_reason, context=self.context))
         self.logprobs.append(sampled.logprobs)
         self.versions.append(sampled.versions)
-
-    def _with_traces(self, name: str, turn: TokenTraces) -> TokenTraces:
-        """Traces with those of a turn, in whose prompt the tokens shown before it were inputs, and the last one of the
-        turn before, unless its segment ended there. Those of earlier tokens stay: turns were predicted from them."""
-        if name not in self.traces:
-            return turn
-        known = self.traces[name].completions.copy()
-        shown = self.length - len(known)
-        if not self.context:
-            known[-1] = turn.prompt[-shown - 1]
-        joined = np.concatenate([known, turn.prompt[len(turn.prompt) - shown :], turn.completions])
-        return TokenTraces(prompt=self.traces[name].prompt, completions=joined)
 
     def describe_turn(self, **changes: object) -> None:
         """Say more of the last turn."""
@@ -101,7 +77,7 @@ class Trajectory:
         """Forget all turns, for another try."""
         self.environment, self.failure, self.limit = environment, None, ""
         self.context = 0
-        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions, self.traces):
+        for column in (self.turns, self.pieces, self.images, self.logprobs, self.versions):
             column.clear()
 
     def record(self, score: Score, role: TrajectoryRole, *, zero_over_limit: bool) -> TrajectoryRecord:
@@ -122,17 +98,6 @@ class Trajectory:
             reward=reward,
             turns=tuple(self.turns),
         )
-
-
-def joined_traces(
-    traces: Sequence[Mapping[str, TokenTraces]], saw_others: Sequence[bool] = ()
-) -> dict[str, TokenTraces]:
-    """Traces of a group from those of its trajectories; the prompt's are of the first that did not see other images."""
-    first = traces[[*saw_others, False].index(False) % len(traces)]
-    return {
-        name: TokenTraces(prompt=of_name.prompt, completions=np.concatenate([t[name].completions for t in traces]))
-        for name, of_name in first.items()
-    }
 
 
 def status_of(score: Score, *, is_cut: bool) -> TrajectoryStatus:

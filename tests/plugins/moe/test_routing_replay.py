@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 import transformers
 
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, register
+from asyncrl.config.schema import RunConfig
 from asyncrl.models.output_head import hidden_states, scaled_logits
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl_plugins.moe.replay import RoutingReplay
 from asyncrl_plugins.moe.settings import RoutingReplayConfig
+from asyncrl_plugins.moe.shape import ExpertShape
 from learner.training.packing import PackedTrajectory, TrainGroup, build_micro_batch
 from protocol.messages import Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
@@ -123,3 +125,41 @@ def test_learner_takes_the_experts_of_the_engine(family: str) -> None:
 
 def no_replay(_rows: torch.Tensor) -> Any:
     return torch.no_grad()
+
+
+def test_a_rebuilt_cache_keeps_the_experts_that_tokens_were_predicted_with() -> None:
+    model = model_of(attention="eager")
+    for once, rebuilt in zip(sampled(model), sampled(model, rebuilds=True), strict=True):
+        np.testing.assert_array_equal(once.token_ids, rebuilt.token_ids)
+        for part in ("prompt", "completions"):
+            np.testing.assert_array_equal(getattr(once.traces[NAME], part), getattr(rebuilt.traces[NAME], part))
+
+
+@pytest.mark.parametrize(
+    ("experts", "problem"),
+    [([[0, 7], [3, 2]], ""), ([[0, 8], [3, 2]], "expert 8, of 8"), ([[0, 7], [3, 3]], "token 1 has the experts")],
+)
+def test_experts_that_a_server_cannot_have_chosen_are_named(experts: list[list[int]], problem: str) -> None:
+    shape = ExpertShape.of(SIZES)
+    assert shape is not None
+    rows = np.zeros((2, shape.layers, shape.chosen), np.uint8)
+    rows[:, 0] = experts
+    assert shape.problem(rows.reshape(2, -1), [0]).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"environment": {"name": "tests.rigs.lamp:Lamp"}, "data": {"max_response_length": 600}},
+            "over the turns of an environment",
+        ),
+        ({"learner": {"num_processes": 2}}, "replay has not run with ranks"),
+        ({}, "names no experts"),
+    ],
+)
+def test_what_has_no_recorded_experts_is_refused(
+    make_config: Callable[..., RunConfig], changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_config(algorithm={"routing_replay": {}}, **changes)
