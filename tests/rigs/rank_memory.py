@@ -81,11 +81,10 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
         if critic:
             critic.backward(critic.values(micro_batch).sum())
 
-    for _ in range(2):
-        score_and_train()
+    score_and_train()  # takes what lasts: gradients and buffers
     roles = [role for role in (actor, critic, reference) if role]
     passing: list[int] = []
-    for _ in range(5):  # under load a collective's thread may hold a buffer of the pass before for a moment longer
+    for _ in range(8):  # under load a collective's thread may hold a buffer of the pass before for a moment longer
         for role in roles:
             role.sharding.changed()
         passing.append(peak_of(score_and_train))

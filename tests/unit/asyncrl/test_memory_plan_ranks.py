@@ -28,8 +28,8 @@ FEW: Shape = (16, 4, 2, 1)
 BF16 = {"dtype": "bfloat16"}
 CHECKPOINTED = {"gradient_checkpointing": True}
 HEAVY = {
-    "text": {"hidden": 256, "inter": 1024, "layers": 6, "heads": 4, "kv": 2, "vocabulary": 8000},
-    "vision": {"hidden": 128, "inter": 256, "depth": 4, "heads": 4},
+    "text": {"hidden": 256, "inter": 1024, "layers": 4, "heads": 4, "kv": 2, "vocabulary": 8000},
+    "vision": {"hidden": 128, "inter": 256, "depth": 2, "heads": 4},
 }
 CASES: dict[str, tuple[str, Shape, dict[str, Any]]] = {
     "fp32": ("tiny", SHAPE, {}),
