@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import plugins
+from asyncrl.demo.choice import DemoRequest, chosen, demos
 from asyncrl.errors import ExitCode, UserError, did_you_mean
 from asyncrl.launch.command import command
 
@@ -24,7 +25,6 @@ OVERRIDES = (
     "replace keys of the configuration, or add to a list with +=; a word without `=` is an overlay: a YAML file, an "
     "algorithm such as rloo, or a task of a plug-in"
 )
-DEMO = "first the demo's name: digits, or one of a plug-in; without one, the main one of those installed"
 NO_WORD = (
     "Without one, GRPO with a clip of 0.2 and 0.28 and a mean over tokens; `grpo` is the paper's, with 0.2 on both "
     "sides and a mean over trajectories"
@@ -125,9 +125,9 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
 def _add_models(commands: argparse._SubParsersAction) -> None:
     """Add the commands around a model: the demo's, and a run's as a folder."""
     demo = commands.add_parser("demo", help="train a small model on this machine, in one new folder")
-    demo.add_argument(
-        "overrides", nargs="*", metavar="DEMO|ALGORITHM|key=value", help=f"{DEMO}. {OVERRIDES}. {NO_WORD}"
-    )
+    names = "; ".join(f"{name}, {each.help}" for name, each in demos().items())
+    words = f"first the demo's name; without one, {chosen(())[0]}. {names}. Then {OVERRIDES}. {NO_WORD}"
+    demo.add_argument("overrides", nargs="*", metavar="DEMO|ALGORITHM|key=value", help=words)
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
@@ -219,8 +219,6 @@ def _learn(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from asyncrl.demo.choice import DemoRequest, chosen, demos
-
     name, words = chosen(arguments.overrides)
     found = demos()
     others = ", ".join(f"asyncrl demo {other} ({demo.help})" for other, demo in found.items() if other != name)

@@ -10,6 +10,6 @@ VQA = Demo(
     is_main=True,
 )
 LLM = Demo(
-    help="SmolLM2-135M alone says in one short sentence what a thing is",
+    help="SmolLM2-135M alone says in one short sentence what a thing is (`llm lora`: with adapters)",
     run="asyncrl_plugins.demos.llm:demo",
 )

@@ -9,7 +9,8 @@ from asyncrl.plugins import Command
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
-    parser.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
+    help = "memory table of a configuration or model folder, no weights, before or behind its name"
+    parser.add_argument("--plan", nargs="?", const="", metavar="TARGET", help=help)
     parser.add_argument("--quick", action="store_true", help="everything but the trial, a real run of two tiny steps")
     parser.add_argument("--json", action="store_true", help="for scripts; the exit code is 1 if there is a problem")
 

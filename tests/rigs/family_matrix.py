@@ -32,6 +32,7 @@ import transformers
 
 from asyncrl.checks.inputs import check_rotary
 from asyncrl.config.part_settings import ModelSettings
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig, RolloutConfig
 from asyncrl.demo.model import build_tokenizer
@@ -178,13 +179,9 @@ def examine(family: str, folder: Path) -> Verdict:
     except Exception as error:  # of the family's own code, or of its configuration's
         return Verdict("not built", "", _said(error))
     config = ModelConfig(path=str(path), dtype="float32")
-    engine = TorchEngine(
-        ModelSettings(
-            config, LearnerConfig(device="cpu"), RolloutConfig(device="cpu", temperature=TEMPERATURE), folder, 0
-        ),
-        OptimConfig(),
-        1,
-    )
+    rollout = RolloutConfig(device="cpu", temperature=TEMPERATURE)
+    settings = ModelSettings(config, LearnerConfig(device="cpu"), rollout, folder, 0, AlgorithmConfig())
+    engine = TorchEngine(settings, OptimConfig(), 1)
     try:
         check_rotary(LONGEST, config, read_config(config))
         engine.prepare()
