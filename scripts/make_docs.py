@@ -77,8 +77,10 @@ each of the losses gives. A group of a row without a demonstration is sampled al
 from the rows in `plugin.py`.""",
     "moe": """# Models of experts
 
-```bash
-asyncrl train config.yaml algorithm.routing_replay={} algorithm.router_losses.z_coef=0.001
+```yaml
+algorithm:
+  routing_replay: {}
+  router_losses: {z_coef: 0.001}
 ```
 
 Routing replay (R3): a rounding, or weights of another version, makes a router choose other experts, and a token's

@@ -31,8 +31,8 @@ import torch
 import transformers
 
 from asyncrl.checks.inputs import check_rotary
-from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import LearnerConfig, OptimConfig, RolloutConfig
 from asyncrl.demo.model import build_tokenizer
