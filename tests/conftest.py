@@ -32,16 +32,16 @@ __all__ = ["ROOT"]
 install_scripted_engine()
 
 LONGEST = (
-    "test_zero test_zero_memory test_three_engines test_sglang_engine "
-    "test_vllm_end_to_end test_vllm_device_channel test_vllm_video test_vllm_conversation test_vllm_engine "
-    "test_vllm_lora test_vllm_agents test_vllm_quantization test_zero_runs test_sglang_end_to_end test_zero_families "
-    "test_demo test_fuzz_wire test_memory_on_ranks test_ranks test_memory_plan_ranks test_sleeping_ranks "
-    "test_families_on_ranks test_end_to_end test_compose_run test_lora_runs test_torchrun test_zero_vision "
-    "test_sync test_resume test_time_and_peers test_docs_commands test_sync_kills test_cli_commands test_killed_runs "
-    "test_sft_on_ranks test_sft_under_zero test_demo_from_scratch test_vision_on_ranks test_segments "
-    "test_refusals test_dashboards test_chaos test_finished_run test_replay test_run_scores test_full_disk "
-    "test_dynamic_sampling test_device_channels test_reward_model test_starting_points test_memory_plan test_doctor "
-    "test_algorithm_properties"
+    "test_three_engines test_sglang_engine test_vllm_end_to_end test_vllm_device_channel test_vllm_video "
+    "test_vllm_conversation test_vllm_engine test_vllm_lora test_vllm_agents test_vllm_quantization test_zero "
+    "test_time_and_peers test_ranks test_sync test_resume test_torchrun test_demo test_vqa_demo "
+    "test_zero_families test_sglang_end_to_end test_sleeping_ranks test_memory_on_ranks test_lora_runs "
+    "test_fuzz_wire test_zero_runs test_inspect_page test_compose_run test_supervisor test_zero_memory "
+    "test_mcp_environment test_end_to_end test_checkpoint_writing test_tiled_families test_segments "
+    "test_finished_run test_replay test_run_scores test_cli_commands test_memory_plan_ranks "
+    "test_families_on_ranks test_agent test_zero_vision test_environment_pool test_chaos test_chaos_of_relays "
+    "test_docs_commands test_changed_surroundings test_sft_on_ranks test_weight_relays test_panel "
+    "test_sample_store test_third_party_plugin test_every_method test_report_browser"
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 
