@@ -4,7 +4,8 @@
 
 Completions are those of `asyncrl eval`, at about half of its cost. The beginning of a prompt, which ends with the
 picture, is computed once for all questions about it. A completion is guessed whole and checked in one pass; a wrong
-guess is mended at its first wrong token and checked again, so that guesses decide about time alone.
+guess is mended at its first wrong token and checked again, so that guesses decide about time alone. Passes are in
+bfloat16, twice as fast; a row where a token leads another by less than MARGIN there is checked in float32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from asyncrl.rewards.sample import RewardSample
 from asyncrl_plugins.demos.reward import right, seen
 
 BATCH = 64
+MARGIN = 1.5
+"""Logits: far more than bfloat16 changes the difference of two."""
 UNKNOWN = "red? red. Answer: yes"
 """Guess for a question that no row demonstrates."""
 
@@ -47,9 +51,9 @@ class GreedyPolicy:
         self.model = load_policy(model, folder).eval()
         self._most = config.data.max_response_length
         self._ends = self.processor.ends.stop_token_ids
-        self._keys: list[torch.Tensor] = []
-        """[pictures, heads, tokens of a beginning, width] of each layer"""
-        self._values: list[torch.Tensor] = []
+        self._rough = deepcopy(self.model).bfloat16()
+        self._layers: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Keys and values [pictures, heads, tokens of a beginning, width] of each layer, by whether they are rough."""
 
     @torch.inference_mode()
     def complete(self, rows: Sequence[RenderedPrompt], guesses: Sequence[str]) -> list[str]:
@@ -69,7 +73,22 @@ class GreedyPolicy:
             questions.append(prompt.token_ids[end:].tolist())
             guess.append(self.processor.tokenize_completion(text)[: self._most])
         self._read([(prompt.token_ids[:end], prompt.pixel_values) for _, prompt, end in pictures.values()])
-        left = list(range(len(guess)))
+        doubtful = self._settle(range(len(guess)), prompts, questions, guess, rough=True)
+        self._settle(doubtful, prompts, questions, guess, rough=False)
+        texts = self.processor.tokenizer.batch_decode(guess, skip_special_tokens=True)
+        return [texts[place] for place in places]
+
+    def _settle(
+        self,
+        rows: Sequence[int],
+        pictures: Sequence[int],
+        questions: Sequence[list[int]],
+        guess: list[list[int]],
+        *,
+        rough: bool,
+    ) -> list[int]:
+        """Check and mend guesses of rows until they are right. Returns those that a rough pass cannot tell."""
+        left, doubtful = list(rows), list[int]()
         while left:
             by_length: dict[int, list[int]] = defaultdict(list)
             for row in left:
@@ -78,29 +97,39 @@ class GreedyPolicy:
             for same in by_length.values():
                 same.sort(key=lambda row: len(guess[row]))
                 for batch in (same[at : at + BATCH] for at in range(0, len(same), BATCH)):
-                    left += self._check(batch, [prompts[row] for row in batch], questions, guess)
-        texts = self.processor.tokenizer.batch_decode(guess, skip_special_tokens=True)
-        return [texts[place] for place in places]
+                    again, unclear = self._check(batch, [pictures[row] for row in batch], questions, guess, rough)
+                    left += again
+                    doubtful += unclear
+        return doubtful
 
     def _read(self, beginnings: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
         """Keep keys and values of the beginnings; nothing where prompts have no picture."""
-        found = []
-        for at in range(0, len(beginnings), BATCH):
-            part = [(ids, pixels) for ids, pixels in beginnings[at : at + BATCH] if pixels is not None]
-            if part:
-                ids = torch.tensor([one.tolist() for one, _ in part])
-                pixels = torch.cat([pixels for _, pixels in part])
-                cache = self.model(input_ids=ids, pixel_values=pixels, use_cache=True, logits_to_keep=1).past_key_values
-                found.append([(layer.keys, layer.values) for layer in cache.layers])
-        self._keys, self._values = (
-            [torch.cat(parts) for parts in zip(*([pair[side] for pair in layers] for layers in found), strict=True)]
-            for side in (0, 1)
-        )
+        for rough in (True, False):
+            model = self._rough if rough else self.model
+            found = []
+            for at in range(0, len(beginnings), BATCH):
+                part = [(ids, pixels) for ids, pixels in beginnings[at : at + BATCH] if pixels is not None]
+                if part:
+                    ids = torch.tensor([one.tolist() for one, _ in part])
+                    pixels = torch.cat([pixels for _, pixels in part]).to(model.dtype)
+                    cache = model(input_ids=ids, pixel_values=pixels, use_cache=True, logits_to_keep=1).past_key_values
+                    found.append([(layer.keys, layer.values) for layer in cache.layers])
+            self._layers[rough] = [
+                (torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts]))
+                for parts in zip(*found, strict=True)
+            ]
 
     def _check(
-        self, batch: Sequence[int], pictures: Sequence[int], questions: Sequence[list[int]], guess: list[list[int]]
-    ) -> list[int]:
-        """Check the guesses of a batch, whose questions are equally long. Mends wrong ones, and returns their rows."""
+        self,
+        batch: Sequence[int],
+        pictures: Sequence[int],
+        questions: Sequence[list[int]],
+        guess: list[list[int]],
+        rough: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Check the guesses of a batch, whose questions are equally long, and mend wrong ones.
+
+        Returns their rows, and those that a rough pass cannot tell."""
         from transformers import DynamicCache
 
         width = max(len(guess[row]) for row in batch)
@@ -109,16 +138,25 @@ class GreedyPolicy:
             words = [*questions[row], *guess[row][:-1]]
             ids[place, : len(words)] = torch.tensor(words)
         cache = DynamicCache()
-        for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+        for layer, (keys, values) in enumerate(self._layers[rough]):
             cache.update(keys[list(pictures)], values[list(pictures)], layer)
         # Padding is behind the words, where causal attention does not look.
-        logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=width).logits
+        model = self._rough if rough else self.model
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=width).logits.float()
         logits[..., list(self.processor.placeholder_ids)] = -torch.inf
-        wrong = []
-        for row, said in zip(batch, logits.argmax(-1).tolist(), strict=True):
-            guess[row], is_whole = mended(guess[row], said, self._ends, self._most)
-            wrong += [] if is_whole else [row]
-        return wrong
+        best = logits.topk(2, dim=-1)
+        leads = (best.values[..., 0] - best.values[..., 1]).tolist()
+        again, unclear = [], []
+        for row, said, lead in zip(batch, best.indices[..., 0].tolist(), leads, strict=True):
+            right, is_whole = mended(guess[row], said, self._ends, self._most)
+            pairs = enumerate(zip(guess[row], right, strict=False))
+            last = next((at for at, (mine, theirs) in pairs if mine != theirs), len(right) - 1)
+            if rough and min(lead[: last + 1]) < MARGIN:
+                unclear.append(row)
+                continue
+            guess[row] = right
+            again += [] if is_whole else [row]
+        return again, unclear
 
 
 def mended(guess: Sequence[int], said: Sequence[int], ends: Sequence[int], most: int) -> tuple[list[int], bool]:
