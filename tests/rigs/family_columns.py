@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl.telemetry.host_versions import describe_environment
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
@@ -359,7 +361,9 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [name for name in MAKERS if name in rows]:
         lines.append(f"| {name} | {' | '.join(cell(name, rows[name].get(column, '-')) for column in COLUMNS)} |")
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__}."
+    host = describe_environment()
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {host['cores']} cores of an "
+    versions += f"{host['cpu']}; last row measured on {date.today().isoformat()}."
     words = "\n".join(f"{number}. {text}" for text, number in notes.items())
     return f"{HEADING}\n{versions}\n\n" + "\n".join(lines) + f"\n\n## Words\n\n{words}\n"
 
