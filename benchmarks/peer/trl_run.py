@@ -36,6 +36,7 @@ from learner.tickets.ticket_writer import TicketWriter
 def trl_settings(config: RunConfig, steps: int, rows_at_once: int, folder: str) -> dict[str, Any]:
     """Arguments of GRPOConfig: what `config` says, and nothing saved, reported or evaluated."""
     optim, algorithm, batch = config.learner.optim, config.algorithm, config.batch
+    rows = batch.prompts_per_step * batch.group_size
     return {
         "output_dir": folder,
         "use_cpu": config.learner.device == "cpu",
@@ -44,8 +45,8 @@ def trl_settings(config: RunConfig, steps: int, rows_at_once: int, folder: str) 
         "gradient_checkpointing": config.learner.gradient_checkpointing,
         "max_steps": steps,
         "num_generations": batch.group_size,
-        "per_device_train_batch_size": rows_at_once,
-        "gradient_accumulation_steps": batch.prompts_per_step * batch.group_size // rows_at_once,
+        "per_device_train_batch_size": min(rows_at_once, rows),
+        "gradient_accumulation_steps": max(1, rows // rows_at_once),
         "shuffle_dataset": False,
         "max_completion_length": config.data.max_response_length,
         "temperature": config.rollout.temperature,
