@@ -141,9 +141,9 @@ class AlignmentConfig(Section):
     rows: int = Field(default=2, ge=0)
     """Training rows for each server, with their images; 0 turns the check off."""
     max_logprob_difference: float = Field(default=0.0, ge=0)
-    """Largest difference of one token that is accepted, in nats; 0 means 0.2 for bfloat16, and for float32 0.001 on
-    CPUs and 0.025 where one side is on a GPU; with rollout.quantization that of its plug-in. With that the mean over
-    tokens may be a tenth of it."""
+    """Largest difference of one token that is accepted, in nats; 0 means 1 for bfloat16, and for float32 0.001 on
+    CPUs and 0.025 where one side is on a GPU; with rollout.quantization that of its plug-in. The mean over tokens may
+    be a tenth of it."""
 
 
 class GpuMemoryConfig(Section):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
-from math import inf
 
 import psutil
 import torch
@@ -27,14 +26,13 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 """First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
 Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
 SMI_DEADLINE_S = 30.0
-LOGPROB_DIFFERENCE = {"bfloat16": 0.2, "float16": 0.025, "float32": 1e-3}
+LOGPROB_DIFFERENCE = {"bfloat16": 1.0, "float16": 0.125, "float32": 1e-3}
 """Accepted difference of a token's log-prob between engine and learner by model.dtype, in nats: several times what
 rounding makes of it (docs/decisions/012)."""
-TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
-"""Limit for float32 with a GPU, where vLLM's attention in Triton multiplies float32 numbers in TF32. Its factors have
-three bits more than bfloat16's."""
-QUANTIZED_MEAN_SHARE = 0.1
-"""Share of that which the mean over tokens may have: of weights so coarse a single token says little."""
+TF32_LOGPROB_DIFFERENCE = 0.025
+"""Limit for float32 with a GPU, where vLLM's attention in Triton multiplies float32 numbers in TF32."""
+MEAN_SHARE = 0.1
+"""Share of the limit that the mean over tokens may have: a single rare token says little."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -123,12 +121,6 @@ def max_logprob_difference(
     dtype = dtype_here(model.dtype, names)
     devices = {meant_device(name, cuda=torch.cuda.is_available()) for name in names}
     return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
-
-
-def max_mean_logprob_difference(limit: float, rollout: RolloutConfig) -> float:
-    """Accepted mean of the tokens' absolute differences, from the limit of a single one. Infinite where the engine has
-    the learner's own weights: the largest difference tells all."""
-    return QUANTIZED_MEAN_SHARE * limit if rollout.quantization else inf
 
 
 def compute_in_full_float32() -> None:

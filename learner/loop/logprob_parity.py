@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.run_sections import AlignmentConfig
 from asyncrl.config.service_sections import RolloutConfig
-from asyncrl.devices.device import QUANTIZED_MEAN_SHARE, max_mean_logprob_difference
+from asyncrl.devices.device import MEAN_SHARE
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
@@ -161,19 +160,18 @@ class ParityJudge:
         self.ranks.announce("compare", lambda: pack_groups(received))
         parity = compare(self.engine, self.processor, received, self.microbatch_tokens)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
-        limit, mean_limit = self.limit, max_mean_logprob_difference(self.limit, self.rollout)
+        limit, mean_limit = self.limit, MEAN_SHARE * self.limit
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
             f"average, over {parity.token_ids.size} tokens of {len(received)} rows at policy version {version}"
         )
-        accepted = f"{limit:g} is accepted"
-        if mean_limit < math.inf:
+        accepted = f"{limit:g} is accepted, and {mean_limit:g} on average"
+        if self.rollout.quantization:
             numbers += f" (KL {parity.kl:.2g} per token: it samples with {self.rollout.quantization} weights)"
-            accepted += f", and {mean_limit:g} on average"
         first, at_first = self._first.get(check.server_id, (version, parity))
         again, fault = check.server_id in self._first, self._known_fault(parity, first, at_first)
-        is_close = parity.largest <= limit and parity.mean <= mean_limit
-        if not fault and (is_close or (again and parity.mean <= QUANTIZED_MEAN_SHARE * limit)):
+        is_close = parity.largest <= limit
+        if not fault and parity.mean <= mean_limit and (is_close or again):
             logger.info("%s is aligned: %s (%s)", check.server_id, numbers, accepted)
             if not is_close or parity.mean > GROWN * at_first.mean > 0:  # single tokens end no run at work
                 logger.warning(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.devices.device import max_mean_logprob_difference
+from asyncrl.devices.device import MEAN_SHARE
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import small_config
 from tests.plugins.vllm.vllm_rig import NEEDS_VLLM, VLLMRig
@@ -66,4 +66,4 @@ def check(
     difference = np.concatenate(found)
     limit = limit_of(config)
     assert 1e-3 < difference.max() < limit
-    assert difference.mean() < max_mean_logprob_difference(limit, config.rollout)
+    assert difference.mean() < MEAN_SHARE * limit

@@ -242,11 +242,30 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     (refused, reason, fix), _ = shake.refuse.call_args
     assert refused is bad
     assert re.search("differ by at most 0.25 nats, .* on average", reason)
-    assert "0.001 is accepted (alignment.max_logprob_difference)" in reason
+    assert "0.001 is accepted, and 0.0001 on average (alignment.max_logprob_difference)" in reason
     assert "Largest at row rows.jsonl:2 (completion 0), token 1 (" in reason
     assert "images that the engine does not see" in fix
     judge.judge(version=1)
     assert shake.repeat.call_args_list == [((good,),), ((bad,),)]
+
+
+def test_a_mean_over_a_tenth_of_the_limit_is_refused_where_no_token_is_over_it(pair_config: RunConfig) -> None:
+    """Rounding in bfloat16 moves rare tokens far and the mean little; another distribution moves all a little."""
+    processor = PromptProcessor(pair_config.model)
+    received = answer(HFEngine(pair_config, processor), processor, parity_tickets(pair_config, processor))
+    shake, learner = Mock(), learner_engine(pair_config)
+    judge = parity_judge(pair_config, shake, lambda method, *words: method(*words), learner, processor, Mock())
+    for far, refused in ((0.05, 0), (0.2, 1)):
+        shifted = [
+            dataclasses.replace(
+                one, group=with_logprobs(one.group, np.full_like(one.group.logprobs, far * judge.limit))
+            )
+            for one in received
+        ]
+        check = SimpleNamespace(server_id=f"{far}", groups=dict(enumerate(shifted)), tickets=(0, 1))
+        shake.take_complete.return_value = [check]
+        judge.judge(version=0)
+        assert shake.refuse.call_count == refused
 
 
 def test_a_later_check_refuses_by_the_mean_and_warns_of_single_tokens(
