@@ -3,9 +3,8 @@
     python -m benchmarks.easy_vqa_scores CONFIG --model FOLDER --rows FILE.parquet --out FILE.jsonl
 
 Completions are those of `asyncrl eval`, at about half of its cost. The beginning of a prompt, which ends with the
-picture, is computed once for all questions about it. A completion is guessed whole and checked in one pass; a wrong
-guess is mended at its first wrong token and checked again, so that guesses decide about time alone. Passes are in
-bfloat16, twice as fast; a row where a token leads another by less than MARGIN there is checked in float32.
+picture, is computed once for all questions about it. A completion is guessed whole and checked in one pass in bfloat16.
+A row whose guess is wrong, or where a token leads another by less than MARGIN, is decoded token by token in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -73,34 +72,15 @@ class GreedyPolicy:
             questions.append(prompt.token_ids[end:].tolist())
             guess.append(self.processor.tokenize_completion(text)[: self._most])
         self._read([(prompt.token_ids[:end], prompt.pixel_values) for _, prompt, end in pictures.values()])
-        doubtful = self._settle(range(len(guess)), prompts, questions, guess, rough=True)
-        self._settle(doubtful, prompts, questions, guess, rough=False)
+        others = set(range(len(guess)))
+        for batch in _batches(others, questions):
+            others -= set(self._agreed(batch, [prompts[row] for row in batch], questions, guess))
+        for batch in _batches(others, questions):
+            found = self._decode([prompts[row] for row in batch], [questions[row] for row in batch])
+            for row, completion in zip(batch, found, strict=True):
+                guess[row] = completion
         texts = self.processor.tokenizer.batch_decode(guess, skip_special_tokens=True)
         return [texts[place] for place in places]
-
-    def _settle(
-        self,
-        rows: Sequence[int],
-        pictures: Sequence[int],
-        questions: Sequence[list[int]],
-        guess: list[list[int]],
-        *,
-        rough: bool,
-    ) -> list[int]:
-        """Check and mend guesses of rows until they are right. Returns those that a rough pass cannot tell."""
-        left, doubtful = list(rows), list[int]()
-        while left:
-            by_length: dict[int, list[int]] = defaultdict(list)
-            for row in left:
-                by_length[len(questions[row])].append(row)
-            left = []
-            for same in by_length.values():
-                same.sort(key=lambda row: len(guess[row]))
-                for batch in (same[at : at + BATCH] for at in range(0, len(same), BATCH)):
-                    again, unclear = self._check(batch, [pictures[row] for row in batch], questions, guess, rough)
-                    left += again
-                    doubtful += unclear
-        return doubtful
 
     def _read(self, beginnings: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
         """Keep keys and values of the beginnings; nothing where prompts have no picture."""
@@ -119,57 +99,63 @@ class GreedyPolicy:
                 for parts in zip(*found, strict=True)
             ]
 
-    def _check(
-        self,
-        batch: Sequence[int],
-        pictures: Sequence[int],
-        questions: Sequence[list[int]],
-        guess: list[list[int]],
-        rough: bool,
-    ) -> tuple[list[int], list[int]]:
-        """Check the guesses of a batch, whose questions are equally long, and mend wrong ones.
-
-        Returns their rows, and those that a rough pass cannot tell."""
+    def _cache(self, pictures: Sequence[int], *, rough: bool) -> Any:
         from transformers import DynamicCache
 
-        width = max(len(guess[row]) for row in batch)
-        ids = torch.zeros(len(batch), len(questions[batch[0]]) + width - 1, dtype=torch.long)
-        for place, row in enumerate(batch):
-            words = [*questions[row], *guess[row][:-1]]
-            ids[place, : len(words)] = torch.tensor(words)
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(self._layers[rough]):
             cache.update(keys[list(pictures)], values[list(pictures)], layer)
+        return cache
+
+    def _agreed(
+        self, batch: Sequence[int], pictures: Sequence[int], questions: Sequence[list[int]], guess: Sequence[list[int]]
+    ) -> list[int]:
+        """Rows of a batch, whose questions are equally long, where each token of the guess leads all others clearly."""
+        width = max(len(guess[row]) for row in batch)
+        ids = torch.zeros(len(batch), len(questions[batch[0]]) + width - 1, dtype=torch.long)
+        guessed = torch.zeros(len(batch), width, dtype=torch.long)
+        behind = torch.ones(len(batch), width, dtype=torch.bool)
+        for place, row in enumerate(batch):
+            words = [*questions[row], *guess[row][:-1]]
+            ids[place, : len(words)] = torch.tensor(words)
+            guessed[place, : len(guess[row])] = torch.tensor(guess[row])
+            behind[place, : len(guess[row])] = False
+        cache = self._cache(pictures, rough=True)
         # Padding is behind the words, where causal attention does not look.
-        model = self._rough if rough else self.model
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=width).logits.float()
+        output = self._rough(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=width)
+        best = self._allowed(output.logits).topk(2, dim=-1)
+        leads = best.values[..., 0] - best.values[..., 1]
+        clear = ((best.indices[..., 0] == guessed) & (leads >= MARGIN)) | behind
+        return [row for row, is_clear in zip(batch, clear.all(1).tolist(), strict=True) if is_clear]
+
+    def _decode(self, pictures: Sequence[int], questions: Sequence[list[int]]) -> list[list[int]]:
+        """Greedy completions of equally long questions, in float32."""
+        cache = self._cache(pictures, rough=False)
+        ids = torch.tensor(questions)
+        found: list[list[int]] = [[] for _ in questions]
+        for _ in range(self._most):
+            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids = self._allowed(output.logits).argmax(-1)
+            going_on = [not (words and words[-1] in self._ends) for words in found]
+            if not any(going_on):
+                break
+            for words, token, goes_on in zip(found, ids[:, 0].tolist(), going_on, strict=True):
+                words += [token] * goes_on
+        return found
+
+    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()
         logits[..., list(self.processor.placeholder_ids)] = -torch.inf
-        best = logits.topk(2, dim=-1)
-        leads = (best.values[..., 0] - best.values[..., 1]).tolist()
-        again, unclear = [], []
-        for row, said, lead in zip(batch, best.indices[..., 0].tolist(), leads, strict=True):
-            right, is_whole = mended(guess[row], said, self._ends, self._most)
-            pairs = enumerate(zip(guess[row], right, strict=False))
-            last = next((at for at, (mine, theirs) in pairs if mine != theirs), len(right) - 1)
-            if rough and min(lead[: last + 1]) < MARGIN:
-                unclear.append(row)
-                continue
-            guess[row] = right
-            again += [] if is_whole else [row]
-        return again, unclear
+        return logits
 
 
-def mended(guess: Sequence[int], said: Sequence[int], ends: Sequence[int], most: int) -> tuple[list[int], bool]:
-    """A guess with its first wrong token put right, and whether it is the greedy completion now.
-
-    `said[i]`: greedy token behind `guess[:i]`. `most`: tokens of the longest completion."""
-    at = next((at for at, token in enumerate(guess) if said[at] != token), None)
-    if at is None:
-        return [*guess], True
-    right_so_far = [*guess[:at], said[at]]
-    if said[at] in ends or len(right_so_far) == most:
-        return right_so_far, True
-    return right_so_far + ([*guess[at + 1 :]] or [ends[0]]), False
+def _batches(rows: Iterable[int], questions: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Rows with questions of one length, at most BATCH at once."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for row in sorted(rows):
+        by_length[len(questions[row])].append(row)
+    for same in by_length.values():
+        yield from (same[at : at + BATCH] for at in range(0, len(same), BATCH))
 
 
 def score(config: RunConfig, folder: Path) -> list[dict[str, Any]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks import easy_vqa, easy_vqa_report
-from benchmarks.easy_vqa_scores import mended
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.survey.held_out import held_out_prompts
+from asyncrl.demo.scoring import complete_held_out
+from benchmarks import easy_vqa, easy_vqa_report, easy_vqa_scores
+from benchmarks.easy_vqa_scores import GreedyPolicy
+from tests.rigs.tiny_families import make_llava
+from tests.system.test_bad_input import image_rows, write_rows
 
+ASKED = (0, "What is it?"), (1, "What is it?"), (1, "Is it a seven, or a nine?"), (2, "Look: which one?"), (3, "Eh?")
+"""Pictures and questions."""
 ROWS = [("What is the red shape?", "circle"), ("What is the red shape?", "circle"), ("What is the red shape?", "yes")]
 
 
@@ -124,23 +130,31 @@ def test_majority_of_a_question_s_text(study: Study) -> None:
     assert record["by_kind"] == {"shape": [3, 0.66667]}
 
 
-def test_whatever_was_guessed_the_greedy_completion_comes_out() -> None:
-    """A toy policy whose next token depends on all before it; 0 ends a completion."""
-
-    def next_token(before: Sequence[int]) -> int:
-        return (sum(before) * 7 + len(before) * 3 + 2) % 5
-
-    for seed in range(50):
-        draw = random.Random(seed)
-        question, most = [seed, seed % 3], 6
-        greedy: list[int] = []
-        while len(greedy) < most and (not greedy or greedy[-1]):
-            greedy.append(next_token([*question, *greedy]))
-        guess, is_whole = [*(draw.randrange(1, 5) for _ in range(draw.randrange(6))), 0], False
-        while not is_whole:
-            said = [next_token([*question, *guess[:at]]) for at in range(len(guess))]
-            guess, is_whole = mended(guess, said, (0,), most)
-        assert guess == greedy
+@pytest.mark.parametrize("sees", [True, False])
+def test_whatever_is_guessed_the_greedy_completion_comes_out(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    """Beside transformers' own `generate`; right guesses are not decoded again."""
+    pictures = [{"images": [str(tmp_path / f"{at}.png")], "prompt": f"<image>{words}"} for at, words in ASKED]
+    image_rows(tmp_path, [(56, 56)] * 4)
+    data = write_rows(tmp_path, pictures if sees else [{"prompt": words} for _, words in ASKED])
+    data |= {"val_files": data["train_files"], "max_prompt_length": 80, "max_response_length": 6}
+    config = make_config(model={"path": str(make_llava(tmp_path / "model"))}, data=data)
+    folder = Path(config.model.path)
+    greedy = [sample.completion for sample in complete_held_out(config, folder)]
+    policy = GreedyPolicy(config, folder)
+    rows = list(held_out_prompts(config.data, policy.processor, config.network.max_message_mib)[1])
+    assert policy.complete(rows, ["wrong"] * len(rows)) == greedy
+    assert len(set(greedy)) > 1
+    decode, tokens = policy._decode, list[list[int]]()
+    monkeypatch.setattr(policy, "_decode", lambda *batch: tokens.extend(found := decode(*batch)) or found)
+    for row in rows:
+        policy.complete([row], ["wrong"])
+    monkeypatch.setattr(policy.processor, "tokenize_completion", lambda place: tokens[int(place)])
+    monkeypatch.setattr(policy, "_decode", None)
+    monkeypatch.setattr(policy, "_rough", policy.model)
+    monkeypatch.setattr(easy_vqa_scores, "MARGIN", 0.0)
+    assert policy.complete(rows, [str(place) for place in range(len(rows))]) == greedy
 
 
 def record(arm: str, seed: int, piece: str, **more: Any) -> dict[str, Any]:
