@@ -26,7 +26,7 @@ class WatchedChoice(TorchFunctionMode):
 
     def __init__(self, shape: ExpertShape, choose: Choose):
         super().__init__()
-        self._shape, self._choose = shape, choose
+        self.__shape, self.__choose = shape, choose
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,10 +34,10 @@ class WatchedChoice(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return result
         scores, numbers = args[0], result[1]
-        if scores.ndim != 2 or (scores.shape[1], numbers.shape[1]) != (self._shape.experts, self._shape.chosen):
+        if scores.ndim != 2 or (scores.shape[1], numbers.shape[1]) != (self.__shape.experts, self.__shape.chosen):
             return result  # such as that of groups of experts
         self.calls += 1
-        taken = self._choose(scores, numbers)
+        taken = self.__choose(scores, numbers)
         if taken is numbers:
             return result
         return torch.return_types.topk((scores.gather(1, taken), taken))
