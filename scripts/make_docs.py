@@ -99,9 +99,9 @@ completions of 8,192 tokens. `network.max_message_mib` bounds a group.
 | `vllm` | `enable_return_routed_experts` of vLLM 0.32, on a GPU: not run; refused on a CPU, where it needs Triton |
 | `sglang` | refused: its `return_routed_experts` was not run |
 
-Refused, too: models without experts, routers that do not choose by one `topk`, and hooks of tickets that insert whole
-completions. A server that leaves gives its tickets back without what it has sampled of them, as experts do not travel
-with it. A second pass after other images (PAPO) takes the same experts.
+Refused, too: environments, several learner processes, models without experts, routers that do not choose by one
+`topk`, and hooks of tickets that insert whole completions. A server that leaves gives its tickets back without what it
+has sampled of them, as experts do not travel with it. A second pass after other images (PAPO) takes the same experts.
 
 Router losses are over all tokens of an update, prompts included; nothing is padded. The balance loss is that of
 transformers' `load_balancing_loss_func`, summed over micro-batches and ranks with one denominator. The shares of tokens

@@ -74,13 +74,13 @@ def problems(config: RunConfig) -> list[str]:
     """One line, with its fix, for each thing that would go wrong, or be ignored, once vLLM has started."""
     if problem := device_problem(config):
         return [problem]
-    on_cpu = resolve_device(config.rollout.device, "rollout.device").type == "cpu"
-    if on_cpu and ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
+    device = resolve_device(config.rollout.device, "rollout.device").type
+    if device == "cpu" and ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
         return [
             f"algorithm.{ROUTED_EXPERTS} is chosen, and vLLM records experts with its model runner 2 alone, which has "
             f"no code for a CPU without Triton. Set rollout.engine=hf, or leave algorithm.{ROUTED_EXPERTS} out"
         ]
-    cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
+    cuda = device == "cuda"
     return model_problems(config) + setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
 
 

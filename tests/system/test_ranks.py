@@ -122,6 +122,15 @@ def test_more_ranks_than_a_step_has_rows_make_the_same_steps(make_config: MakeCo
         assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
 
 
+def steps_alone_and_on_two_ranks(config: RunConfig, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Metrics of each step, by one process and by two ranks, whose weights are compared."""
+    theirs = run_ranks(folder / "two", {"ranks": config}, steps=STEPS)["ranks"]["metrics"]
+    alone = in_one_process(config)
+    mine = take_steps(alone, folder / "alone", ALONE, STEPS)["metrics"]
+    check_weights(alone, folder / "alone", folder / "two" / "ranks")
+    return list(zip(mine, theirs, strict=True))
+
+
 def check_weights(config: RunConfig, one: Path, two: Path) -> None:
     """Compare what was published and saved, and load the ranks' checkpoint in one process."""
     lr = config.learner.optim.lr

@@ -214,9 +214,9 @@ class DecodeBatch:
         place = {key: number for number, key in enumerate(distinct)}
         prefilled = prefill(self.model, list(distinct.values()), self.device)
         prompts, found = [place[key] for key in keys], self._recorded(len(distinct))
-        for row, prompt in zip(rows, prompts, strict=True):
-            length = len(row.request.seen_by(row.index).token_ids)
-            for name, traces in found.items():
+        for name, traces in found.items():
+            for row, prompt in zip(rows, prompts, strict=True):
+                length = len(row.request.seen_by(row.index).token_ids)
                 row.prompt_traces.setdefault(name, traces[prompt, traces.shape[1] - length :])
         return prefilled, prompts
 

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from learner.ranks.group import ALONE
-from tests.rigs.one_process import in_one_process
-from tests.rigs.rank_rig import run_ranks, take_steps
 from tests.rigs.tiny_families import make_expert_or_recurrent
-from tests.system.test_ranks import RANKS, STEPS, TOLERANCE, check_weights
+from tests.system.test_ranks import RANKS, TOLERANCE, steps_alone_and_on_two_ranks
 
 
 @pytest.mark.slow
@@ -29,14 +26,10 @@ def test_router_losses_on_two_ranks_are_those_of_one(
         batch={"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 8192},
         learner={**RANKS, "engine": engine},
     )
-    found = run_ranks(tmp_path / "two", {"moe": config}, steps=STEPS)["moe"]["metrics"]
-    alone = in_one_process(config)
-    expected = take_steps(alone, tmp_path / "alone", ALONE, STEPS)["metrics"]
     tolerance = TOLERANCE["float32"]
-    for mine, theirs in zip(expected, found, strict=True):
+    for mine, theirs in steps_alone_and_on_two_ranks(config, tmp_path):
         # Metrics of a micro-batch are weighed by its trained tokens, and not by all of its tokens.
         reported = {name for name in mine if name.startswith("router/")}
         assert {n: theirs[n] for n in reported} == pytest.approx({n: mine[n] for n in reported}, rel=5e-3)
         exact = [{n: v for n, v in each.items() if n not in reported} for each in (theirs, mine)]
         assert exact[0] == pytest.approx(exact[1], rel=tolerance, abs=tolerance, nan_ok=True)
-    check_weights(alone, tmp_path / "alone", tmp_path / "two" / "moe")

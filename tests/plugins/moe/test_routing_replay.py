@@ -68,7 +68,7 @@ def trace() -> RoutingReplay:
 
 
 @torch.inference_mode()
-def sampled(model: Any, *, prefix: Sequence[int] = (), rebuilds: bool = False) -> list[Completion]:
+def sampled(model: Any, *, rebuilds: bool = False) -> list[Completion]:
     """Two groups of two completions, decoded together; the second group's first prompt is shorter."""
     batch = DecodeBatch(model, (), CPU, {NAME: trace().record(model)})
     draw = np.random.default_rng(0)

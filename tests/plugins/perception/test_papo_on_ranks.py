@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from learner.ranks.group import ALONE
-from tests.rigs.one_process import in_one_process
-from tests.rigs.rank_rig import run_ranks, take_steps
-from tests.system.test_ranks import RANKS, STEPS, TOLERANCE, check_weights
+from tests.system.test_ranks import RANKS, TOLERANCE, steps_alone_and_on_two_ranks
 
 
 @pytest.mark.slow
@@ -28,10 +25,6 @@ def check_two_ranks(make_config: Callable[..., RunConfig], tmp_path: Path, engin
         reference={"ema": 0.9},
         learner={**RANKS, "engine": engine},
     )
-    found = run_ranks(tmp_path / "two", {"papo": config}, steps=STEPS)["papo"]["metrics"]
-    alone = in_one_process(config)
-    expected = take_steps(alone, tmp_path / "alone", ALONE, STEPS)["metrics"]
     tolerance = TOLERANCE["float32"]
-    for mine, theirs in zip(expected, found, strict=True):
+    for mine, theirs in steps_alone_and_on_two_ranks(config, tmp_path):
         assert theirs == pytest.approx(mine, rel=tolerance, abs=tolerance, nan_ok=True)
-    check_weights(alone, tmp_path / "alone", tmp_path / "two" / "papo")
