@@ -120,7 +120,7 @@ class SupervisedTrainer:
     def _accumulate(self, groups: Sequence[TrainGroup], targets: int, tokens_per_microbatch: int) -> float:
         """Add up the gradients of a step over its micro-batches. Returns the loss."""
         total = 0.0
-        for micro_batch in self.roles.micro_batches(groups, tokens_per_microbatch):
+        for micro_batch in self.roles.micro_batches(self.roles.plan(groups, tokens_per_microbatch)):
             loss = -self.engine.forward(micro_batch).logprobs.sum() / targets * (not micro_batch.is_idle)
             self.engine.backward(loss)
             total += float(loss.detach())
@@ -136,7 +136,7 @@ class SupervisedTrainer:
 
     @torch.no_grad()
     def _nats(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> float:
-        batches = self.roles.micro_batches(groups, tokens_per_microbatch)
+        batches = self.roles.micro_batches(self.roles.plan(groups, tokens_per_microbatch))
         sums = [-self.engine.forward(each).logprobs.double().sum() * (not each.is_idle) for each in batches]
         return self.ranks.total(float(sum(sums)))
 

@@ -82,8 +82,9 @@ class Roles:
     def score(self, batch: Batch, wanted: Collection[str], tokens_per_microbatch: int) -> Scored:
         """Compute the `wanted` columns, by their names; each micro-batch is built once."""
         columns = {name: torch.zeros(len(batch.trained.row)) for name in wanted}
+        plan = self.plan(batch.train_groups, tokens_per_microbatch) if columns else ()
         with nullcontext() if OF_THE_REFERENCE.isdisjoint(wanted) else self.reference.on_device():
-            for micro_batch in self.micro_batches(batch.train_groups, tokens_per_microbatch) if columns else ():
+            for micro_batch in self.micro_batches(plan):
                 place = batch.places(micro_batch.row, micro_batch.column)
                 for name, values in self._score_micro_batch(micro_batch, columns.keys()).items():
                     if not micro_batch.is_idle:
@@ -113,9 +114,9 @@ class Roles:
             found["reference_logprobs"] = self.reference.logprobs(micro_batch)
         return {name: values for name, values in found.items() if values is not None and name in wanted}
 
-    def micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
-        """Build this rank's, one at a time: only one micro-batch's pixels are on the device."""
-        return self.work.of(self._micro_batches(groups, tokens_per_microbatch))
+    def micro_batches(self, plan: Sequence[Sequence[Share]]) -> Iterator[MicroBatch]:
+        """Build this rank's of a plan, one at a time: only one micro-batch's pixels are on the device."""
+        return self.work.of(self._micro_batches(plan))
 
     def plan(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> list[list[Share]]:
         """Every rank's micro-batches within the budget; of one row each where a model needs that."""
@@ -123,13 +124,8 @@ class Roles:
             tokens_per_microbatch = role.tokens_at_once(tokens_per_microbatch) if role else tokens_per_microbatch
         return plan_shares(groups, tokens_per_microbatch, self.ranks.size)
 
-    def packed_tokens(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> int:
-        """Input tokens of all ranks' micro-batches: a prompt counts in each that has it."""
-        shares = [share for shares in self.plan(groups, tokens_per_microbatch) for share in shares]
-        return sum(group.num_tokens for share in shares if not share.is_idle for group in share.groups)
-
-    def _micro_batches(self, groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> Iterator[MicroBatch]:
-        for shares in self.plan(groups, tokens_per_microbatch):
+    def _micro_batches(self, plan: Sequence[Sequence[Share]]) -> Iterator[MicroBatch]:
+        for shares in plan:
             share = shares[self.ranks.rank]
             micro_batch = self.actor.pack(share.groups)
             yield replace(micro_batch, is_idle=True) if share.is_idle else micro_batch

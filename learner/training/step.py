@@ -215,8 +215,9 @@ class LearnerStep:
         )
         nothing = torch.zeros(len(batch.trained.row))
         weights = of_update.map(lambda column: nothing.index_put((place,), column))
-        tokens = self.roles.packed_tokens(groups, tokens_per_microbatch)
-        for number, micro_batch in enumerate(self.roles.micro_batches(groups, tokens_per_microbatch), 1):
+        plan = self.roles.plan(groups, tokens_per_microbatch)
+        tokens = sum(g.num_tokens for shares in plan for share in shares if not share.is_idle for g in share.groups)
+        for number, micro_batch in enumerate(self.roles.micro_batches(plan), 1):
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 here = weights.map(torch.zeros_like) if micro_batch.is_idle else weights
                 part = self.objective(self.roles, micro_batch, decided, here, number=number, update_tokens=tokens)

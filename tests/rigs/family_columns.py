@@ -214,7 +214,7 @@ def logprobs(engine: TorchEngine, groups: Sequence[TrainGroup]) -> list[torch.Te
     """[T] of each row of the groups, of as many micro-batches as the learner makes of them."""
     found: dict[tuple[int, int], torch.Tensor] = {}
     with torch.no_grad():
-        for micro_batch in Roles(engine).micro_batches(groups, 4096):
+        for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
             places = zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True)
             found |= dict(zip(places, engine.forward(micro_batch).logprobs, strict=True))
     rows = [completion for group in groups for completion in group.completions]
@@ -224,7 +224,7 @@ def logprobs(engine: TorchEngine, groups: Sequence[TrainGroup]) -> list[torch.Te
 def step(engine: TorchEngine, groups: Sequence[TrainGroup]) -> None:
     """Make an optimiser step of a loss with another weight for each token."""
     draw = torch.Generator().manual_seed(0)
-    for micro_batch in Roles(engine).micro_batches(groups, 4096):
+    for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
         values = engine.forward(micro_batch).logprobs
         engine.backward((values * torch.randn(len(values), generator=draw)).sum())
     engine.optimizer_step()

@@ -234,7 +234,7 @@ def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
     }
     torch.stack([(weights[row] * values).sum() for row, values in alone.items()]).sum().backward()
     wrong = ""
-    for micro_batch in Roles(engine).micro_batches(groups, 4096):
+    for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
         ours = engine.forward(micro_batch).logprobs
         places = list(zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True))
         theirs = torch.stack([alone[row][column] for row, column in places])

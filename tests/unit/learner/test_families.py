@@ -87,7 +87,8 @@ def test_a_family_is_sampled_verified_and_trained_as_its_own_model_computes(
     for one in received:
         verify(one)
     batch, learner = make_batch(received, processor), learner_engine(config)
-    parts = list(Roles(learner).micro_batches(batch.train_groups, 4096))
+    roles = Roles(learner)
+    parts = list(roles.micro_batches(roles.plan(batch.train_groups, 4096)))
     assert (len(parts) == 1) == learner.packs
     order = torch.cat([part.row * 4096 + part.column for part in parts]).argsort()
     logprobs = torch.cat([learner.forward(part).logprobs for part in parts])[order]
