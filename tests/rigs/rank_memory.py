@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def let_collectives_end() -> None:
     into the next layer, and the peak is one that no device has."""
     wait = Work.wait
 
-    def waited(work: Work, *timeout: Any) -> bool:
-        done = wait(work, *timeout)
+    def waited(self: Work, timeout: timedelta = timedelta(0)) -> bool:
+        done = wait(self, timeout)
         time.sleep(0.002)
         return done
 
