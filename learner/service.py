@@ -31,6 +31,7 @@ from learner.loop.resume import (
 )
 from learner.loop.saver import Saver
 from learner.loop.step_schedule import StepSchedule
+from learner.loop.thread_choice import ThreadChoice
 from learner.loop.trainer import Trainer
 from learner.network.device_lease import LearnerLease, take_first_lease
 from learner.network.publication import open_device_sender, open_publication, source_opener
@@ -116,6 +117,9 @@ class Learner:
         )
         self.training.step.budget.keep_in_run(config.run_path, config.batch, config.learner)
         self.progress, self.engine = self.training.progress, self.training.engine
+        self.threads = ThreadChoice(
+            config.run_path, config.learner, self.engine.device, is_shared=config.trainer.mode == "async"
+        )
         self.flops = self.engine.facts.flops
 
     def _gather_ranks(self, start: StartingPoint) -> Ranks:

@@ -134,7 +134,10 @@ def _one_step(learner: Learner) -> None:
         learner.schedule.finish_evaluation()  # one that has begun when this was not known to be the last step
         return
     learner.status("training")
-    _learn(learner, learner.ledger.take(), started + held_up_s, publish=True)
+    groups = learner.ledger.take()
+    beats = (server.heartbeat for server in list(learner.network.servers.connected.values()))
+    learner.threads.choose(learner.training, groups, filter(None, beats))
+    _learn(learner, groups, started + held_up_s, publish=True)
     if learner.device.is_shared:
         _save_if_due(learner)  # while it is ours
         learner.schedule.open_for_work()

@@ -19,12 +19,16 @@ logger = logging.getLogger(__name__)
 def main(config: RunConfig, start: StartMode) -> None:
     import torch
 
+    from asyncrl.devices.device import keep_freed_memory, resolve_device
+
     require_fixed_ports(config.network)
     if _is_over(config.run_path, start):
         logger.info(OVER)
         return
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
+    if config.trainer.mode == "async" and resolve_device(config.rollout.device, "rollout.device").type == "cpu":
+        keep_freed_memory()
     asyncio.run(_serve_until_signalled(config, start))
 
 

@@ -170,8 +170,8 @@ class LearnerConfig(OpenSection):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads of a rank; 0 means half of the cores when the servers share the machine, divided by num_processes,
-    and all of them in sync mode."""
+    """Torch threads of a rank; 0 is all cores in sync mode, else half of them, divided by num_processes: all of them
+    for one process that is slower than the sampling, chosen at its first step and kept."""
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     vision_features_mib: int = Field(default=512, ge=0)

@@ -341,7 +341,9 @@ class DecodeBatch:
         divisors = temperatures.float().masked_fill(greedy, 1.0)
         logprobs = sampling_logprobs(logits, temperature=divisors, banned=self.banned)
         self._truncate(logprobs, sampling)
-        tokens = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniforms))
+        tokens = draw(logprobs, uniforms)
+        if any(each.temperature == 0 for each in sampling):
+            tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
         chosen = gather_logprobs(logprobs, tokens)
         sampled = torch.stack([tokens.double(), chosen.double()], dim=1).tolist()  # both are exact in float64
         for row, (token, logprob) in zip(rows, sampled, strict=True):

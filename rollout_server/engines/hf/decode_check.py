@@ -20,6 +20,7 @@ from asyncrl.processing.encoded_prompt import EncodedPrompt
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
+from rollout_server.engines.hf.grouped_attention import for_decoding
 
 PROMPTS = (13, 4, 8)
 """Tokens of the prompts; the later ones join while the first one is decoded."""
@@ -56,7 +57,7 @@ def _problem(family: SmallFamily) -> str:
 
 def _decoded(family: SmallFamily) -> list[DecodeRow]:
     """Rows that were sampled together."""
-    batch = DecodeBatch(family.model(family.attention), (), torch.device("cpu"))
+    batch = DecodeBatch(for_decoding(family.model(family.attention)), (), torch.device("cpu"))
     rows: list[DecodeRow] = []
     for number, prompt in enumerate(PROMPTS):
         ids = np.random.default_rng(number).integers(4, 100, prompt).astype(np.int32)

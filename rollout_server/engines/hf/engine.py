@@ -33,6 +33,7 @@ from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, 
 from rollout_server.engines.hf.decode_batch import DecodeBatch, prefill
 from rollout_server.engines.hf.decode_check import check_decoding
 from rollout_server.engines.hf.decode_loop import DecodeLoop
+from rollout_server.engines.hf.grouped_attention import for_decoding
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class HFEngine:
         check_decoding(self._config.model)
         attention = family_of(self._config.model).attention
         model = load_model(self._config.model, device=self._device, text_attention=attention)
-        self._model: Any = model.eval().requires_grad_(False)
+        self._model: Any = for_decoding(model.eval().requires_grad_(False))
         if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.quantization):
             self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:
