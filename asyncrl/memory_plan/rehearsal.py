@@ -95,7 +95,7 @@ class ModelBytes:
 
     @property
     def stepping(self) -> int:
-        """Most bytes that AdamW's update adds: with torch's default on CUDA one more copy of what is trained."""
+        """Most bytes that an update adds: a copy of what is trained, more than a fused AdamW takes by its code."""
         return self.gradients
 
 

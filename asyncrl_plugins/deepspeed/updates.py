@@ -48,8 +48,7 @@ class ZeroUpdates:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dtypes = {name: files.dtypes[name] for name in self._trained}
         groups, self._in_file = _groups(self._trained, optim)
-        on_cpu = settings.cpu_offload or settings.device.type == "cpu"
-        self._optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=on_cpu)
+        self._optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
         self._reached: set[int] = set()
         self._left_out: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         for group in groups:

@@ -85,6 +85,18 @@ class MicroLoss:
     additional: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """[n] each: columns of the hooks, by name."""
 
+    def detached(self) -> MicroLoss:
+        """Return it without the graph of its gradients."""
+        kl = self.reference_kl
+        return replace(
+            self,
+            loss=self.loss.detach(),
+            tokens=replace(self.tokens, logprobs=self.tokens.logprobs.detach()),
+            entropies=self.entropies.detach(),
+            policy=replace(self.policy, token_loss=self.policy.token_loss.detach()),
+            reference_kl=None if kl is None else kl.detach(),
+        )
+
     def describe_bad_tokens(self, batch: Batch) -> str:
         """Name the first value, in the order in which they are computed, that is not finite, and its rows."""
         values = {

@@ -92,7 +92,7 @@ class LearnerStep:
         if decided.returns is not None and decided.scored.values is not None:
             variance = explained_variance(decided.scored.values, decided.returns)
             metrics["critic/explained_variance"].append(variance)
-        joined = {name: torch.cat(parts) for name, parts in seen.items()}
+        joined = {name: torch.cat(parts).cpu() for name, parts in seen.items()}
         columns = {
             name: values.numpy() for name, values in self.roles.ranks.merge(joined, len(batch.trained.row)).items()
         }
@@ -201,8 +201,11 @@ class LearnerStep:
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, where: str, tokens_per_microbatch: int
     ) -> tuple[float, dict[str, list[torch.Tensor]]]:
-        """Add up the gradients of one update over its micro-batches. Returns the loss, and columns of the report."""
-        total = 0.0
+        """Add up the gradients of one update over its micro-batches. Returns the loss, and columns of the report.
+
+        Nothing is fetched from the device before the last one: the next micro-batch is packed while one is computed.
+        """
+        parts: list[MicroLoss] = []
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         batch, place = decided.batch, decided.batch.places_of(groups)
         row = batch.trained.row[place]
@@ -221,22 +224,25 @@ class LearnerStep:
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 here = weights.map(torch.zeros_like) if micro_batch.is_idle else weights
                 part = self.objective(self.roles, micro_batch, decided, here, number=number, update_tokens=tokens)
-            loss, problem = float(part.loss.detach()), None
-            if not math.isfinite(loss):
-                problem = (
-                    f"{where}, micro-batch {number}: the loss is {loss}: {part.describe_bad_tokens(decided.batch)}. "
-                    "The weights are those before this update. Look at these rows in the samples, and at the last "
-                    "grad_norm and logprob_diff_max in metrics.jsonl"
-                )
-            if agreed := self.roles.ranks.agree(problem):
-                raise NotFiniteError("loss", agreed)
             if self._trains_actor(decided.version):
                 self.roles.actor.backward(part.loss)
-            total += loss
+            parts.append(part := part.detached())
             columns = _columns(part, decided) | self._train_critic(micro_batch, part.place, decided, len(place))
             for name, column in columns.items():
-                seen[name].append(column[:0].cpu() if micro_batch.is_idle else column.cpu())
-        return self.roles.ranks.total(total), seen
+                seen[name].append(column[:0] if micro_batch.is_idle else column)
+        losses = torch.stack([part.loss for part in parts]).tolist()
+        bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        problem = None
+        if bad:
+            problem = (
+                f"{where}, micro-batch {bad[0] + 1}: the loss is {losses[bad[0]]}: "
+                f"{parts[bad[0]].describe_bad_tokens(decided.batch)}. "
+                "The weights are those before this update. Look at these rows in the samples, and at the last "
+                "grad_norm and logprob_diff_max in metrics.jsonl"
+            )
+        if agreed := self.roles.ranks.agree(problem):
+            raise NotFiniteError("loss", agreed)
+        return self.roles.ranks.total(sum(losses)), seen
 
     def _trains_actor(self, version: int) -> bool:
         """False while the critic warms up."""
@@ -277,23 +283,23 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
     columns: dict[str, torch.Tensor] = {
         "place": part.place,
         "lacks_behaviour": decided.batch.trained_provenance.lacks_behaviour[part.place],
-        "learner": part.tokens.logprobs.detach() if moved else part.tokens.proximal_logprobs,
+        "learner": part.tokens.logprobs if moved else part.tokens.proximal_logprobs,
         "behaviour": part.tokens.behaviour_logprobs,
         "staleness": decided.version - decided.versions(part.place),
-        "entropy": part.entropies.detach(),
+        "entropy": part.entropies,
         "mask_fraction": part.correction.masked.float(),
         "truncation_fraction": part.correction.truncated.float(),
         **{f"mask_fraction_{kind}": dropped.float() for kind, dropped in part.correction.masked_by.items()},
         **{name: indicator.float() for name, indicator in part.policy.indicators.items()},
     }
     if part.reference_kl is not None:
-        columns["reference_kl"] = part.reference_kl.detach()
+        columns["reference_kl"] = part.reference_kl
     elif decided.reward_kl is not None:
         columns["reference_kl"] = decided.reward_kl[part.place]
     columns |= part.additional
     if part.tokens.provenance is not None:
         columns["inserted"] = part.tokens.provenance.is_inserted
-        columns["loss/supervised"] = part.weights * part.policy.token_loss.detach()
+        columns["loss/supervised"] = part.weights * part.policy.token_loss
         if part.policy.supervised_weight is not None:
             columns["supervised_weight"] = part.weights * part.policy.supervised_weight
     return columns

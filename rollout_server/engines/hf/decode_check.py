@@ -28,22 +28,27 @@ TOKENS = 10
 """Sampled for each row at most."""
 
 
-def check_decoding(config: ModelConfig) -> None:
-    """Raise UserError for a family that this engine would sample wrongly."""
-    if found := _problem(family_of(config)):
+def check_decoding(config: ModelConfig) -> bool:
+    """Raise UserError for a family that this engine would sample wrongly. Returns whether its model may group queries
+    (grouped_attention.py): code of some families looks at the name of their attention."""
+    family = family_of(config)
+    if not _problem(family, groups_queries=True):
+        return True
+    if found := _problem(family, groups_queries=False):
         raise UserError(
             f"the hf engine, which keeps keys and values of causal attention alone, cannot sample from the model in "
             f"{config.path}: {found}. Set rollout.engine=vllm, or use a model of another family"
         )
+    return False
 
 
 @cache
-def _problem(family: SmallFamily) -> str:
+def _problem(family: SmallFamily, *, groups_queries: bool) -> str:
     """Find out, once in a process, how a family's decoding is wrong; empty where it is right."""
     if family.problem:
         return family.problem
     try:
-        rows = _decoded(family)
+        rows = _decoded(for_decoding(family.model(family.attention), groups_queries=groups_queries), family.temperature)
     except Exception as error:  # of the family's own code
         return f"its family {family.name} fails in a batch ({first_line(error)})"
     model = family.model("eager")
@@ -55,13 +60,13 @@ def _problem(family: SmallFamily) -> str:
     )
 
 
-def _decoded(family: SmallFamily) -> list[DecodeRow]:
+def _decoded(model: Any, temperature: float) -> list[DecodeRow]:
     """Rows that were sampled together."""
-    batch = DecodeBatch(for_decoding(family.model(family.attention)), (), torch.device("cpu"))
+    batch = DecodeBatch(model, (), torch.device("cpu"))
     rows: list[DecodeRow] = []
     for number, prompt in enumerate(PROMPTS):
         ids = np.random.default_rng(number).integers(4, 100, prompt).astype(np.int32)
-        sampling = Sampling(temperature=family.temperature, max_new_tokens=TOKENS - number, stop_token_ids=())
+        sampling = Sampling(temperature=temperature, max_new_tokens=TOKENS - number, stop_token_ids=())
         request = GenerationRequest(number, EncodedPrompt.of_text(ids), 6, number, sampling)
         batch.join(batch.prefill([request], 0))
         rows = list(batch.rows)

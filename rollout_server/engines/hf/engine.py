@@ -69,10 +69,10 @@ class HFEngine:
         self._loop.start()
 
     def _load(self) -> None:
-        check_decoding(self._config.model)
+        groups_queries = check_decoding(self._config.model)
         attention = family_of(self._config.model).attention
         model = load_model(self._config.model, device=self._device, text_attention=attention)
-        self._model: Any = for_decoding(model.eval().requires_grad_(False))
+        self._model: Any = for_decoding(model.eval().requires_grad_(False), groups_queries=groups_queries)
         if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.quantization):
             self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:

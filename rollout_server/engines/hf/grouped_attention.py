@@ -38,14 +38,14 @@ def grouped_attention(
     return attended.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-def for_decoding(model: Any) -> Any:
-    """Let a model decode so, whose language part has torch's attention. Returns it.
+def for_decoding(model: Any, *, groups_queries: bool) -> Any:
+    """Prepare a model, with this attention where its language part has torch's. Returns it.
 
     The output layer gets each prompt's last state in memory of its own: torch would copy the layer's weight for every
     row of a slice in bfloat16.
     """
     text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation == "sdpa":
+    if groups_queries and text._attn_implementation == "sdpa":
         text._attn_implementation = GROUPED_ATTENTION
     model.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(), *states[1:]))
     return model

@@ -39,7 +39,12 @@ def test_one_token_attends_as_with_repeated_keys(padded: bool, dtype: torch.dtyp
 
 def small_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "num_hidden_layers": 3}
+    sizes: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_HEADS,
+        "num_hidden_layers": 3,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, intermediate_size=64, **sizes)).eval().requires_grad_(False)
 
 
@@ -65,7 +70,7 @@ def sampled(model: Any) -> list[tuple[list[int], list[float]]]:
 
 def test_a_batch_of_unequal_rows_samples_the_tokens_of_transformers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    attend = grouped_attention.scaled_dot_product_attention
+    attend: Any = grouped_attention.scaled_dot_product_attention
 
     def counted(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         calls.append(tensors[0].shape[1])
@@ -73,7 +78,7 @@ def test_a_batch_of_unequal_rows_samples_the_tokens_of_transformers_attention(mo
 
     monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", counted)
     theirs, plain = sampled(small_model()), len(calls)
-    model = for_decoding(small_model())
+    model = for_decoding(small_model(), groups_queries=True)
     assert model.config._attn_implementation == GROUPED_ATTENTION
     mine = sampled(model)
     assert plain == 0
@@ -85,7 +90,7 @@ def test_a_batch_of_unequal_rows_samples_the_tokens_of_transformers_attention(mo
 
 def test_prompts_do_not_copy_the_output_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of a slice with the layer's weight would copy that for every row in bfloat16."""
-    model = for_decoding(small_model())
+    model = for_decoding(small_model(), groups_queries=True)
     inputs: list[torch.Tensor] = []
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: inputs.append(states[0]))
     sampled(model)
