@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--budget-gib", type=float, default=24.0)
     parser.add_argument("--whole", action="store_true", help="train all weights, with learner.cpu_offload")
     parser.add_argument("--trl", type=int, default=0, metavar="STEPS", help="of TRL's trainer, after it")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="rollout.engine_args of vLLM, as JSON")
     parser.add_argument("--engines", nargs="*", default=["hf"] + ["vllm"] * bool(importlib.util.find_spec("vllm")))
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -158,6 +159,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, arguments.budget_gib * GIB / total))
     for engine in arguments.engines:
         sections = settings(arguments.size, arguments.device, engine, arguments.budget_gib, offload=arguments.whole)
+        sections["rollout"] |= {"engine_args": arguments.engine_args} if engine == "vllm" else {}
         config = cycle_config(model, folder, shape, **sections)
         cycle = asyncio.run(run_cycle(config, shape))
         print(f"## {engine}\n\n```\n{describe(cycle.plan)}\n```\n\n{report(cycle, off, onto)}\n", flush=True)

@@ -1,6 +1,6 @@
 """Seconds of a learner's update with and without `learner.cpu_offload`, by part, and the peak of device memory.
 
-python -m benchmarks.offload_cost [--size 1b] [--device cuda] [--rounds 3]
+python -m benchmarks.offload_cost [--size 1b] [--device cuda] [--rounds 3] [--tokens 16384] [--offloaded] [--profile]
 The same batch each round: 16 prompts with three images x 8 completions of 256 tokens, all weights of a random
 Qwen2.5-VL trained in bfloat16, with gradient checkpointing. With --device cpu --size tiny it tries itself out.
 """
@@ -67,13 +67,16 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, nargs="+", help="budgets of a micro-batch, one after the other")
+    parser.add_argument("--offloaded", action="store_true", help="only with learner.cpu_offload")
+    parser.add_argument("--profile", action="store_true", help="one more update at the end, by kernel")
     arguments = parser.parse_args()
     shape = TINY if arguments.size == "tiny" else WHOLE
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-offload-"))
     model = make_model(folder / "model", arguments.size, dtype="bfloat16", device=arguments.device)
     whole = settings(arguments.size, arguments.device, "hf", 0.0, offload=True)
     random, length = np.random.default_rng(0), shape["data"]["max_response_length"]
-    for offload in (False, True):
+    for offload in (True,) if arguments.offloaded else (False, True):
         gc.collect()
         sections = {**whole, "learner": {**whole["learner"], "cpu_offload": offload}}
         config = cycle_config(model, folder, shape, **sections)
@@ -82,7 +85,7 @@ def main() -> None:
         prompts, rows = make_prompts(PromptProcessor(config.model), shape), iter(range(10**6))
         groups = [
             TrainGroup(
-                prompt.encoded,
+                prompt,
                 tuple(
                     PackedTrajectory(
                         next(rows), random.integers(5, 300, length).astype(np.int32), np.ones(length, np.int32)
@@ -92,11 +95,18 @@ def main() -> None:
             )
             for prompt in prompts
         ]
-        for number in range(1, arguments.rounds + 1):
-            took = update(learner, groups, config.batch.microbatch_tokens)
-            peak = size(torch.cuda.max_memory_allocated()) if arguments.device == "cuda" else "no device"
-            parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in took.items())
-            print(f"offload {offload}, round {number}: {parts} s; peak {peak}", flush=True)
+        budgets = arguments.tokens or [config.batch.microbatch_tokens]
+        for tokens in budgets:
+            for number in range(1, arguments.rounds + 1):
+                took = update(learner, groups, tokens)
+                peak = size(torch.cuda.max_memory_allocated()) if arguments.device == "cuda" else "no device"
+                parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in took.items())
+                print(f"offload {offload}, {tokens} tokens, round {number}: {parts} s; peak {peak}", flush=True)
+        if arguments.profile:
+            with torch.profiler.profile() as recorded:
+                update(learner, groups, budgets[-1])
+            by = "self_cuda_time_total" if arguments.device == "cuda" else "self_cpu_time_total"
+            print(recorded.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60))
         del learner
         if arguments.device == "cuda":
             gc.collect()
