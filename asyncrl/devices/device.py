@@ -21,6 +21,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import LearnerConfig, RolloutConfig, meant_device, meant_dtype
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.errors import UserError
+from asyncrl.model_files.folder import read_config, text_part
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
@@ -31,6 +32,8 @@ LOGPROB_DIFFERENCE = {"bfloat16": 1.0, "float16": 0.125, "float32": 1e-3}
 rounding makes of it (docs/decisions/012)."""
 TF32_LOGPROB_DIFFERENCE = 0.025
 """Limit for float32 with a GPU, where vLLM's attention in Triton multiplies float32 numbers in TF32."""
+LEAST_BFLOAT16_WIDTH = 512
+"""Hidden size from which a CPU's bfloat16 products save more than the conversions around them cost."""
 MEAN_SHARE = 0.1
 """Share of the limit that the mean over tokens may have: a single rare token says little."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -104,9 +107,22 @@ def dtype_here(dtype: str, devices: Sequence[str]) -> str:
 
 
 def resolve_dtype(config: RunConfig) -> RunConfig:
-    """Configuration with model.dtype as it is meant on this machine."""
-    dtype = dtype_here(config.model.dtype, (config.learner.device, config.rollout.device))
+    """Configuration with model.dtype as it is meant on this machine: on a CPU that multiplies bfloat16 numbers in its
+    own instructions, `auto` is bfloat16 for a model whose products are long enough to gain by it."""
+    devices = (config.learner.device, config.rollout.device)
+    dtype = dtype_here(config.model.dtype, devices)
+    if config.model.dtype == "auto" and dtype == "float32" and _all_on_cpu(devices) and _cpu_has_bfloat16():
+        width = text_part(read_config(config.model)).get("hidden_size") or 0
+        dtype = "bfloat16" if isinstance(width, int) and width >= LEAST_BFLOAT16_WIDTH else dtype
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def _all_on_cpu(devices: Sequence[str]) -> bool:
+    return {meant_device(name, cuda=torch.cuda.is_available()) for name in devices} == {"cpu"}
+
+
+def _cpu_has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def max_logprob_difference(
@@ -119,8 +135,8 @@ def max_logprob_difference(
         return weights.max_logprob_difference
     names = (learner.device, rollout.device)
     dtype = dtype_here(model.dtype, names)
-    devices = {meant_device(name, cuda=torch.cuda.is_available()) for name in names}
-    return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
+    in_tf32 = dtype == "float32" and not _all_on_cpu(names)
+    return TF32_LOGPROB_DIFFERENCE if in_tf32 else LOGPROB_DIFFERENCE[dtype]
 
 
 def compute_in_full_float32() -> None:

@@ -26,7 +26,6 @@ ALLOCATOR_SHARE = 0.05
 """Share of the tensors that come and go which torch's allocator loses to rounding and gaps. An estimate."""
 WORKING = "working memory"
 """Name of the line that a pass takes."""
-STEPPING = "the optimiser's update, one copy of what is trained"
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,19 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Mem
     ranks, offloads = config.learner.num_processes, offloads_parts(config.learner)
     if not offloads:
         yield from part_lines(model, config.model.dtype, ranks)
-    passing = working = stepping = 0
+    passing = working = 0
     scored: list[DividedModel] = [model.divided_reference] if model.divided_reference else []
     for engine in (model, model.critic) if model.critic else (model,):
         assert engine.divided is not None
         passing = max(passing, engine.passing)
         found = engine.divided.working(ranks, engine.passing, engine.in_layers, cpu_offload=offloads)
         working = max(working, found)
-        stepping = stepping if offloads else max(stepping, engine.divided.trained_part(ranks))
         scored += [engine.divided] if engine is not model else []
     gathered = working - passing + sum(role.scored(ranks) for role in scored)
     why = "whole weights of two layers, of embeddings and output layer, and a layer's gradients"
     yield MemoryItem("gathered layers", gathered, why)
-    yield MemoryItem(WORKING, max(passing, stepping), STEPPING if stepping > passing else what)
-    yield allocator(max(working, stepping))
+    yield MemoryItem(WORKING, passing, what)
+    yield allocator(working)
 
 
 def part_lines(model: ModelBytes, dtype: str, ranks: int) -> Iterator[MemoryItem]:

@@ -19,7 +19,6 @@ from asyncrl.devices.gpu_assignment import assign_gpus
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import (
-    STEPPING,
     WORKING,
     MemoryItem,
     allocator,
@@ -157,7 +156,6 @@ def _whole_lines(
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
     offloads = learner.offloads_masters
-    working = max(passing, 0 if offloads else max(engine.stepping for engine in engines))
     yield MemoryItem("weights", model.weights, f"{count(model.parameters)} in {dtype}")
     if not offloads:
         yield MemoryItem("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
@@ -176,8 +174,8 @@ def _whole_lines(
             held = max(0, held - (0 if offloads else model.gradients))
             why = "what it needs, while it scores, beyond the place of the gradients (reference.offload)"
         yield MemoryItem("reference policy", held, why)
-    yield MemoryItem(WORKING, working, STEPPING if working > passing else what)
-    yield allocator(working)
+    yield MemoryItem(WORKING, passing, what)
+    yield allocator(passing)
 
 
 def arriving_lines(model: ModelBytes, rollout: RolloutConfig, copies: int) -> Iterator[MemoryItem]:

@@ -93,11 +93,6 @@ class ModelBytes:
         """Bytes that are in host memory with learner.cpu_offload of one process."""
         return self.masters + self.gradients + self.moments + self.arriving
 
-    @property
-    def stepping(self) -> int:
-        """Most bytes that an update adds: a copy of what is trained, more than a fused AdamW takes by its code."""
-        return self.gradients
-
 
 def rehearse(config: RunConfig) -> ModelBytes:
     """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""

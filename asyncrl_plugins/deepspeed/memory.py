@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.memory_plan.divided import DividedModel, Parameter
-from asyncrl.memory_plan.lines import STEPPING, WORKING, Change, MemoryItem, RankMemory, allocator, count
+from asyncrl.memory_plan.lines import WORKING, Change, MemoryItem, RankMemory, allocator, count
 from asyncrl.memory_plan.rehearsal import ModelBytes
 from asyncrl_plugins.deepspeed.plugin import ZERO_BUCKET, ZERO_LIVE, DeepSpeedConfig
+
+STEPPING = "the optimiser's update, one copy of what is trained"
 
 
 @dataclass(frozen=True)

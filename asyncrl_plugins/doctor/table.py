@@ -10,7 +10,7 @@ from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import meant_dtype
-from asyncrl.devices.device import visible_gpus
+from asyncrl.devices.device import resolve_dtype, visible_gpus
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE
 from asyncrl.errors import ExitCode
 from asyncrl.memory_plan import GIB, size
@@ -40,7 +40,7 @@ def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
     config = _planned_config(target, overrides)
     devices = (config.learner.device, config.rollout.device)
     sees_gpus = bool(visible_gpus()) or any(name.startswith("cuda") for name in devices)
-    dtype = meant_dtype(config.model.dtype, devices, cuda=sees_gpus)
+    dtype = meant_dtype(config.model.dtype, devices, cuda=True) if sees_gpus else resolve_dtype(config).model.dtype
     notes = []
     if config.model.dtype == "auto" and not sees_gpus and "cpu" not in devices:
         notes = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.devices import device
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.models.loading import load_model
 from asyncrl.service_entry import resolved
@@ -50,6 +51,32 @@ def test_weights_are_bf16_where_both_sides_are_on_gpus(
     assert resolve_dtype(on_devices(make_config, learner, rollout)).model.dtype == meant
     for explicit in ("float32", "bfloat16"):
         assert resolve_dtype(on_devices(make_config, learner, rollout, explicit)).model.dtype == explicit
+
+
+@pytest.mark.parametrize(
+    ("instructions", "width", "learner", "meant"),
+    [
+        ((True, False), 512, "auto", "bfloat16"),
+        ((False, True), 4096, "cpu", "bfloat16"),
+        ((True, True), 511, "auto", "float32"),  # a small model's products gain less than the conversions cost
+        ((False, False), 4096, "auto", "float32"),
+        ((True, True), 4096, "cuda", "float32"),  # the server is on the CPU
+    ],
+)
+def test_a_cpu_with_its_own_instructions_has_bf16_for_a_wide_model(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    instructions: tuple[bool, bool],
+    width: int,
+    learner: str,
+    meant: str,
+) -> None:
+    pretend(monkeypatch, gpus=learner == "cuda")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions[0])
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: instructions[1])
+    monkeypatch.setattr(device, "read_config", lambda _: {"text_config": {"hidden_size": width}})
+    assert resolve_dtype(on_devices(make_config, learner, "cpu")).model.dtype == meant
+    assert resolve_dtype(on_devices(make_config, learner, "cpu", "float32")).model.dtype == "float32"
 
 
 def test_a_service_has_decided_before_it_loads_anything(make_config: MakeConfig) -> None:
