@@ -1,6 +1,6 @@
 """A learner's step against a bare loop over the same packed batches, in turn, in one process without a server.
 
-    python -m benchmarks.peer.bare_loop RUN_DIR [--steps 20]
+    python -m benchmarks.peer.bare_loop RUN_DIR [--steps 20] [--threads 1]
 
 The batches are those of a finished run, from its journal. The step is all that the learner does between taking a batch
 and having published its weights. The bare loop has its micro-batches ready and makes nothing but the model's forward
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
@@ -45,7 +46,7 @@ class BareLoop:
         self._optimizer.zero_grad(set_to_none=True)
 
 
-def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
+def measure(run: ReplayableRun, steps: int, clock: Callable[[], float]) -> dict[str, float]:
     config = run.config
     processor = PromptProcessor(config.model)
     writer = TicketWriter(config.ticket_settings, processor, processor.ends.stop_token_ids)
@@ -62,13 +63,13 @@ def measure(run: ReplayableRun, steps: int) -> dict[str, float]:
             groups = batch_again(recorded, writer.write, number - 1, config.learner.on_stale)
             plan = plan_micro_batches(make_batch(groups, processor).train_groups, config.batch.microbatch_tokens)
             micro_batches = [build_micro_batch(bare_engine.unwrap_model(), part, bare_engine.device) for part in plan]
-            started = time.process_time()
+            started = clock()
             training.learn(groups)
-            learned = time.process_time()
+            learned = clock()
             publish(publication, training.engine, number, None)
-            published = time.process_time()
+            published = clock()
             bare.step(micro_batches)
-            ended = time.process_time()
+            ended = clock()
             seconds["learn"].append(learned - started)
             seconds["publish"].append(published - learned)
             seconds["bare"].append(ended - published)
@@ -79,11 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1, help="of several the seconds are wall time")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     run = ReplayableRun.open(arguments.run_dir, 1, ())
     with closing(run.journal):
-        print(json.dumps(measure(run, arguments.steps)))
+        clock = time.process_time if arguments.threads == 1 else time.perf_counter
+        print(json.dumps(measure(run, arguments.steps, clock)))
 
 
 if __name__ == "__main__":
