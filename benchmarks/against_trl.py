@@ -57,7 +57,7 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
     folder: Path = arguments.folder / profile.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     rows, model = folder / "rows.parquet", folder / "model"
-    base = load_config(CONFIG, [])
+    base = load_config(arguments.config, [])
     steps = arguments.steps + base.learner.max_staleness + 1
     if not rows.is_file():
         pq.write_table(pq.read_table(arguments.data).slice(0, steps * base.batch.prompts_per_step), rows)
@@ -83,12 +83,12 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
             make_model(arguments.model, law, model)
         settings["model.path"] = str(model)
     changed = dict(change.split("=", 1) for change in arguments.overrides)
-    return resolved(settings | changed, folder)
+    return resolved(arguments.config, settings | changed, folder)
 
 
-def resolved(settings: dict[str, Any], folder: Path) -> RunConfig:
+def resolved(base: Path, settings: dict[str, Any], folder: Path) -> RunConfig:
     words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
-    return resolve_dtype(load_config(CONFIG, [*words, f"run_dir={folder}"]))
+    return resolve_dtype(load_config(base, [*words, f"run_dir={folder}"]))
 
 
 def run_ours(config: RunConfig, folder: Path) -> dict[str, list[float]]:
@@ -220,6 +220,7 @@ def bare_loops(configs: dict[str, RunConfig], rounds: list[dict[str, Any]]) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the demo's warm start")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of both sides; default: the demo of digits")
     parser.add_argument("--data", type=Path, required=True, help="the demo's training rows")
     parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with asyncrl[trl]")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "against-trl", help="keeps models and rounds")
