@@ -54,29 +54,33 @@ def test_weights_are_bf16_where_both_sides_are_on_gpus(
 
 
 @pytest.mark.parametrize(
-    ("instructions", "width", "learner", "meant"),
+    ("instructions", "width", "learner", "rank", "meant"),
     [
-        ((True, False), 512, "auto", "bfloat16"),
-        ((False, True), 4096, "cpu", "bfloat16"),
-        ((True, True), 511, "auto", "float32"),  # a small model's products gain less than the conversions cost
-        ((False, False), 4096, "auto", "float32"),
-        ((True, True), 4096, "cuda", "float32"),  # the server is on the CPU
+        ((True, False), 512, "auto", 8, "bfloat16"),
+        ((False, True), 4096, "cpu", 8, "bfloat16"),
+        ((True, True), 4096, "cpu", 0, "float32"),  # all weights learned slower on the sanity set
+        ((True, True), 511, "auto", 8, "float32"),  # a small model's products gain less than the conversions cost
+        ((False, False), 4096, "auto", 8, "float32"),
+        ((True, True), 4096, "cuda", 8, "float32"),  # the server is on the CPU
     ],
 )
-def test_a_cpu_with_its_own_instructions_has_bf16_for_a_wide_model(
+def test_a_cpu_with_its_own_instructions_has_bf16_under_adapters_to_a_wide_model(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     instructions: tuple[bool, bool],
     width: int,
     learner: str,
+    rank: int,
     meant: str,
 ) -> None:
     pretend(monkeypatch, gpus=learner == "cuda")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions[0])
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: instructions[1])
     monkeypatch.setattr(device, "read_config", lambda _: {"text_config": {"hidden_size": width}})
-    assert resolve_dtype(on_devices(make_config, learner, "cpu")).model.dtype == meant
-    assert resolve_dtype(on_devices(make_config, learner, "cpu", "float32")).model.dtype == "float32"
+    devices = {"learner": {"device": learner}, "rollout": {"device": "cpu"}}
+    for given, dtype in (("auto", meant), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        config = make_config(model={"dtype": given, "lora": {"rank": rank}}, **devices)
+        assert resolve_dtype(config).model.dtype == dtype
 
 
 def test_a_service_has_decided_before_it_loads_anything(make_config: MakeConfig) -> None:
