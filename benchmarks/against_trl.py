@@ -44,6 +44,15 @@ CONFIG = Path(asyncrl.demo.__file__).parent / "grpo.yaml"
 DEMO = "demo"
 PROFILES = (DEMO, *LAWS)
 OURS, THEIRS = "asyncrl", "TRL"
+UNATTENDED = {
+    "evaluation.every_steps": "0",
+    "evaluation.before_training": "false",
+    "network.control_port": "0",
+    "network.weights_port": "0",
+    "telemetry.learner_port": "0",
+    "telemetry.rollout_port": "0",
+}
+"""Settings of runs that are measured: nothing is evaluated, and ports are free ones."""
 WARM_UP = 3
 """Steps left out at the beginning: engines warm up, the pipeline fills."""
 LAW_LR = 1e-5
@@ -66,14 +75,9 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
         "data.train_files": [str(rows)],
         "data.val_files": [],
         "data.shuffle": False,
-        "evaluation.every_steps": 0,
-        "evaluation.before_training": False,
         "trainer.max_steps": steps,
         "trainer.save_freq": 0,
-        "network.control_port": 0,
-        "network.weights_port": 0,
-        "telemetry.learner_port": 0,
-        "telemetry.rollout_port": 0,
+        **UNATTENDED,
     }
     if profile != DEMO:
         law = LAWS[profile]

@@ -30,7 +30,7 @@ from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos import sentences
 from asyncrl_plugins.demos.llm import CONFIG
 from asyncrl_plugins.demos.smollm2 import write_language_model
-from benchmarks.against_trl import ROOT, run_theirs
+from benchmarks.against_trl import ROOT, UNATTENDED, run_theirs
 
 TRL = "TRL, float32"
 CELLS: dict[str, dict[str, str]] = {
@@ -45,14 +45,9 @@ OFTEN = 0.2, 0.8
 ALONE = {
     "data.val_files": "[]",
     "data.shuffle": "false",  # every epoch has the same steps, on both sides
-    "evaluation.every_steps": "0",
-    "evaluation.before_training": "false",
     "trainer.save_freq": "10",
     "trainer.save_limit": "1",
-    "network.control_port": "0",
-    "network.weights_port": "0",
-    "telemetry.learner_port": "0",
-    "telemetry.rollout_port": "0",
+    **UNATTENDED,
 }
 
 

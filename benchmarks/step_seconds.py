@@ -12,6 +12,7 @@ model's two passes and AdamW, with two threads and nothing beside it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -20,13 +21,12 @@ from pathlib import Path
 from statistics import median
 
 from asyncrl.telemetry.jsonl import read_lines
-from benchmarks.against_trl import ROOT
+from benchmarks.against_trl import ROOT, UNATTENDED
 
 WARM_UP = 2
 ALWAYS = (
-    *("trainer.save_freq=0", "evaluation.before_training=false", "evaluation.every_steps=0"),
-    *("learner.optim.lr=1e-7", "network.control_port=0", "network.weights_port=0"),
-    *("telemetry.learner_port=0", "telemetry.rollout_port=0"),
+    *("trainer.save_freq=0", "learner.optim.lr=1e-7"),
+    *(f"{key}={value}" for key, value in UNATTENDED.items()),
 )
 
 
@@ -47,7 +47,7 @@ def bare(run_dir: Path, steps: int) -> float:
     """Wall seconds of plain torch with two threads over the batches of a run."""
     command = [sys.executable, "-m", "benchmarks.peer.bare_loop", str(run_dir), "--steps", str(steps), "--threads", "2"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    return float(done.stdout.strip().splitlines()[-1].split('"bare": ')[1].rstrip("}"))
+    return json.loads(done.stdout)["bare"]
 
 
 def main() -> None:

@@ -109,9 +109,10 @@ def dtype_here(dtype: str, devices: Sequence[str]) -> str:
 def resolve_dtype(config: RunConfig) -> RunConfig:
     """Configuration with model.dtype as it is meant on this machine: on a CPU that multiplies bfloat16 numbers in its
     own instructions, `auto` is bfloat16 under adapters, which are float32, where products are long enough to gain."""
-    dtype = dtype_here(config.model.dtype, devices := (config.learner.device, config.rollout.device))
-    may_round = config.model.dtype == "auto" and dtype == "float32" and config.model.lora.rank
-    if may_round and _all_on_cpu(devices) and _cpu_has_bfloat16():
+    devices = (config.learner.device, config.rollout.device)
+    dtype = dtype_here(config.model.dtype, devices)
+    may_round = config.model.dtype == "auto" and dtype == "float32" and config.model.lora.rank and _all_on_cpu(devices)
+    if may_round and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         width = text_part(read_config(config.model)).get("hidden_size") or 0
         dtype = "bfloat16" if isinstance(width, int) and width >= LEAST_BFLOAT16_WIDTH else dtype
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
@@ -119,10 +120,6 @@ def resolve_dtype(config: RunConfig) -> RunConfig:
 
 def _all_on_cpu(devices: Sequence[str]) -> bool:
     return {meant_device(name, cuda=torch.cuda.is_available()) for name in devices} == {"cpu"}
-
-
-def _cpu_has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def max_logprob_difference(

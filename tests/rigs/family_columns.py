@@ -41,12 +41,11 @@ from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import PackedTrajectory, Segment, TrainGroup
-from learner.training.roles import Roles
 from rollout_server.engines.hf.engine import HFEngine
 from tests.conftest import small_config
 from tests.plugins.tiled_images.tiny_tiled import TILED, make_tiled
 from tests.rigs.alignment_rig import answers, parity_tickets, verify
-from tests.rigs.family_matrix import make_folder
+from tests.rigs.family_matrix import make_folder, micro_batches
 from tests.rigs.foreign_families import make_glm4v
 from tests.rigs.tiny_families import make_expert_or_recurrent, make_family, make_llava
 from tests.system.test_bad_input import image_rows, write_rows
@@ -214,7 +213,7 @@ def logprobs(engine: TorchEngine, groups: Sequence[TrainGroup]) -> list[torch.Te
     """[T] of each row of the groups, of as many micro-batches as the learner makes of them."""
     found: dict[tuple[int, int], torch.Tensor] = {}
     with torch.no_grad():
-        for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
+        for micro_batch in micro_batches(engine, groups):
             places = zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True)
             found |= dict(zip(places, engine.forward(micro_batch).logprobs, strict=True))
     rows = [completion for group in groups for completion in group.completions]
@@ -224,7 +223,7 @@ def logprobs(engine: TorchEngine, groups: Sequence[TrainGroup]) -> list[torch.Te
 def step(engine: TorchEngine, groups: Sequence[TrainGroup]) -> None:
     """Make an optimiser step of a loss with another weight for each token."""
     draw = torch.Generator().manual_seed(0)
-    for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
+    for micro_batch in micro_batches(engine, groups):
         values = engine.forward(micro_batch).logprobs
         engine.backward((values * torch.randn(len(values), generator=draw)).sum())
     engine.optimizer_step()

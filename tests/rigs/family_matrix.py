@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import import_module
@@ -43,12 +43,13 @@ from asyncrl.models.small_copy import SmallFamily, family_of
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.training.engine import TorchEngine
-from learner.training.packing import PackedTrajectory, TrainGroup
+from learner.training.packing import MicroBatch, PackedTrajectory, TrainGroup
 from learner.training.roles import Roles
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_check import check_decoding
+from rollout_server.engines.hf.grouped_attention import for_decoding
 
 HEADING = """# Families of transformers
 
@@ -191,10 +192,10 @@ def examine(family: str, folder: Path) -> Verdict:
     trains, why = _training(engine, plain)
     plain.eval()
     try:
-        check_decoding(config)
+        groups_queries = check_decoding(config)
     except UserError as refusal:
         return Verdict(trains, "refused", why or _said(refusal))
-    samples, problem = _sampling(config, plain)
+    samples, problem = _sampling(config, plain, groups_queries=groups_queries)
     return Verdict(trains, samples, problem or why)
 
 
@@ -225,6 +226,12 @@ def _plain_logprobs(plain: Any, prompt: np.ndarray, completion: Sequence[int] | 
     return (logits / TEMPERATURE).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
 
 
+def micro_batches(engine: TorchEngine, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
+    """Micro-batches that the learner makes of the groups."""
+    roles = Roles(engine)
+    return roles.micro_batches(roles.plan(groups, 4096))
+
+
 def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
     """Log-probs and gradients of the learner's micro-batches."""
     groups = _groups(300)
@@ -234,7 +241,7 @@ def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
     }
     torch.stack([(weights[row] * values).sum() for row, values in alone.items()]).sum().backward()
     wrong = ""
-    for micro_batch in Roles(engine).micro_batches(Roles(engine).plan(groups, 4096)):
+    for micro_batch in micro_batches(engine, groups):
         ours = engine.forward(micro_batch).logprobs
         places = list(zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True))
         theirs = torch.stack([alone[row][column] for row, column in places])
@@ -258,10 +265,10 @@ def _training(engine: TorchEngine, plain: Any) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def _sampling(config: ModelConfig, plain: Any) -> tuple[str, str]:
+def _sampling(config: ModelConfig, plain: Any, *, groups_queries: bool) -> tuple[str, str]:
     """Log-probs of what the hf engine's batch samples."""
     model = load_model(config, device=CPU, text_attention=family_of(config).attention).eval()
-    batch = DecodeBatch(model, _banned(model), CPU)
+    batch = DecodeBatch(for_decoding(model, groups_queries=groups_queries), _banned(model), CPU)
     draw, rows = np.random.default_rng(2), []
     for number, length in enumerate((13, 5)):
         ids = draw.integers(10, 300, length).astype(np.int32)
